@@ -1,0 +1,36 @@
+"""Markov chain Monte Carlo over a device mesh, on JAX."""
+
+from gspmd_mcmc.adaptation.window import WindowAdaptation
+from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState
+from gspmd_mcmc.placement.mesh import make_mesh
+from gspmd_mcmc.placement.padding import Padded
+from gspmd_mcmc.placement.place import place
+from gspmd_mcmc.sampling.draws import Draws
+from gspmd_mcmc.sampling.mode import Mode, find_mode
+from gspmd_mcmc.sampling.sample import SamplingWarning, sample
+from gspmd_mcmc.sampling.start import per_chain, uniform_start
+from gspmd_mcmc.targets.checks import NonFiniteStart
+from gspmd_mcmc.targets.log_density import LogDensity
+from gspmd_mcmc.targets.posterior import Plate, Posterior
+
+__version__ = "0.1.0"
+__all__ = [
+    "Draws",
+    "Mode",
+    "SamplingWarning",
+    "WindowAdaptation",
+    "find_mode",
+    "per_chain",
+    "sample",
+    "uniform_start",
+    "HMC",
+    "HMCInfo",
+    "HMCState",
+    "LogDensity",
+    "NonFiniteStart",
+    "Padded",
+    "Plate",
+    "Posterior",
+    "make_mesh",
+    "place",
+]
