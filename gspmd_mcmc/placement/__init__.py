@@ -1,0 +1,1 @@
+"""Where arrays live: meshes, placement, and the padding of uneven rows."""

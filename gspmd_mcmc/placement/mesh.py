@@ -1,0 +1,75 @@
+"""Meshes of devices, with axes named for what they carry."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+
+def make_mesh(
+    *,
+    chains: int | None = None,
+    data: int | None = None,
+    model: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """Make a mesh with Auto axes over devices.
+
+    Parameters
+    ----------
+    chains, data, model
+        Sizes of the axes ``"chains"``, ``"data"`` and ``"model"``, which the mesh has in this
+        order. At most one may be -1: it takes the devices that are left. None leaves an axis out;
+        with all three left out, the mesh is ``data=-1``.
+    devices
+        The devices to lay out; all of ``jax.devices()`` when None.
+
+    Returns
+    -------
+    jax.sharding.Mesh
+        A plain mesh, every axis of type Auto, so that the compiler places the collectives.
+
+    Raises
+    ------
+    ValueError
+        If the sizes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    asked = {"chains": chains, "data": data, "model": model}
+    sizes = {name: size for name, size in asked.items() if size is not None} or {"data": -1}
+    sizes = _fill_in(sizes, len(devices))
+    grid = np.asarray(devices).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _fill_in(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
+    """Replace -1 by the devices that are left, and check the product."""
+    asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    if any(size != -1 and size < 1 for size in sizes.values()):
+        raise ValueError(f"make_mesh({asked}): an axis has at least 1 device; -1 takes what is left")
+    if sum(size == -1 for size in sizes.values()) > 1:
+        raise ValueError(f"make_mesh({asked}): only one axis can be -1")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if -1 in sizes.values() and num_devices % fixed == 0:
+        return {n: num_devices // fixed if s == -1 else s for n, s in sizes.items()}
+    if fixed != num_devices:
+        raise ValueError(
+            f"make_mesh({asked}): the axes multiply to {fixed}, but there are {num_devices} devices. "
+            "Change the sizes, or pass devices=jax.devices()[:n]; on a CPU, "
+            'jax.config.update("jax_num_cpu_devices", n) before the first use of JAX gives n devices.'
+        )
+    return sizes
+
+
+def require_auto(mesh: Mesh) -> None:
+    """Raise on a mesh whose axes are not Auto: there the compiler may not place reductions."""
+    types = getattr(mesh, "axis_types", None) or (AxisType.Auto,) * len(mesh.axis_names)
+    wrong = [n for n, t in zip(mesh.axis_names, types, strict=True) if t != AxisType.Auto]
+    if wrong:
+        raise ValueError(
+            f"mesh axes {wrong} are not of type Auto. Build the mesh with gspmd_mcmc.make_mesh, or "
+            "pass axis_types=(jax.sharding.AxisType.Auto,) * n to jax.make_mesh (whose default is "
+            "Explicit)."
+        )

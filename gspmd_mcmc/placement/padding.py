@@ -1,0 +1,62 @@
+"""Rows that a mesh axis does not divide: padded with copies of a real row, and said so."""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from gspmd_mcmc.tree import PyTree, path_str, pytree, static
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class Padded:
+    """An array whose last rows are copies of its last real row, there to fill the mesh.
+
+    `Plate` masks the copies, so they carry no density. A copy of a real row, unlike zeros, gives no
+    NaN in the gradient of a likelihood that is undefined at zero.
+
+    Attributes
+    ----------
+    values
+        The padded array, shape [padded rows, ...].
+    num_rows
+        How many of its rows are real; they come first.
+    """
+
+    values: jax.Array
+    num_rows: int = static()
+
+    @property
+    def num_pad(self) -> int:
+        """How many rows are copies."""
+        return self.values.shape[0] - self.num_rows
+
+    def unpad(self) -> np.ndarray:
+        """Return the real rows, on the host."""
+        return np.asarray(self.values)[: self.num_rows]
+
+    def __repr__(self) -> str:
+        v = self.values
+        if not hasattr(v, "shape"):
+            return f"Padded({v!r})"
+        return f"Padded({v.dtype}{list(v.shape)}: {self.num_rows} rows + {self.num_pad} pad)"
+
+
+def is_padded(node) -> bool:
+    """Tell whether a node of a tree is `Padded` (for ``is_leaf=``)."""
+    return isinstance(node, Padded)
+
+
+def padded_rows(num_rows: int, num_blocks: int) -> int:
+    """Return the least multiple of the number of blocks that holds all rows."""
+    return -(-num_rows // num_blocks) * num_blocks
+
+
+def refuse_padded(tree: PyTree, what: str, advice: str) -> None:
+    """Raise if a tree holds `Padded` leaves where nothing would mask their copies."""
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded):
+        if isinstance(node, Padded):
+            raise ValueError(
+                f"{what} {path_str(path)}: got {node}, whose pad nothing masks here; {advice}"
+            )

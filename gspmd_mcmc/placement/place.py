@@ -1,0 +1,129 @@
+"""Put a tree of arrays on a mesh."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gspmd_mcmc.placement.mesh import require_auto
+from gspmd_mcmc.placement.padding import Padded, padded_rows
+from gspmd_mcmc.tree import PyTree, path_str
+
+
+def place(tree: PyTree, mesh: Mesh, specs: PyTree = P()) -> PyTree:  # noqa: B008 - P() is immutable
+    """Lay a tree of arrays over a mesh.
+
+    Parameters
+    ----------
+    tree
+        NumPy arrays (memory-mapped ones are read shard by shard), jax arrays, or scalars.
+    mesh
+        The mesh, its axes Auto (`make_mesh`).
+    specs
+        A `PartitionSpec`, or a prefix tree of them: one spec serves the whole subtree below it.
+
+    Returns
+    -------
+    PyTree
+        The same tree of jax arrays with a `NamedSharding` each. A leaf whose leading axis the mesh
+        does not divide comes back as `Padded`: rows at its end copy its last row, and `Plate` masks
+        them.
+
+    Raises
+    ------
+    ValueError
+        If a spec has more entries than a leaf has axes, names no axis of the mesh, or splits an axis
+        other than the leading one unevenly; if the prefix tree does not fit. The message names the
+        leaf.
+    """
+    require_auto(mesh)
+    leaf_specs = _broadcast(specs, tree)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, spec: _place_leaf(path_str(path), leaf, mesh, spec), tree, leaf_specs
+    )
+
+
+def _broadcast(specs: PyTree, tree: PyTree) -> PyTree:
+    """Give every leaf of the tree the spec that stands above it."""
+    is_spec = lambda s: isinstance(s, P)  # noqa: E731
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
+        if not is_spec(spec):
+            raise ValueError(
+                f"specs{path_str(path)}: expected a PartitionSpec, got {type(spec).__name__}"
+            )
+    try:
+        return jax.tree.map(lambda s, sub: jax.tree.map(lambda _: s, sub), specs, tree, is_leaf=is_spec)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            "specs is no prefix of the tree: give one PartitionSpec, or a tree of them whose nodes "
+            f"are the tree's own. specs {jax.tree.structure(specs, is_leaf=is_spec)}, "
+            f"tree {jax.tree.structure(tree)}"
+        ) from error
+
+
+def _place_leaf(name: str, leaf: Any, mesh: Mesh, spec: P) -> Any:
+    array = leaf if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)
+    if array.dtype == object:
+        raise ValueError(f"leaf {name}: expected an array of numbers, got {type(leaf).__name__}")
+    splits = _check_spec(name, array.shape, mesh, spec)
+    sharding = NamedSharding(mesh, spec)
+    rows = padded_rows(array.shape[0], splits[0]) if splits else 0
+    padded = bool(splits) and rows != array.shape[0]
+    shape = (rows, *array.shape[1:]) if splits else array.shape
+    put = _put_device_array if isinstance(array, jax.Array) else _put_host_array
+    values = put(array, shape, sharding)
+    return Padded(values, array.shape[0]) if padded else values
+
+
+def _check_spec(name: str, shape: tuple[int, ...], mesh: Mesh, spec: P) -> list[int]:
+    """Return in how many parts the spec cuts each axis it names; raise where it does not fit."""
+    where = f"leaf {name} of shape {shape} under {spec} on mesh {dict(mesh.shape)}"
+    if len(spec) > len(shape):
+        raise ValueError(f"{where}: the spec has {len(spec)} entries, the leaf {len(shape)} axes")
+    splits = []
+    for axis, entry in enumerate(spec):
+        names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        unknown = [n for n in names if n not in mesh.shape]
+        if unknown:
+            raise ValueError(f"{where}: the mesh has no axis {unknown[0]!r}")
+        splits.append(math.prod(mesh.shape[n] for n in names))
+        if axis > 0 and shape[axis] % splits[-1]:
+            raise ValueError(
+                f"{where}: axis {axis} has {shape[axis]} elements, which {splits[-1]} devices do not "
+                "divide; only the leading axis (rows) is padded"
+            )
+    if splits and shape[0] == 0 and splits[0] > 1:
+        raise ValueError(f"{where}: there are no rows to lay over {splits[0]} devices")
+    return splits
+
+
+def _put_host_array(array: np.ndarray, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """Read each device's shard by itself, so that no device and no copy holds the whole."""
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return jax.make_array_from_callback(
+        shape, sharding, lambda index: _read_shard(array, shape, index, dtype)
+    )
+
+
+def _read_shard(array: np.ndarray, shape: tuple[int, ...], index, dtype) -> np.ndarray:
+    """Return a shard's real rows, then copies of the array's last row. Always a fresh copy."""
+    if not shape:
+        return np.array(array, dtype=dtype)
+    start, stop, _ = index[0].indices(shape[0])
+    real = np.array(array[(slice(start, stop), *index[1:])], dtype=dtype)
+    missing = stop - start - real.shape[0]
+    if not missing:
+        return real
+    last = np.array(array[(slice(-1, None), *index[1:])], dtype=dtype)
+    return np.concatenate([real, np.repeat(last, missing, axis=0)])
+
+
+def _put_device_array(array: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    if shape != array.shape:
+        last = jnp.broadcast_to(array[-1:], (shape[0] - array.shape[0], *array.shape[1:]))
+        array = jnp.concatenate([array, last])
+    return jax.device_put(array, sharding)
