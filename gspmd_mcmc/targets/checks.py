@@ -1,0 +1,87 @@
+"""What a kernel asks before it starts: is the position one, are data arguments, is the start finite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd_mcmc.placement.padding import refuse_padded
+from gspmd_mcmc.targets.posterior import Posterior
+from gspmd_mcmc.tree import PyTree, path_str
+
+CONSTANT_BYTES = 1 << 20
+
+
+class NonFiniteStart(ValueError):
+    """The log density at a starting position is not finite."""
+
+
+def check_position(position: PyTree) -> None:
+    """Raise unless every leaf of a position is a floating array that nothing has padded."""
+    refuse_padded(position, "position", "choose a mesh that divides it, or lay it out whole")
+    leaves = jax.tree_util.tree_leaves_with_path(position)
+    if not leaves:
+        raise ValueError("position: expected a tree with at least one array, got no leaf")
+    for path, leaf in leaves:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"position {path_str(path)}: expected a floating dtype, got {jnp.result_type(leaf)}. "
+                "HMC moves through continuous space; convert it, or sum a discrete latent out"
+            )
+
+
+def check_not_baked(target: PyTree) -> None:
+    """Raise if the target's arrays are being written into a program as constants.
+
+    Staging a program shows in a fresh array being a tracer; data that are concrete at that moment
+    become full-size constants on every device, and their sharding is lost. An inner ``jit`` hides
+    this from us: there the data are tracers.
+    """
+    if not isinstance(jnp.zeros(()), jax.core.Tracer):
+        return
+    concrete = [x for x in jax.tree.leaves(target) if isinstance(x, jax.Array | np.ndarray)]
+    num_bytes = sum(x.nbytes for x in concrete if not isinstance(x, jax.core.Tracer))
+    if num_bytes > CONSTANT_BYTES:
+        raise ValueError(
+            f"{num_bytes / 1e6:.1f} MB of the target's data would become constants of this program, "
+            "whole on every device, because the function closes over the kernel. Make the kernel an "
+            "argument: step = jax.jit(type(kernel).step); step(kernel, rng_key, state). In a function "
+            "of your own, pass the kernel in: def train(kernel, rng_key, state): ..."
+        )
+
+
+def check_finite_start(target: PyTree, position: PyTree, log_density: jax.Array) -> None:
+    """Raise where a concrete log density is not finite, naming the leaf or term at fault."""
+    if isinstance(log_density, jax.core.Tracer) or np.all(np.isfinite(log_density)):
+        return
+    raise NonFiniteStart(
+        f"the log density at the start is {log_density}, not finite: {blame(target, position)}"
+    )
+
+
+def blame(target: PyTree, position: PyTree) -> str:
+    """Say in words what makes the log density at a position not finite."""
+    for what, tree in (("position", position), ("the target's data", target)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            count = _num_nonfinite(leaf)
+            if count:
+                return f"{what} {path_str(path)} has {count} values that are NaN or infinite"
+    for path, leaf in jax.tree_util.tree_leaves_with_path(target.terms(position)):
+        count = _num_nonfinite(leaf)
+        if count:
+            return _blame_term(target, position, path, count)
+    return "the terms are finite but their sum overflows; scale the log density"
+
+
+def _blame_term(target: PyTree, position: PyTree, path, count: int) -> str:
+    if not (isinstance(target, Posterior) and path[0].key == "plates"):
+        return f"its summand {path_str(path)} has {count} values that are NaN or infinite there"
+    plate = target.plates[path[1].idx]
+    rows = np.asarray(plate.log_likelihood_rows(target.params(position)))
+    bad = np.flatnonzero(~np.isfinite(rows))
+    return f"{plate}: {bad.size} rows have a term that is NaN or infinite, the first is row {bad[0]}"
+
+
+def _num_nonfinite(leaf) -> int:
+    if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        return 0
+    return int(jnp.sum(~jnp.isfinite(leaf)))

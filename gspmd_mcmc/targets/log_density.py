@@ -1,0 +1,52 @@
+"""A plain log density of everything at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from jax.tree_util import Partial
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.placement.padding import refuse_padded
+from gspmd_mcmc.targets.posterior import as_partial, summands
+from gspmd_mcmc.tree import PyTree, pytree, set_fields
+
+
+@pytree
+@dataclass(frozen=True, eq=False, init=False)
+class LogDensity:
+    """A log density as one function of the position and of data.
+
+    Parameters
+    ----------
+    fn
+        ``fn(position, *data)`` -> a scalar, or a tree of summands whose elements add up to the log
+        density. Summands kept apart (one per observation, say) keep energy differences exact where a
+        float32 scalar would be rounded: at 4e6 it resolves a quarter of a nat.
+    data
+        Trees of arrays, as `place` lays them out. They enter programs as arguments. They are seen as
+        they are: rows that `place` had to pad are refused, as nothing would mask them.
+    """
+
+    fn: Partial
+    data: tuple
+
+    def __init__(self, fn: Callable, *data: PyTree):
+        refuse_padded(data, "LogDensity data", "use Posterior with a Plate, which masks them")
+        set_fields(self, fn=as_partial(fn), data=data)
+
+    def terms(self, position: PyTree) -> PyTree:
+        """Return the summands of the log density."""
+        return summands(self.fn, self.fn(position, *self.data))
+
+    def grad(self, position: PyTree) -> PyTree:
+        """Gradient of the log density, shaped like the position."""
+        return self.terms_and_grad(position)[1]
+
+    def terms_and_grad(self, position: PyTree) -> tuple[PyTree, PyTree]:
+        """Return `terms` and `grad` from one evaluation."""
+        terms, pullback = jax.vjp(self.terms, position)
+        return terms, pullback(tree.ones_like(terms))[0]
+
+    def __repr__(self) -> str:
+        return f"LogDensity({getattr(self.fn.func, '__name__', repr(self.fn.func))})"

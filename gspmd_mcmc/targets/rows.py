@@ -1,0 +1,172 @@
+"""Where the rows of a plate live: static facts, read from its arrays outside jit."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gspmd_mcmc.placement.mesh import require_auto
+from gspmd_mcmc.placement.padding import Padded, is_padded
+from gspmd_mcmc.tree import PyTree, path_str
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of a plate are laid out; hashable, so that it is metadata of a pytree.
+
+    Attributes
+    ----------
+    num_rows
+        Real rows; they come first.
+    num_padded
+        Rows of the arrays, copies at the end included; a multiple of the number of blocks.
+    mesh, axes
+        The mesh, and the axes of it that the rows lie over; None and () for unplaced arrays.
+    specs
+        For each leaf of the data, the spec of its axes after the rows.
+    platform
+        Where the arrays are: "cpu", "gpu", "tpu".
+    """
+
+    num_rows: int
+    num_padded: int
+    mesh: Mesh | None
+    axes: tuple[str, ...]
+    specs: tuple[tuple, ...]
+    platform: str
+
+    @property
+    def num_blocks(self) -> int:
+        """In how many blocks the rows lie: the product of their mesh axes."""
+        return math.prod(self.mesh.shape[a] for a in self.axes) if self.mesh else 1
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of one block."""
+        return self.num_padded // self.num_blocks
+
+    def blocks(self, data: PyTree) -> PyTree:
+        """Reshape each leaf from [rows, ...] to [blocks, rows of a block, ...], each block at home."""
+        leaves, treedef = jax.tree.flatten(data)
+        cut = [
+            self._constrain(a.reshape(self.num_blocks, self.block_rows, *a.shape[1:]), (None, *spec))
+            for a, spec in zip(leaves, self.specs, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, cut)
+
+    def per_block(self, tree: PyTree) -> PyTree:
+        """Keep arrays of shape [blocks, ...] with their blocks; the compiler lays the other axes."""
+        return jax.tree.map(lambda a: self._constrain(a, (P.UNCONSTRAINED,) * (a.ndim - 1)), tree)
+
+    def _constrain(self, array: jax.Array, rest: tuple) -> jax.Array:
+        if self.mesh is None or not self.axes:
+            return array
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, P(self.axes, *rest)))
+
+    def __str__(self) -> str:
+        pad = self.num_padded - self.num_rows
+        over = f" over {'x'.join(self.axes)}={self.num_blocks}" if self.axes else ""
+        return f"{self.num_rows} rows{f' + {pad} pad' if pad else ''}{over}"
+
+
+def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
+    """Return the plate's arrays without their `Padded` wrappers, and how their rows lie.
+
+    Raises
+    ------
+    ValueError
+        If leaves disagree in their number of rows or in the mesh axes of the rows, or there are none.
+    """
+    nodes = jax.tree_util.tree_leaves_with_path(data, is_leaf=is_padded)
+    if not nodes:
+        raise ValueError("a plate needs data: expected a tree with at least one array, got no leaf")
+    named = [(path_str(path), node, _array(node)) for path, node in nodes]
+    for name, _, array in named:
+        if not array.ndim:
+            raise ValueError(
+                f"plate data {name}: expected a leading axis of rows, got a scalar. What is not one "
+                "per row goes into the function: jax.tree_util.Partial(log_likelihood, value)"
+            )
+    counts = {name: (_num_rows(node), array.shape[0]) for name, node, array in named}
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(
+            f"{n} has {r}{f' (+{p - r} pad)' if p > r else ''}" for n, (r, p) in counts.items()
+        )
+        raise ValueError(
+            f"plate data: every leaf has the same rows, but {shown}. Lay leaves that belong together "
+            "out by one call of place, with the same spec for their rows"
+        )
+    num_rows, num_padded = next(iter(counts.values()))
+    if num_rows == 0:
+        raise ValueError(f"plate data: expected at least one row, got none in {named[0][0]}")
+    mesh, axes = _row_axes([(name, array) for name, _, array in named])
+    specs = tuple(_rest_of_spec(array) for _, _, array in named)
+    rows = Rows(num_rows, num_padded, mesh, axes, specs, _platform(named[0][2], mesh))
+    if num_padded % rows.num_blocks:
+        raise ValueError(
+            f"plate data: {num_padded} rows do not cut into {rows.num_blocks} blocks; use place"
+        )
+    return jax.tree.map(_array, data, is_leaf=is_padded), rows
+
+
+def _array(node):
+    array = node.values if isinstance(node, Padded) else node
+    return (
+        array
+        if hasattr(array, "sharding") or isinstance(array, jax.core.Tracer)
+        else jnp.asarray(array)
+    )
+
+
+def _num_rows(node) -> int:
+    return node.num_rows if isinstance(node, Padded) else np.shape(node)[0]
+
+
+def _sharding(array) -> NamedSharding | None:
+    """Return the array's named sharding; None for an array on one device, or traced."""
+    if isinstance(array, jax.core.Tracer):
+        return None
+    sharding = getattr(array, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _row_axes(named: list[tuple[str, jax.Array]]) -> tuple[Mesh | None, tuple[str, ...]]:
+    """Find the mesh and the axes that rows lie over: the same for every leaf that lies over any."""
+    mesh, axes, first = None, (), ""
+    for name, array in named:
+        sharding = _sharding(array)
+        if sharding is None:
+            continue
+        assert isinstance(sharding.mesh, Mesh) or sharding.mesh is not None
+        require_auto(sharding.mesh)  # pyright: ignore[reportArgumentType]
+        mesh = mesh or sharding.mesh
+        if sharding.mesh != mesh:
+            raise ValueError(
+                f"plate data: {named[0][0]} and {name} lie on different meshes; place them on one"
+            )
+        entry = sharding.spec[0] if len(sharding.spec) else None
+        here = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        if axes and here and here != axes:
+            raise ValueError(
+                f"plate data: rows of {first} lie over {axes}, those of {name} over {here}"
+            )
+        if here and not axes:
+            axes, first = here, name
+    return mesh, axes  # pyright: ignore[reportReturnType]
+
+
+def _rest_of_spec(array) -> tuple:
+    sharding = _sharding(array)
+    return tuple(sharding.spec[1:]) if sharding else ()
+
+
+def _platform(array, mesh: Mesh | None) -> str:
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        return next(iter(array.devices())).platform
+    return jax.default_backend()

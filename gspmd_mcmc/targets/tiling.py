@@ -1,0 +1,130 @@
+"""One pass over the rows of a plate, a tile at a time, in plain GSPMD.
+
+Rows are cut into blocks, one a device, and each block into tiles that stay in cache: a tile's forward
+and backward run before the next one is read, so nothing of the data's size is ever made. The gradient
+of shared parameters is kept per block and summed over blocks after the last tile: one all-reduce.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_mcmc.targets.rows import Rows
+from gspmd_mcmc.targets.two_float import two_float_sum
+from gspmd_mcmc.tree import PyTree, path_str
+
+# Bytes of a tile's largest intermediate. On a CPU a tile fits the caches of a core; elsewhere tiles
+# are large, as each costs a few kernel launches, and only bound the memory.
+TILE_BYTES = {"cpu": 5 << 20}
+TILE_BYTES_ELSEWHERE = 256 << 20
+PROBE_ROWS = 127
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """What one trace of the likelihood tells, for given parameters.
+
+    Attributes
+    ----------
+    is_read
+        For each leaf of the parameters, whether the likelihood reads it.
+    row_bytes
+        Bytes of the largest intermediate, a row.
+    dtype
+        The dtype of the terms.
+    """
+
+    is_read: tuple[bool, ...]
+    row_bytes: int
+    dtype: jnp.dtype
+
+
+def probe(log_likelihood: Callable, params: PyTree, data: PyTree, rows: Rows) -> Likelihood:
+    """Trace the likelihood on a few rows: which parameters it reads, how much memory a row takes.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If it does not return one floating term a row.
+    """
+    num = min(rows.block_rows, PROBE_ROWS)
+    tile = jax.tree.map(lambda a: jax.ShapeDtypeStruct((num, *a.shape[1:]), a.dtype), data)
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), params)
+    jaxpr, out = jax.make_jaxpr(log_likelihood, return_shape=True)(params, tile)
+    _check_terms(log_likelihood, out, num, params)
+    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.jaxpr.outvars}
+    is_read = tuple(id(v) in used for v in jaxpr.jaxpr.invars[: len(jax.tree.leaves(params))])
+    made = [v.aval for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
+    per_row = [
+        math.prod(a.shape) * a.dtype.itemsize // num for a in made if num in getattr(a, "shape", ())
+    ]
+    return Likelihood(is_read, max(per_row, default=1), out.dtype)
+
+
+def _check_terms(log_likelihood: Callable, out: PyTree, num: int, params: PyTree) -> None:
+    name = getattr(log_likelihood, "func", log_likelihood)
+    name = getattr(name, "__name__", repr(name))
+    if isinstance(out, jax.ShapeDtypeStruct) and out.shape == (num,):
+        if not jnp.issubdtype(out.dtype, jnp.floating):
+            raise TypeError(f"{name}: expected floating terms, got dtype {out.dtype}")
+        return
+    got = jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", out)
+    shapes = {path_str(p): a.shape for p, a in jax.tree_util.tree_leaves_with_path(params)}
+    raise ValueError(
+        f"{name}: expected one term for each row of the block, shape [{num}] for a block of "
+        f"{num} rows, got {got} with parameters of shapes {shapes}. Return log p(row) per row; do not sum over rows"
+    )
+
+
+def tile_rows(likelihood: Likelihood, rows: Rows, asked: int | None) -> int:
+    """Rows of a tile: as asked, or what the largest intermediate allows; tiles of a block are even."""
+    budget = TILE_BYTES.get(rows.platform, TILE_BYTES_ELSEWHERE)
+    most = asked or max(1, budget // likelihood.row_bytes)
+    num_tiles = -(-rows.block_rows // most)
+    return -(-rows.block_rows // num_tiles)
+
+
+def stream(body: Callable, init: PyTree, data: PyTree, rows: Rows, tile: int) -> tuple[PyTree, PyTree]:
+    """Scan the tiles of all blocks at once.
+
+    Parameters
+    ----------
+    body
+        ``body(carry, block_tile, is_counted) -> carry, out`` for one tile of one block:
+        ``is_counted`` [tile] is False on padding and on rows that an earlier tile has counted.
+    init
+        What each block's carry starts from; leaves [blocks, ...].
+    data, rows, tile
+        The plate's arrays [rows, ...], their layout, and the rows of a tile.
+
+    Returns
+    -------
+    carry, out
+        Carry per block, leaves [blocks, ...]; outputs per tile, leaves [tiles, blocks, ...].
+    """
+    blocks = rows.blocks(data)
+    first_row = jnp.arange(rows.num_blocks) * rows.block_rows
+
+    def step(carry, index):
+        # The last tile ends at the block's end, so it may overlap the one before.
+        start = jnp.minimum(index * tile, rows.block_rows - tile)
+        position = start + jnp.arange(tile)
+        is_counted = (position >= index * tile)[None] & (
+            first_row[:, None] + position[None] < rows.num_rows
+        )
+        block_tile = jax.tree.map(
+            lambda a: jax.lax.dynamic_slice_in_dim(a, start, tile, axis=1), blocks
+        )
+        carry, out = jax.vmap(body)(carry, block_tile, is_counted)
+        return rows.per_block(carry), rows.per_block(out)
+
+    num_tiles = -(-rows.block_rows // tile)
+    return jax.lax.scan(step, rows.per_block(init), jnp.arange(num_tiles))
+
+
+def tile_sum(terms: jax.Array, is_counted: jax.Array) -> jax.Array:
+    """Two-float sum of the counted terms of one tile, shape [2]."""
+    return two_float_sum(jnp.where(is_counted, terms, jnp.zeros_like(terms)))
