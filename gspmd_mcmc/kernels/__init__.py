@@ -1,0 +1,1 @@
+"""Transition kernels: `init(position) -> State`, `step(rng_key, state) -> (State, Info)`."""

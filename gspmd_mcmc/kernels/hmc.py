@@ -1,0 +1,227 @@
+"""Hamiltonian Monte Carlo.
+
+References
+----------
+Duane, Kennedy, Pendleton and Roweth, "Hybrid Monte Carlo", Physics Letters B 195 (1987); Neal, "MCMC
+using Hamiltonian dynamics", Handbook of Markov Chain Monte Carlo (2011).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.kernels import metrics
+from gspmd_mcmc.kernels.integrators import PhasePoint, integrate
+from gspmd_mcmc.targets import checks
+from gspmd_mcmc.tree import PyTree, pytree, set_fields
+
+DIVERGENT_ENERGY_ERROR = 1000.0
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class HMCState:
+    """Where a chain is, and what it need not compute again."""
+
+    position: PyTree
+    log_density: jax.Array  # []
+    log_density_grad: PyTree  # like position
+    terms: PyTree  # the target's summands, apart
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class HMCInfo:
+    """What one transition did; every field is a scalar.
+
+    Attributes
+    ----------
+    acceptance_rate
+        min(1, exp(-energy_error)): the probability with which the proposal was accepted.
+    is_accepted, is_divergent
+        Whether the proposal was kept; whether the energy error exceeded 1000 or was not finite.
+    energy
+        The Hamiltonian where the transition ended, in nats.
+    energy_error
+        The Hamiltonian of the proposal less that of the start, in nats, summed over differences.
+    num_integration_steps
+        Leapfrogs, each one gradient.
+    """
+
+    acceptance_rate: jax.Array
+    is_accepted: jax.Array
+    is_divergent: jax.Array
+    energy: jax.Array
+    energy_error: jax.Array
+    num_integration_steps: jax.Array
+
+
+@pytree
+@dataclass(frozen=True, eq=False, init=False)
+class HMC:
+    """Hamiltonian Monte Carlo with a fixed number of leapfrogs, one number for all chains.
+
+    A pytree that holds its target, so that data enter programs as arguments:
+    ``step = jax.jit(type(kernel).step)``, then ``state, info = step(kernel, rng_key, state)``. Tuning
+    changes leaves only and compiles nothing anew.
+
+    Parameters
+    ----------
+    target
+        A `Posterior`, a `LogDensity`, or any pytree with `terms`, `grad` and `terms_and_grad`.
+    step_size
+        Of a leapfrog, in units of the metric.
+    num_integration_steps
+        Leapfrogs of a trajectory, at least 1; L leapfrogs cost L gradients.
+    inverse_mass_matrix
+        A tree like the position (diagonal), or None (identity).
+    jitter
+        Between 0 and 1. `sample` draws the number of leapfrogs of each step, the same for all chains,
+        uniformly from (1 ± jitter) times ``num_integration_steps``; `step` itself never does.
+    """
+
+    target: Any
+    step_size: jax.Array
+    num_integration_steps: jax.Array
+    inverse_mass_matrix: PyTree | None
+    jitter: jax.Array
+
+    def __init__(
+        self,
+        target: Any,
+        step_size: float | jax.Array,
+        num_integration_steps: int | jax.Array,
+        inverse_mass_matrix: PyTree | None = None,
+        jitter: float | jax.Array = 0.0,
+    ):
+        missing = [m for m in ("terms", "grad", "terms_and_grad") if not hasattr(target, m)]
+        if missing:
+            raise TypeError(
+                f"HMC: expected a target (Posterior, LogDensity), got {type(target).__name__} without "
+                f"{missing}; wrap a function as gspmd_mcmc.LogDensity(fn, *data)"
+            )
+        _require("step_size", step_size, lambda x: x > 0, "a positive number")
+        _require("num_integration_steps", num_integration_steps, lambda x: x >= 1, "at least 1")
+        _require("jitter", jitter, lambda x: 0 <= x <= 1, "a number between 0 and 1")
+        set_fields(
+            self,
+            target=target,
+            step_size=_strong(step_size, float),
+            num_integration_steps=_strong(num_integration_steps, int),
+            inverse_mass_matrix=inverse_mass_matrix,
+            jitter=_strong(jitter, float),
+        )
+
+    def with_step_size(self, step_size: float | jax.Array) -> "HMC":
+        """Return the kernel with another step size; nothing compiles anew."""
+        return tree.replace(self, step_size=_strong(step_size, float))
+
+    def with_num_integration_steps(self, num_integration_steps: int | jax.Array) -> "HMC":
+        """Return the kernel with another number of leapfrogs; nothing compiles anew."""
+        return tree.replace(self, num_integration_steps=_strong(num_integration_steps, int))
+
+    def with_inverse_mass_matrix(self, inverse_mass_matrix: PyTree | None) -> "HMC":
+        """Return the kernel with another metric; from or to None is another program."""
+        return tree.replace(self, inverse_mass_matrix=inverse_mass_matrix)
+
+    def drawn(self, rng_key: jax.Array) -> "HMC":
+        """Return the kernel of one step: its number of leapfrogs drawn, for all chains at once."""
+        low, high = 1 - self.jitter, 1 + self.jitter
+        factor = jax.random.uniform(rng_key, dtype=self.jitter.dtype, minval=low, maxval=high)
+        steps = jnp.round(factor * self.num_integration_steps).astype(self.num_integration_steps.dtype)
+        return tree.replace(self, num_integration_steps=jnp.maximum(steps, 1))
+
+    def init(self, position: PyTree) -> HMCState:
+        """Evaluate the target at a position.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a leaf is not floating, or data would become constants of a program.
+        NonFiniteStart
+            If, outside jit, the log density is not finite; the message names the leaf or term.
+        """
+        checks.check_position(position)
+        checks.check_not_baked(self.target)
+        position = jax.tree.map(jnp.asarray, position)
+        terms, log_density_grad = self.target.terms_and_grad(position)
+        log_density = tree.total(terms)
+        checks.check_finite_start(self.target, position, log_density)
+        return HMCState(
+            position=position,
+            log_density=log_density,
+            log_density_grad=log_density_grad,
+            terms=terms,
+        )
+
+    def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, HMCInfo]:
+        """One transition: a fresh momentum, a trajectory, a Metropolis test."""
+        checks.check_not_baked(self.target)
+        momentum_key, accept_key = jax.random.split(rng_key)
+        momentum = metrics.sample_momentum(momentum_key, self.inverse_mass_matrix, state.position)
+        start = PhasePoint(state.position, momentum, state.log_density_grad)
+        end = self.trajectory(start)
+        proposal, energy_error = self._propose(state, start, end)
+
+        is_accepted = jnp.log(jax.random.uniform(accept_key, dtype=energy_error.dtype)) < -energy_error
+        energy = metrics.kinetic_energy(self.inverse_mass_matrix, momentum) - state.log_density
+        info = HMCInfo(
+            acceptance_rate=jnp.where(
+                jnp.isnan(energy_error), 0, jnp.exp(jnp.minimum(0, -energy_error))
+            ),
+            is_accepted=is_accepted,
+            is_divergent=~(energy_error <= DIVERGENT_ENERGY_ERROR),
+            energy=energy + jnp.where(is_accepted, energy_error, 0),
+            energy_error=energy_error,
+            num_integration_steps=self.num_integration_steps,
+        )
+        return tree.where(is_accepted, proposal, state), info
+
+    def trajectory(self, start: PhasePoint) -> PhasePoint:
+        """Integrate Hamilton's equations from a point of phase space."""
+        return integrate(
+            start,
+            self.step_size,
+            self.num_integration_steps,
+            self.target.grad,
+            lambda momentum: metrics.velocity(self.inverse_mass_matrix, momentum),
+        )
+
+    def _propose(
+        self, state: HMCState, start: PhasePoint, end: PhasePoint
+    ) -> tuple[HMCState, jax.Array]:
+        """Return the state at a trajectory's end, and ΔH = -Σ(terms′ - terms) + ΔK.
+
+        Differences are taken term by term, before any sum: a float32 log density of 4e6 could not
+        resolve a tenth of a nat.
+        """
+        terms = self.target.terms(end.position)
+        gain = tree.total(tree.sub(terms, state.terms))
+        kinetic = metrics.kinetic_energy_difference(
+            self.inverse_mass_matrix, end.momentum, start.momentum
+        )
+        proposal = HMCState(
+            position=end.position,
+            log_density=tree.total(terms),
+            log_density_grad=end.log_density_grad,
+            terms=terms,
+        )
+        return proposal, kinetic - gain
+
+
+def _strong(value, kind: type) -> jax.Array:
+    """Turn a number into an uncommitted strong scalar, so that another number is no other program."""
+    if isinstance(value, jax.core.Tracer):
+        return value
+    return jnp.asarray(np.asarray(value), dtype=jnp.result_type(kind))
+
+
+def _require(name: str, value, holds, expected: str) -> None:
+    if isinstance(value, jax.core.Tracer):
+        return
+    if np.shape(value) or not holds(value):
+        raise ValueError(f"HMC: {name}: expected {expected}, got {value!r}")
