@@ -1,0 +1,66 @@
+"""Dual averaging of the step size.
+
+References
+----------
+Nesterov, "Primal-dual subgradient methods for convex problems", Mathematical Programming 120 (2009);
+Hoffman and Gelman, "The No-U-Turn Sampler", JMLR 15 (2014), section 3.2.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_mcmc.tree import pytree
+
+GAMMA, T0, KAPPA = 0.05, 10.0, 0.75
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class DualAveragingState:
+    """Scalars of the recursion, all in log step size."""
+
+    log_step_size: jax.Array
+    log_step_size_average: jax.Array
+    gradient_average: jax.Array
+    num_updates: jax.Array
+    mu: jax.Array  # what the log step size shrinks towards
+
+
+def init(step_size: jax.Array, mu_factor: float | jax.Array = 10.0) -> DualAveragingState:
+    """Start from a step size, shrinking towards ``mu_factor`` times it."""
+    log_step_size = jnp.log(step_size)
+    zero = jnp.zeros_like(log_step_size)
+    return DualAveragingState(
+        log_step_size=log_step_size,
+        log_step_size_average=zero,
+        gradient_average=zero,
+        num_updates=zero,
+        mu=log_step_size + jnp.log(jnp.asarray(mu_factor, log_step_size.dtype)),
+    )
+
+
+def update(
+    state: DualAveragingState, acceptance_rate: jax.Array, target_acceptance_rate: float
+) -> DualAveragingState:
+    """Move the log step size against the shortfall of the acceptance rate."""
+    t = state.num_updates + 1
+    eta = 1 / (t + T0)
+    shortfall = target_acceptance_rate - acceptance_rate
+    gradient_average = (1 - eta) * state.gradient_average + eta * shortfall
+    log_step_size = state.mu - jnp.sqrt(t) / GAMMA * gradient_average
+    weight = t**-KAPPA
+    return DualAveragingState(
+        log_step_size=log_step_size,
+        log_step_size_average=weight * log_step_size + (1 - weight) * state.log_step_size_average,
+        gradient_average=gradient_average,
+        num_updates=t,
+        mu=state.mu,
+    )
+
+
+def final_step_size(state: DualAveragingState) -> jax.Array:
+    """Return the averaged step size, to be kept from now on; the start's if never updated."""
+    log_step_size = jnp.where(state.num_updates > 0, state.log_step_size_average, state.log_step_size)
+    return jnp.exp(log_step_size)
