@@ -1,0 +1,1 @@
+"""The driver: starting points, warm-up, chunks of steps, and the draws."""

@@ -1,0 +1,81 @@
+"""Chunks of steps, each about a second long: one program whatever their length."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_mcmc.sampling.layout import Layout
+from gspmd_mcmc.sampling.progress import Stop
+
+CHUNK_SECONDS = 1.0
+
+
+def run_chunks(
+    num_steps: int, run: Callable[[int, int], None], stop: Stop, capacity: int | None = None
+) -> int:
+    """Run steps in chunks sized to about a second, until done or asked to stop.
+
+    Parameters
+    ----------
+    num_steps
+        Steps in all.
+    run
+        ``run(start, count)``: take ``count`` steps from step ``start``, and wait for them.
+    stop
+        Looked at between chunks.
+    capacity
+        Chunks do not straddle multiples of it.
+
+    Returns
+    -------
+    int
+        Steps that were taken.
+    """
+    done, size = 0, 1
+    while done < num_steps and not stop.is_asked:
+        room = num_steps if capacity is None else capacity - done % capacity
+        count = min(size, num_steps - done, room)
+        began = time.perf_counter()
+        run(done, count)
+        done += count
+        size = next_size(count, time.perf_counter() - began)
+    return done
+
+
+def next_size(count: int, seconds: float) -> int:
+    """Size the next chunk by what the last one took; grow by eight times at most."""
+    return max(1, min(int(count * CHUNK_SECONDS / max(seconds, 1e-9)), 8 * count))
+
+
+def advance(kernel: Any, rng_key: jax.Array, step: jax.Array, states: Any, layout: Layout):
+    """Take step number ``step`` of all chains; randomness depends on the key and numbers alone.
+
+    What is drawn once for all chains (the trajectory's length) is drawn outside the map over chains:
+    were it to differ between them, every leapfrog would have to ask every chain whether to go on.
+    """
+    shared_key, chains_key = jax.random.split(jax.random.fold_in(rng_key, step))
+    num_chains = states.log_density.shape[0]
+    keys = jax.vmap(lambda c: jax.random.fold_in(chains_key, c))(jnp.arange(num_chains))
+    return layout.vmap(type(kernel).step, (None, 0, 0))(kernel.drawn(shared_key), keys, states)
+
+
+def no_tally(states: Any) -> dict[str, jax.Array]:
+    """Return the counts of a chunk that has taken no step."""
+    zeros = jnp.zeros_like(states.log_density)
+    return {
+        "acceptance_rate": zeros,  # [chains], a sum over steps
+        "num_divergent": zeros.astype(jnp.int32),  # [chains]
+        "leapfrogs": jnp.zeros((), jnp.int32),
+    }
+
+
+def tally(counts: dict[str, jax.Array], info: Any) -> dict[str, jax.Array]:
+    """Add one step's info of all chains to the counts."""
+    return {
+        "acceptance_rate": counts["acceptance_rate"] + info.acceptance_rate,
+        "num_divergent": counts["num_divergent"] + info.is_divergent,
+        "leapfrogs": counts["leapfrogs"] + jnp.sum(info.num_integration_steps, dtype=jnp.int32),
+    }

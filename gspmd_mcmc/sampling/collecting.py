@@ -1,0 +1,177 @@
+"""The sampling phase on the devices: steps, what is kept of them, and where it gathers."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+from gspmd_mcmc.sampling.buffers import HostDraws, capacity
+from gspmd_mcmc.sampling.chunks import advance, no_tally, run_chunks, tally
+from gspmd_mcmc.sampling.layout import CHAINS, Layout, Pins
+from gspmd_mcmc.sampling.progress import Report, Stop
+from gspmd_mcmc.tree import PyTree
+
+# How a stat of several thinned steps becomes that of one draw; others are the last step's.
+COMBINE = {
+    "acceptance_rate": lambda x: jnp.mean(x, axis=0),
+    "num_integration_steps": lambda x: jnp.sum(x, axis=0),
+    "is_divergent": lambda x: jnp.any(x, axis=0),
+}
+
+
+def keep_position(position: PyTree, info: Any) -> PyTree:
+    """Collect the position itself."""
+    return position
+
+
+class Collecting:
+    """The running sampling phase of all chains.
+
+    Parameters
+    ----------
+    kernel, states
+        The tuned kernel, and the chains' states, whose buffers are taken over.
+    rng_key, first_step
+        Step i draws from ``fold_in(rng_key, i)``; the first is ``first_step``.
+    collect
+        ``collect(position, info)`` of one chain.
+    thin
+        Steps a draw.
+    layout
+        The layout of the chains.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        states: Any,
+        rng_key: jax.Array,
+        first_step: int,
+        *,
+        collect: Partial,
+        thin: int,
+        layout: Layout,
+    ):
+        self.kernel, self.states, self.rng_key, self.num_steps = kernel, states, rng_key, first_step
+        self.collect, self.thin, self.layout = collect, thin, layout
+        self.num_draws = self.num_divergent = 0
+
+    def run(self, num_samples: int, device_bytes: int | None, report: Report, stop: Stop) -> None:
+        """Draw in chunks; full buffers move to the host where they cannot hold all draws."""
+        shapes = self._shapes_of_draw()
+        num_shards = self.layout.mesh.shape.get(CHAINS, 1) if self.layout.mesh else 1
+        self.capacity = capacity(shapes, num_samples, num_shards, device_bytes)
+        keeps_position = self.collect.func is keep_position
+        self.buffers = _empty(_Shapes.of(shapes), self.capacity, self.layout, keeps_position)
+        self.host = HostDraws(self.buffers, num_samples) if self.capacity < num_samples else None
+        self._pins = Pins.of((self.states, self.buffers))
+        if num_samples:
+            report.phase("sampling", num_samples)
+        run_chunks(num_samples, lambda done, n: self._run_chunk(done, n, report), stop, self.capacity)
+
+    def draws(self) -> tuple[PyTree, dict[str, Any]]:
+        """Return what was collected and the stats, leaves [chains, draws, ...]."""
+        if self.host is not None:
+            self._flush(self.num_draws % self.capacity)
+            return self.host.draws(self.num_draws)
+        if self.num_draws == self.capacity:
+            return self.buffers
+        return jax.tree.map(lambda b: b[:, : self.num_draws], self.buffers)
+
+    def _run_chunk(self, done: int, count: int, report: Report) -> None:
+        slot = done % self.capacity
+        (self.states, self.buffers), counts = _chunk(
+            self.kernel,
+            (self.states, self.buffers),
+            self.collect,
+            self.rng_key,
+            self.num_steps,
+            slot,
+            count,
+            thin=self.thin,
+            layout=self.layout,
+            pins=self._pins,
+        )
+        counts = jax.device_get(counts)
+        self.num_steps += count * self.thin
+        self.num_draws += count
+        self.num_divergent += int(counts["num_divergent"].sum())
+        if self.host is not None and slot + count == self.capacity:
+            self._flush(self.capacity)
+        report.advance(
+            count,
+            leapfrogs=int(counts["leapfrogs"]),
+            acceptance_rate=float(counts["acceptance_rate"].mean()) / (count * self.thin),
+            divergences=self.num_divergent,
+            step_size=float(self.kernel.step_size),
+        )
+
+    def _flush(self, count: int) -> None:
+        """Copy the first ``count`` draws of the buffers, the latest there are, to the host."""
+        if self.host is not None and count:
+            self.host.fill(self.buffers, self.num_draws - count, count)
+
+    def _shapes_of_draw(self) -> PyTree:
+        one_draw = partial(_draw, thin=self.thin, layout=self.layout)
+        return jax.eval_shape(one_draw, self.kernel, self.states, self.collect, self.rng_key, 0)[1]
+
+
+def _draw(kernel, states, collect, rng_key, step, *, thin, layout):
+    """Take the steps of one draw; return the states, what is kept, and the steps' counts."""
+
+    def one(carry, i):
+        states, counts = carry
+        states, info = advance(kernel, rng_key, step + i, states, layout)
+        return (states, tally(counts, info)), info
+
+    (states, counts), infos = jax.lax.scan(one, (states, no_tally(states)), jnp.arange(thin))
+    last = jax.tree.map(lambda x: x[-1], infos)
+    collected = layout.vmap(collect, (0, 0))(states.position, last)
+    stats = {f.name: getattr(infos, f.name) for f in dataclasses.fields(infos)}
+    stats = {name: COMBINE.get(name, lambda x: x[-1])(x) for name, x in stats.items()}
+    return states, (collected, stats | {"log_density": states.log_density}), counts
+
+
+@partial(jax.jit, static_argnames=("thin", "layout", "pins"), donate_argnums=1)
+def _chunk(kernel, carry, collect, rng_key, first_step, slot, count, *, thin, layout, pins):
+    def body(i, carry):
+        (states, buffers), counts = carry
+        step = first_step + i * thin
+        states, kept, more = _draw(kernel, states, collect, rng_key, step, thin=thin, layout=layout)
+        buffers = jax.tree.map(lambda b, x: _write(b, x, slot + i), buffers, kept)
+        return (states, buffers), jax.tree.map(jnp.add, counts, more)
+
+    carry, counts = jax.lax.fori_loop(0, count, body, (carry, no_tally(carry[0])))
+    return pins(carry), counts
+
+
+def _write(buffer: jax.Array, draw: jax.Array, slot: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(buffer, draw, slot, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shapes:
+    """Shapes of a tree as one hashable argument."""
+
+    treedef: Any
+    leaves: tuple[tuple[tuple[int, ...], Any], ...]
+
+    @classmethod
+    def of(cls, tree: PyTree) -> "_Shapes":
+        leaves, treedef = jax.tree.flatten(tree)
+        return cls(treedef, tuple((x.shape, x.dtype) for x in leaves))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _empty(shapes: _Shapes, size: int, layout: Layout, keeps_position: bool) -> PyTree:
+    """Buffers for ``size`` draws, leaves [chains, size, ...], laid out as positions if they are."""
+    zeros = [jnp.zeros((s[0], size, *s[1:]), dtype) for s, dtype in shapes.leaves]
+    collected, stats = jax.tree.unflatten(shapes.treedef, zeros)
+    if keeps_position:
+        collected = layout.pin(collected, layout.chain_axis, None)
+    else:
+        collected = layout.pin_chains(collected)
+    return collected, layout.pin_chains(stats)

@@ -1,0 +1,105 @@
+"""The result of a run."""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from gspmd_mcmc.tree import PyTree, name_of
+
+SMALL_LEAF = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Draws of all chains, in their layout, and what is needed to go on.
+
+    Attributes
+    ----------
+    position
+        Tree of draws, leaves [chains, draws, ...]: the positions, or what ``collect`` returned. jax
+        arrays laid out over the mesh; NumPy arrays where draws outgrew their share of device memory.
+    stats
+        Name to array [chains, draws]: the kernel's info (`HMCInfo`) and ``log_density``. With thinning,
+        ``acceptance_rate`` is the mean, ``num_integration_steps`` the sum and ``is_divergent`` whether
+        any, over the steps between two draws.
+    warmup
+        Of warm-up: ``acceptance_rate`` [chains], ``num_divergent`` [chains], ``num_steps``.
+    kernel
+        The tuned kernel; it holds the target.
+    state
+        The last state of all chains, leaves [chains, ...]: `sample` goes on from it when it is given
+        these draws as ``initial_position``.
+    num_steps
+        Steps taken in all, warm-up included: where the sequence of random numbers goes on.
+    """
+
+    position: PyTree
+    stats: dict[str, Any]
+    warmup: dict[str, Any]
+    kernel: Any
+    state: Any
+    num_steps: int
+
+    @property
+    def num_chains(self) -> int:
+        """How many chains there are."""
+        return self.stats["log_density"].shape[0]
+
+    @property
+    def num_draws(self) -> int:
+        """How many draws each chain has."""
+        return self.stats["log_density"].shape[1]
+
+    @property
+    def num_divergent(self) -> np.ndarray:
+        """Divergent transitions of each chain after warm-up, shape [chains]."""
+        return np.asarray(self.stats["is_divergent"]).sum(axis=1)
+
+    @property
+    def acceptance_rate(self) -> np.ndarray:
+        """Mean acceptance rate of each chain after warm-up, shape [chains]."""
+        return np.asarray(self.stats["acceptance_rate"]).mean(axis=1)
+
+    def to_datatree(self):
+        """Return an ArviZ / xarray ``DataTree`` with groups posterior and sample_stats.
+
+        Needs the extra ``arviz``.
+        """
+        arviz_base = _need("arviz_base")
+        renamed = {"is_divergent": "diverging", "log_density": "lp"}
+        stats = {renamed.get(name, name): np.asarray(x) for name, x in self.stats.items()}
+        return arviz_base.from_dict({"posterior": self._named(), "sample_stats": stats})
+
+    def summary(self):
+        """Mean, sd, R-hat and effective sample sizes, as arviz-stats computes them.
+
+        Leaves of over a thousand numbers are left out, and said so; ``log_density`` is always there.
+        Needs the extra ``arviz``.
+        """
+        arviz_base, arviz_stats = _need("arviz_base"), _need("arviz_stats")
+        named = self._named()
+        large = {n: x.shape[2:] for n, x in named.items() if int(np.prod(x.shape[2:])) > SMALL_LEAF}
+        small = {n: x for n, x in named.items() if n not in large}
+        small["log_density"] = np.asarray(self.stats["log_density"])
+        table = arviz_stats.summary(arviz_base.from_dict({"posterior": small}))
+        table.attrs["left_out"] = large
+        return table
+
+    def _named(self) -> dict[str, np.ndarray]:
+        leaves = jax.tree_util.tree_leaves_with_path(self.position)
+        return {name_of(path): np.asarray(leaf) for path, leaf in leaves}
+
+    def __repr__(self) -> str:
+        shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", self.position)
+        return f"Draws({self.num_chains} chains x {self.num_draws} draws, {shapes})"
+
+
+def _need(module: str):
+    """Import a module of the extra ``arviz``, or say how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{module} is missing: pip install 'gspmd_mcmc[arviz]' brings it") from error

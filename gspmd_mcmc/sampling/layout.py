@@ -1,0 +1,110 @@
+"""The layout of chains: which mesh axis they lie over, and where a position's leaves lie."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gspmd_mcmc.placement.mesh import require_auto
+from gspmd_mcmc.tree import PyTree, path_str
+
+CHAINS = "chains"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where positions live; hashable, so that a program is compiled once for it.
+
+    Attributes
+    ----------
+    mesh
+        The mesh, or None for one device.
+    specs
+        For each leaf of a position without chains, its spec.
+    """
+
+    mesh: Mesh | None
+    specs: tuple[P, ...]
+
+    @property
+    def chain_axis(self) -> str | None:
+        """The mesh axis that chains lie over, if there is one."""
+        return CHAINS if self.mesh is not None and CHAINS in self.mesh.shape else None
+
+    def vmap(self, function: Callable, in_axes: tuple) -> Callable:
+        """Map over chains, each on its part of the mesh."""
+        return jax.vmap(function, in_axes=in_axes, spmd_axis_name=self.chain_axis)
+
+    def pin(self, tree: PyTree, *leading: str | None) -> PyTree:
+        """Constrain a tree like the position, its leaves [*leading, ...], to the position's layout."""
+        if self.mesh is None:
+            return tree
+        leaves, treedef = jax.tree.flatten(tree)
+        pinned = [
+            jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*leading, *spec)))
+            for x, spec in zip(leaves, self.specs, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, pinned)
+
+    def pin_chains(self, tree: PyTree) -> PyTree:
+        """Constrain leaves [chains, ...] of any shape to lie over the chain axis, whole otherwise."""
+        if self.mesh is None:
+            return tree
+        sharding = NamedSharding(self.mesh, P(self.chain_axis))
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
+
+
+def read_layout(mesh: Mesh | None, position: PyTree, num_chains: int, has_chains: bool) -> Layout:
+    """Read where a position's leaves lie; what no mesh has placed is whole on every device."""
+    if mesh is not None:
+        require_auto(mesh)
+        size = mesh.shape.get(CHAINS, 1)
+        if num_chains % size:
+            raise ValueError(
+                f"num_chains={num_chains} does not divide over mesh axis {CHAINS!r} of size {size}; "
+                f"use a multiple of {size}, or a mesh with fewer chain devices"
+            )
+    leaves = jax.tree_util.tree_leaves_with_path(position)
+    return Layout(mesh, tuple(_spec(mesh, path_str(p), x, has_chains) for p, x in leaves))
+
+
+def _spec(mesh: Mesh | None, name: str, leaf, has_chains: bool) -> P:
+    sharding = getattr(leaf, "sharding", None)
+    if mesh is None or not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return P()
+    if sharding.mesh != mesh:
+        raise ValueError(f"position {name} lies on {sharding.mesh}, but mesh={mesh}; place it there")
+    spec = sharding.spec[1:] if has_chains else sharding.spec
+    if CHAINS in jax.tree.leaves(tuple(spec)):
+        raise ValueError(
+            f"position {name} has spec {sharding.spec}: only a leading axis of num_chains lies over "
+            f"{CHAINS!r}"
+        )
+    return P(*spec)
+
+
+@dataclass(frozen=True)
+class Pins:
+    """The shardings of a tree of arrays, to hold a program's outputs to those of its inputs.
+
+    A carry whose layout the compiler chose anew would compile the next chunk again.
+    """
+
+    shardings: tuple[NamedSharding | None, ...]
+
+    @classmethod
+    def of(cls, tree: PyTree) -> "Pins":
+        """Read the shardings of concrete arrays."""
+        found = (leaf.sharding for leaf in jax.tree.leaves(tree))
+        return cls(tuple(s if isinstance(s, NamedSharding) else None for s in found))
+
+    def __call__(self, tree: PyTree) -> PyTree:
+        """Constrain a tree of the same structure to these shardings."""
+        leaves, treedef = jax.tree.flatten(tree)
+        pinned = [
+            x if s is None else jax.lax.with_sharding_constraint(x, s)
+            for x, s in zip(leaves, self.shardings, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, pinned)

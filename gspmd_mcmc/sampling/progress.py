@@ -1,0 +1,87 @@
+"""A progress bar for long runs, and Ctrl-C between chunks."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Report:
+    """What the progress bar shows: phase, steps, leapfrogs per second, acceptance, divergences."""
+
+    def __init__(self, *, is_shown: bool):
+        columns = (
+            TextColumn("{task.description:>8}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=Console(stderr=True), disable=not is_shown)
+        self._task = None
+        self._leapfrogs = 0
+        self._began = time.perf_counter()
+
+    def __enter__(self) -> "Report":
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._progress.__exit__(*error)
+
+    def phase(self, name: str, total: int) -> None:
+        """Begin a phase of so many steps."""
+        self._task = self._progress.add_task(name, total=total, numbers="compiling")
+        self._leapfrogs, self._began = 0, time.perf_counter()
+
+    def advance(
+        self,
+        steps: int,
+        *,
+        leapfrogs: int,
+        acceptance_rate: float,
+        divergences: int,
+        step_size: float,
+    ) -> None:
+        """Show the numbers after one chunk: acceptance of the chunk, divergences of the phase."""
+        self._leapfrogs += leapfrogs
+        rate = self._leapfrogs / (time.perf_counter() - self._began)
+        numbers = (
+            f"{rate:.3g} leapfrogs/s  accept {acceptance_rate:.2f}  "
+            f"divergent {divergences}  step {step_size:.3g}"
+        )
+        if self._task is not None:
+            self._progress.update(self._task, advance=steps, numbers=numbers)
+
+
+class Stop:
+    """Whether the user has asked to stop."""
+
+    def __init__(self):
+        self.is_asked = False
+
+    def ask(self, signum, frame) -> None:
+        """Take the first Ctrl-C as a request; let the next one raise."""
+        self.is_asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def stop_on_interrupt() -> Iterator[Stop]:
+    """Turn the first Ctrl-C into a request to stop between chunks; a second one raises.
+
+    Outside the main thread, where Python delivers no signals, nothing is installed.
+    """
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    previous = signal.signal(signal.SIGINT, stop.ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,246 @@
+"""One call from a target to draws."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from gspmd_mcmc.adaptation.window import WindowAdaptation
+from gspmd_mcmc.kernels.hmc import HMC
+from gspmd_mcmc.sampling import start as starts
+from gspmd_mcmc.sampling.collecting import Collecting, keep_position
+from gspmd_mcmc.sampling.draws import Draws
+from gspmd_mcmc.sampling.layout import Layout, read_layout
+from gspmd_mcmc.sampling.mode import Mode
+from gspmd_mcmc.sampling.progress import Report, stop_on_interrupt
+from gspmd_mcmc.sampling.warmup import Warmup
+from gspmd_mcmc.targets import checks
+from gspmd_mcmc.targets.posterior import as_partial
+from gspmd_mcmc.tree import PyTree
+
+ACCEPTANCE_SPREAD = 0.15
+
+
+class SamplingWarning(UserWarning):
+    """Something about a run that its user should look at before trusting it."""
+
+
+def sample(
+    rng_key: jax.Array,
+    target: Any,
+    initial_position: PyTree,
+    *,
+    mesh: Mesh | None = None,
+    num_chains: int = 4,
+    num_warmup: int = 1000,
+    num_samples: int = 1000,
+    thin: int = 1,
+    kernel: HMC | None = None,
+    warmup: WindowAdaptation = WindowAdaptation(),  # noqa: B008 - frozen
+    collect: Callable = keep_position,
+    device_bytes: int | None = None,
+    progress: bool = True,
+) -> Draws:
+    """Sample a target: start the chains, tune the kernel, draw.
+
+    Parameters
+    ----------
+    rng_key
+        A typed key, ``jax.random.key(seed)``. Step i draws from ``fold_in(key, i)`` and the chain's
+        number, so that neither the mesh nor the size of chunks changes the draws.
+    target
+        A `Posterior` or `LogDensity`.
+    initial_position
+        One of: a position without a chain axis, which is spread by uniform jitter in (-2, 2) per
+        chain (`uniform_start` has other radii); one whose leaves have a leading axis of chains, used
+        as it is (`per_chain` says so where both could be meant); a function ``rng_key -> position``,
+        called per chain (draws from a prior, `Mode.laplace_start`); a `Mode`, at which all chains
+        start; `Draws`, from which the run goes on. Drawn starts are retried until the log density is
+        finite.
+    mesh
+        The mesh; chains lie over its axis ``"chains"`` where it has one. None: the mesh that the
+        target's data lie on, or one device.
+    num_chains, num_warmup, num_samples
+        Chains; steps of warm-up; draws to keep of each chain.
+    thin
+        Steps from one kept draw to the next: after warm-up the run takes ``num_samples * thin``.
+    kernel
+        An `HMC` on the same target; by default 32 leapfrogs, their number jittered by half.
+    warmup
+        What is adapted (`WindowAdaptation`).
+    collect
+        ``collect(position, info)`` of one chain: what to keep instead of the position. A function at
+        module level, or a ``Partial`` of one whose arrays enter the program as arguments.
+    device_bytes
+        Bytes on each device for draws; finished chunks move to the host beyond it. A quarter of the
+        device's memory by default, no bound on a CPU.
+    progress
+        Whether to show a progress bar, on standard error.
+
+    Returns
+    -------
+    Draws
+        After Ctrl-C, the draws made so far; a second Ctrl-C raises.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For counts, keys, meshes or positions that do not fit; the message says what was expected.
+    NonFiniteStart
+        If a chain finds no start with a finite log density.
+    """
+    _check_counts(num_chains, num_warmup, num_samples, thin)
+    _check_key(rng_key)
+    mesh = _mesh_of(target) if mesh is None else mesh
+    earlier = initial_position if isinstance(initial_position, Draws) else None
+    if earlier is not None:
+        _check_goes_on(earlier, target, kernel, num_chains)
+        kernel = earlier.kernel
+    kernel = HMC(target, 0.1, 32, jitter=0.5) if kernel is None else kernel
+    if kernel.target is not target:
+        raise ValueError("kernel: it was built on another target; build it on the one given here")
+    if isinstance(initial_position, Mode):
+        warmup = warmup.started_at_mode()
+
+    start_key, step_key = jax.random.split(rng_key)
+    layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
+    first_step = earlier.num_steps if earlier is not None else 0
+    with stop_on_interrupt() as stop, Report(is_shown=progress) as report:
+        tuning = Warmup(warmup, kernel, states, step_key, first_step, layout)
+        tuning.run(num_warmup, report, stop)
+        collecting = Collecting(
+            tuning.kernel,
+            tuning.states,
+            step_key,
+            tuning.num_steps,
+            collect=as_partial(collect),
+            thin=thin,
+            layout=layout,
+        )
+        collecting.run(num_samples, device_bytes, report, stop)
+    collected, stats = collecting.draws()
+    draws = Draws(
+        position=collected,
+        stats=stats,
+        warmup=tuning.summary(),
+        kernel=tuning.kernel,
+        state=collecting.states,
+        num_steps=collecting.num_steps,
+    )
+    _warn(draws, num_samples)
+    return draws
+
+
+def _start(
+    kernel: HMC, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
+) -> tuple[Layout, Any]:
+    """Find what kind of start this is; return the layout, and the states in buffers of our own."""
+    if isinstance(initial, Draws):
+        states = jax.tree.map(jnp.copy, initial.state)
+        return read_layout(mesh, states.position, num_chains, has_chains=True), states
+    if isinstance(initial, Mode):
+        initial = starts.uniform_start(initial.position, 0.0)
+    if not callable(initial):
+        return _start_from_position(kernel, rng_key, initial, mesh, num_chains)
+    example = starts.example_of(initial, rng_key)
+    checks.check_position(example)
+    layout = read_layout(mesh, example, num_chains, has_chains=False)
+    return layout, starts.start_chains(kernel, rng_key, initial, num_chains, layout)
+
+
+def _start_from_position(
+    kernel: HMC, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
+) -> tuple[Layout, Any]:
+    is_marked = isinstance(initial, starts.per_chain)
+    position = initial.position if is_marked else initial
+    checks.check_position(position)
+    if is_marked:
+        starts.require_chain_axis(position, num_chains)
+    elif not starts.has_chain_axis(kernel.target, position, num_chains):
+        starts.require_accepted(kernel, position)
+        return _start(kernel, rng_key, starts.uniform_start(position), mesh, num_chains)
+    layout = read_layout(mesh, position, num_chains, has_chains=True)
+    states = starts.init_chains(kernel, jax.tree.map(jnp.copy, position), layout=layout)
+    starts.require_finite(kernel, states)
+    return layout, states
+
+
+def _mesh_of(target: Any) -> Mesh | None:
+    """Return the mesh that the target's data lie on, if they lie on one of several devices."""
+    for leaf in jax.tree.leaves(target):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
+
+
+def _check_counts(num_chains: int, num_warmup: int, num_samples: int, thin: int) -> None:
+    least = {"num_chains": 1, "num_warmup": 0, "num_samples": 0, "thin": 1}
+    given = {
+        "num_chains": num_chains,
+        "num_warmup": num_warmup,
+        "num_samples": num_samples,
+        "thin": thin,
+    }
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least[name]:
+            raise ValueError(f"{name}: expected an integer of at least {least[name]}, got {value!r}")
+
+
+def _check_key(rng_key: jax.Array) -> None:
+    dtype = getattr(rng_key, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng_key.shape:
+        raise TypeError(
+            f"rng_key: expected one typed key, jax.random.key(seed), got {type(rng_key).__name__} "
+            f"of dtype {dtype}"
+        )
+    if "fry" not in str(jax.random.key_impl(rng_key)):
+        warnings.warn(
+            f"rng_key is of kind {jax.random.key_impl(rng_key)}: only threefry keys give the same "
+            "chain on every mesh",
+            SamplingWarning,
+            stacklevel=3,
+        )
+
+
+def _check_goes_on(draws: Draws, target: Any, kernel: HMC | None, num_chains: int) -> None:
+    """Raise unless earlier draws can be gone on from as they are."""
+    if kernel is not None:
+        raise ValueError("kernel: draws are gone on from with their own kernel; leave it out")
+    if draws.kernel.target is not target:
+        raise ValueError(
+            "initial_position: these draws are of another target. To start from where they ended, pass "
+            "gspmd_mcmc.per_chain(draws.state.position)"
+        )
+    if draws.num_chains != num_chains:
+        raise ValueError(
+            f"num_chains: the draws to go on from have {draws.num_chains} chains, got {num_chains}"
+        )
+
+
+def _warn(draws: Draws, num_samples: int) -> None:
+    """Say in plain words what is suspicious about a run."""
+    if draws.num_draws < num_samples:
+        message = f"stopped after {draws.num_draws} of {num_samples} draws"
+        warnings.warn(message, SamplingWarning, stacklevel=3)
+    if not draws.num_draws:
+        return
+    rates = draws.acceptance_rate
+    if np.ptp(rates) > ACCEPTANCE_SPREAD:
+        warnings.warn(
+            f"acceptance rates differ between chains: {np.round(rates, 2).tolist()}. A chain may be "
+            "stuck; look at its trace, start it elsewhere, or warm up longer",
+            SamplingWarning,
+            stacklevel=3,
+        )
+    if draws.num_divergent.any():
+        warnings.warn(
+            f"divergent transitions after warm-up, by chain: {draws.num_divergent.tolist()}. The step "
+            "is too large somewhere: raise target_acceptance_rate, or reparameterise",
+            SamplingWarning,
+            stacklevel=3,
+        )

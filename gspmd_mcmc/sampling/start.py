@@ -1,0 +1,160 @@
+"""Where chains start: positions as given, or drawn per chain until the log density is finite."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import Partial
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.sampling.layout import Layout
+from gspmd_mcmc.targets import checks
+from gspmd_mcmc.targets.posterior import as_partial
+from gspmd_mcmc.tree import PyTree, path_str
+
+MAX_TRIES = 100
+
+
+def uniform_start(position: PyTree, radius: float = 2.0) -> Partial:
+    """Start each chain at the position plus uniform jitter in (-radius, radius), element by element.
+
+    Returns
+    -------
+    Partial
+        ``start(rng_key) -> position`` of one chain, for `sample`'s ``initial_position``.
+    """
+    return Partial(_uniform, jax.tree.map(jnp.asarray, position), jnp.asarray(float(radius)))
+
+
+def _uniform(position: PyTree, radius: jax.Array, rng_key: jax.Array) -> PyTree:
+    leaves, treedef = jax.tree.flatten(position)
+    moved = [
+        x
+        + radius.astype(x.dtype)
+        * jax.random.uniform(jax.random.fold_in(rng_key, i), x.shape, x.dtype, minval=-1, maxval=1)
+        for i, x in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(treedef, moved)
+
+
+def example_of(start: Callable, rng_key: jax.Array) -> PyTree:
+    """Return a tree in the shapes of one chain's start, laid out where that is known.
+
+    `uniform_start` and `Mode.laplace_start` bind the position that they start around.
+    """
+    shapes = jax.eval_shape(as_partial(start), rng_key)
+    around = start.args[0] if isinstance(start, Partial) and start.args else None
+    return around if jax.tree.structure(around) == jax.tree.structure(shapes) else shapes
+
+
+def has_chain_axis(target: Any, position: PyTree, num_chains: int) -> bool:
+    """Tell whether every leaf has a leading axis of chains, by what the target accepts.
+
+    Raises
+    ------
+    ValueError
+        If the target accepts the position both with and without it.
+    """
+    leaves = jax.tree.leaves(position)
+    if not all(np.ndim(x) and np.shape(x)[0] == num_chains for x in leaves):
+        return False
+    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), position)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), whole)
+    if not _accepts(target, one):
+        return False
+    if _accepts(target, whole):
+        raise ValueError(
+            f"initial_position: every leaf has a leading axis of num_chains={num_chains}, and the "
+            "target accepts it with and without. Say which: gspmd_mcmc.per_chain(position) has one "
+            "position a chain; gspmd_mcmc.uniform_start(position) spreads one position over chains"
+        )
+    return True
+
+
+def require_accepted(kernel: Any, position: PyTree) -> None:
+    """Let the target's own error out, if it does not accept a position."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), position)
+    jax.eval_shape(type(kernel.target).terms, kernel.target, shapes)
+
+
+def _accepts(target: Any, position: PyTree) -> bool:
+    try:
+        jax.eval_shape(type(target).terms, target, position)
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError):
+        return False
+    return True
+
+
+class per_chain:  # noqa: N801 - reads as a function
+    """Mark a position whose leaves have a leading axis of chains, to be used as it is."""
+
+    def __init__(self, position: PyTree):
+        self.position = position
+
+
+@partial(jax.jit, static_argnames="layout")
+def init_chains(kernel: Any, positions: PyTree, *, layout: Layout) -> Any:
+    """Evaluate the kernel's state at each chain's position."""
+    positions = layout.pin(positions, layout.chain_axis)
+    states = layout.vmap(type(kernel).init, (None, 0))(kernel, positions)
+    pinned = {
+        name: layout.pin(getattr(states, name), layout.chain_axis)
+        for name in ("position", "log_density_grad")
+    }
+    return tree.replace(states, log_density=layout.pin_chains(states.log_density), **pinned)
+
+
+@partial(jax.jit, static_argnames=("layout", "num_chains"))
+def _draw(start: Partial, rng_key: jax.Array, *, layout: Layout, num_chains: int) -> PyTree:
+    keys = jax.vmap(partial(jax.random.fold_in, rng_key))(jnp.arange(num_chains))
+    return layout.pin(layout.vmap(start, (0,))(keys), layout.chain_axis)
+
+
+@partial(jax.jit, static_argnames="layout")
+def _keep_finite(states: Any, fresh: Any, *, layout: Layout) -> Any:
+    good = jnp.isfinite(states.log_density)
+    return layout.vmap(lambda g, a, b: jax.tree.map(lambda x, y: jnp.where(g, x, y), a, b), (0, 0, 0))(
+        good, states, fresh
+    )
+
+
+def start_chains(
+    kernel: Any, rng_key: jax.Array, start: Callable, num_chains: int, layout: Layout
+) -> Any:
+    """Draw each chain's start until its log density is finite; return the kernel's states."""
+    start = as_partial(start)
+    states = None
+    for attempt in range(MAX_TRIES):
+        key = jax.random.fold_in(rng_key, attempt)
+        positions = _draw(start, key, layout=layout, num_chains=num_chains)
+        fresh = init_chains(kernel, positions, layout=layout)
+        states = fresh if states is None else _keep_finite(states, fresh, layout=layout)
+        if np.all(np.isfinite(states.log_density)):
+            return states
+    require_finite(kernel, states)
+    return states
+
+
+def require_finite(kernel: Any, states: Any) -> None:
+    """Raise where a chain's log density is not finite, naming the chain and the leaf or term."""
+    bad = np.flatnonzero(~np.isfinite(np.asarray(states.log_density)))
+    if not bad.size:
+        return
+    position = jax.tree.map(lambda x: x[bad[0]], states.position)
+    raise checks.NonFiniteStart(
+        f"chains {bad.tolist()} of {len(states.log_density)} start where the log density is not "
+        f"finite: in chain {bad[0]} {checks.blame(kernel.target, position)}"
+    )
+
+
+def require_chain_axis(position: PyTree, num_chains: int) -> None:
+    """Raise unless every leaf has a leading axis of chains."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(position):
+        if not np.ndim(leaf) or np.shape(leaf)[0] != num_chains:
+            raise ValueError(
+                f"per_chain position {path_str(path)}: expected a leading axis of num_chains="
+                f"{num_chains}, got shape {np.shape(leaf)}"
+            )

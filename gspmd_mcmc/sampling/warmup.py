@@ -1,0 +1,153 @@
+"""Warm-up on the devices: windows of steps, a search for the first step size of each."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.adaptation import welford
+from gspmd_mcmc.adaptation.window import Window, WindowAdaptation, WindowState, find_step_size
+from gspmd_mcmc.sampling.chunks import advance, no_tally, run_chunks, tally
+from gspmd_mcmc.sampling.layout import Layout, Pins
+from gspmd_mcmc.sampling.progress import Report, Stop
+
+# Folded into a step's key, sets the search's random numbers apart from the step's own two keys.
+SEARCH = 2
+
+
+class Warmup:
+    """The running warm-up of all chains.
+
+    Parameters
+    ----------
+    settings
+        What is adapted, and towards what.
+    kernel, states
+        The kernel to tune, and the chains' states, whose buffers are taken over.
+    rng_key, first_step
+        Step i draws from ``fold_in(rng_key, i)``; the first is ``first_step``.
+    layout
+        The layout of the chains.
+    """
+
+    def __init__(
+        self,
+        settings: WindowAdaptation,
+        kernel: Any,
+        states: Any,
+        rng_key: jax.Array,
+        first_step: int,
+        layout: Layout,
+    ):
+        self.settings, self.rng_key, self.layout = settings, rng_key, layout
+        self.kernel, self.states = kernel, states
+        self.first_step = self.num_steps = first_step
+        num_chains = states.log_density.shape[0]
+        self.acceptance_sum = np.zeros(num_chains)
+        self.num_divergent = np.zeros(num_chains, int)
+
+    def run(self, num_warmup: int, report: Report, stop: Stop) -> None:
+        """Run all windows, or as many steps as there are before a stop."""
+        if not num_warmup:
+            return
+        if self.settings.adapt_mass_matrix and self.kernel.inverse_mass_matrix is None:
+            identity = _identity(self.states.position, layout=self.layout)
+            self.kernel = self.kernel.with_inverse_mass_matrix(identity)
+        report.phase("warm-up", num_warmup)
+        for window in self.settings.windows(num_warmup):
+            if not stop.is_asked:
+                self._run_window(window, report, stop)
+
+    def summary(self) -> dict[str, Any]:
+        """Return acceptance and divergences of each chain."""
+        num_steps = self.num_steps - self.first_step
+        return {
+            "acceptance_rate": self.acceptance_sum / max(num_steps, 1),
+            "num_divergent": self.num_divergent,
+            "num_steps": num_steps,
+        }
+
+    def _run_window(self, window: Window, report: Report, stop: Stop) -> None:
+        settings, layout = self.settings, self.layout
+        if settings.adapt_step_size:
+            search_key = jax.random.fold_in(jax.random.fold_in(self.rng_key, self.num_steps), SEARCH)
+            found = _search(self.kernel, self.states, search_key, layout=layout)
+            self.kernel = self.kernel.with_step_size(found * settings.first_step_factor)
+        adaptation = _begin(self.kernel, self.states, settings=settings, layout=layout)
+        self._pins = Pins.of((self.states, adaptation))
+        self._adaptation = adaptation
+
+        run_chunks(window.end - window.start, lambda _, count: self._run_chunk(count, report), stop)
+        self.kernel = settings.final(self.kernel, self._adaptation)
+        if window.learns_metric and not stop.is_asked:
+            metric = _metric(self._adaptation.moments, layout=layout)
+            self.kernel = self.kernel.with_inverse_mass_matrix(metric)
+
+    def _run_chunk(self, count: int, report: Report) -> None:
+        (self.states, self._adaptation), counts = _chunk(
+            self.kernel,
+            (self.states, self._adaptation),
+            self.rng_key,
+            self.num_steps,
+            count,
+            settings=self.settings,
+            layout=self.layout,
+            pins=self._pins,
+        )
+        counts = jax.device_get(counts)
+        self.num_steps += count
+        self.acceptance_sum += counts["acceptance_rate"]
+        self.num_divergent += counts["num_divergent"]
+        report.advance(
+            count,
+            leapfrogs=int(counts["leapfrogs"]),
+            acceptance_rate=float(counts["acceptance_rate"].mean()) / count,
+            divergences=int(self.num_divergent.sum()),
+            step_size=float(jnp.exp(self._adaptation.step_size.log_step_size)),
+        )
+
+
+@partial(jax.jit, static_argnames=("settings", "layout", "pins"), donate_argnames="carry")
+def _chunk(kernel, carry, rng_key, start, count, *, settings, layout, pins):
+    def body(i, carry):
+        (states, adaptation), counts = carry
+        states, info = advance(settings.tuned(kernel, adaptation), rng_key, i, states, layout)
+        adaptation = settings.update(adaptation, states.position, info.acceptance_rate)
+        return (states, adaptation), tally(counts, info)
+
+    carry, counts = jax.lax.fori_loop(start, start + count, body, (carry, no_tally(carry[0])))
+    return pins(carry), counts
+
+
+@partial(jax.jit, static_argnames=("settings", "layout"))
+def _begin(kernel, states, *, settings: WindowAdaptation, layout: Layout) -> WindowState:
+    adaptation = settings.init(kernel.step_size, states.position)
+    moments = tree.replace(
+        adaptation.moments,
+        mean=layout.pin(adaptation.moments.mean, layout.chain_axis),
+        sum_of_squares=layout.pin(adaptation.moments.sum_of_squares, layout.chain_axis),
+    )
+    return tree.replace(adaptation, moments=moments)
+
+
+@partial(jax.jit, static_argnames="layout")
+def _search(kernel, states, rng_key, *, layout: Layout) -> jax.Array:
+    def mean_acceptance_rate(kernel, key):
+        return jnp.mean(
+            advance(kernel, key, jnp.zeros((), jnp.int32), states, layout)[1].acceptance_rate
+        )
+
+    return find_step_size(kernel, rng_key, mean_acceptance_rate)
+
+
+@partial(jax.jit, static_argnames="layout")
+def _metric(moments: welford.Moments, *, layout: Layout):
+    return layout.pin(welford.regularised_variance(moments))
+
+
+@partial(jax.jit, static_argnames="layout")
+def _identity(positions, *, layout: Layout):
+    return layout.pin(jax.tree.map(lambda x: jnp.ones(x.shape[1:], x.dtype), positions))
