@@ -8,9 +8,22 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.tree_util import DictKey, GetAttrKey, KeyPath, keystr, register_pytree_with_keys
 
 PyTree = Any
+
+
+def is_traced(x: Any) -> bool:
+    """Tell whether a value is known only inside a program that JAX is tracing."""
+    return isinstance(x, Tracer)
+
+
+def is_staging() -> bool:
+    """Tell whether a program is being staged: a fresh array is then a tracer (not so under vmap)."""
+    return is_traced(jnp.zeros(()))
+
+
 T = TypeVar("T")
 
 

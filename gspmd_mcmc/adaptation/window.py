@@ -113,7 +113,7 @@ class WindowAdaptation:
 
 
 def _doubling_ends(start: int, stop: int) -> list[int]:
-    """Return the ends of windows of 25, 50, 100, ... steps; the last takes what is too short for another."""
+    """Return the ends of windows of 25, 50, 100, ... steps; the last takes any short rest."""
     ends, length = [], min(FIRST_SLOW, stop - start)
     while start < stop:
         end = start + length

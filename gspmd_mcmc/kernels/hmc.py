@@ -17,7 +17,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.integrators import PhasePoint, integrate
 from gspmd_mcmc.targets import checks
-from gspmd_mcmc.tree import PyTree, pytree, set_fields
+from gspmd_mcmc.tree import PyTree, is_traced, pytree, set_fields
 
 DIVERGENT_ENERGY_ERROR = 1000.0
 
@@ -215,13 +215,13 @@ class HMC:
 
 def _strong(value, kind: type) -> jax.Array:
     """Turn a number into an uncommitted strong scalar, so that another number is no other program."""
-    if isinstance(value, jax.core.Tracer):
+    if is_traced(value):
         return value
     return jnp.asarray(np.asarray(value), dtype=jnp.result_type(kind))
 
 
 def _require(name: str, value, holds, expected: str) -> None:
-    if isinstance(value, jax.core.Tracer):
+    if is_traced(value):
         return
     if np.shape(value) or not holds(value):
         raise ValueError(f"HMC: {name}: expected {expected}, got {value!r}")

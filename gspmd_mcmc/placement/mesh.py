@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
 def make_mesh(
@@ -13,7 +14,7 @@ def make_mesh(
     chains: int | None = None,
     data: int | None = None,
     model: int | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Make a mesh with Auto axes over devices.
 
@@ -63,7 +64,7 @@ def _fill_in(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     return sizes
 
 
-def require_auto(mesh: Mesh) -> None:
+def require_auto(mesh: Mesh | AbstractMesh) -> None:
     """Raise on a mesh whose axes are not Auto: there the compiler may not place reductions."""
     types = getattr(mesh, "axis_types", None) or (AxisType.Auto,) * len(mesh.axis_names)
     wrong = [n for n, t in zip(mesh.axis_names, types, strict=True) if t != AxisType.Auto]

@@ -74,8 +74,10 @@ def _place_leaf(name: str, leaf: Any, mesh: Mesh, spec: P) -> Any:
     rows = padded_rows(array.shape[0], splits[0]) if splits else 0
     padded = bool(splits) and rows != array.shape[0]
     shape = (rows, *array.shape[1:]) if splits else array.shape
-    put = _put_device_array if isinstance(array, jax.Array) else _put_host_array
-    values = put(array, shape, sharding)
+    if isinstance(array, jax.Array):
+        values = _put_device_array(array, shape, sharding)
+    else:
+        values = _put_host_array(array, shape, sharding)
     return Padded(values, array.shape[0]) if padded else values
 
 

@@ -50,6 +50,12 @@ def next_size(count: int, seconds: float) -> int:
     return max(1, min(int(count * CHUNK_SECONDS / max(seconds, 1e-9)), 8 * count))
 
 
+def bucket(count: int) -> int:
+    """Round a count up to three binary digits, so that few counts need a program of their own."""
+    step = 1 << max(count.bit_length() - 3, 0)
+    return -(-count // step) * step
+
+
 def advance(kernel: Any, rng_key: jax.Array, step: jax.Array, states: Any, layout: Layout):
     """Take step number ``step`` of all chains; randomness depends on the key and numbers alone.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from gspmd_mcmc.sampling.buffers import HostDraws, capacity
-from gspmd_mcmc.sampling.chunks import advance, no_tally, run_chunks, tally
+from gspmd_mcmc.sampling.chunks import advance, bucket, no_tally, run_chunks, tally
 from gspmd_mcmc.sampling.layout import CHAINS, Layout, Pins
 from gspmd_mcmc.sampling.progress import Report, Stop
 from gspmd_mcmc.tree import PyTree
@@ -63,7 +63,7 @@ class Collecting:
         """Draw in chunks; full buffers move to the host where they cannot hold all draws."""
         shapes = self._shapes_of_draw()
         num_shards = self.layout.mesh.shape.get(CHAINS, 1) if self.layout.mesh else 1
-        self.capacity = capacity(shapes, num_samples, num_shards, device_bytes)
+        self.capacity = capacity(shapes, bucket(num_samples), num_shards, device_bytes)
         keeps_position = self.collect.func is keep_position
         self.buffers = _empty(_Shapes.of(shapes), self.capacity, self.layout, keeps_position)
         self.host = HostDraws(self.buffers, num_samples) if self.capacity < num_samples else None

@@ -26,7 +26,9 @@ class Draws:
         ``acceptance_rate`` is the mean, ``num_integration_steps`` the sum and ``is_divergent`` whether
         any, over the steps between two draws.
     warmup
-        Of warm-up: ``acceptance_rate`` [chains], ``num_divergent`` [chains], ``num_steps``.
+        Of warm-up: ``step_size`` [steps], ``acceptance_rate`` and ``log_density`` [chains, steps],
+        ``num_divergent`` [chains], and ``leapfrogs``, the number of all chains together. Its
+        divergences are counted here, apart from those of the draws.
     kernel
         The tuned kernel; it holds the target.
     state

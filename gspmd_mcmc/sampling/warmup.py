@@ -10,7 +10,7 @@ import numpy as np
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import welford
 from gspmd_mcmc.adaptation.window import Window, WindowAdaptation, WindowState, find_step_size
-from gspmd_mcmc.sampling.chunks import advance, no_tally, run_chunks, tally
+from gspmd_mcmc.sampling.chunks import advance, bucket, no_tally, run_chunks, tally
 from gspmd_mcmc.sampling.layout import Layout, Pins
 from gspmd_mcmc.sampling.progress import Report, Stop
 
@@ -44,13 +44,15 @@ class Warmup:
     ):
         self.settings, self.rng_key, self.layout = settings, rng_key, layout
         self.kernel, self.states = kernel, states
+        self._traces: dict[str, jax.Array] = {}
         self.first_step = self.num_steps = first_step
         num_chains = states.log_density.shape[0]
-        self.acceptance_sum = np.zeros(num_chains)
         self.num_divergent = np.zeros(num_chains, int)
+        self.leapfrogs = 0
 
     def run(self, num_warmup: int, report: Report, stop: Stop) -> None:
         """Run all windows, or as many steps as there are before a stop."""
+        self._traces = _no_traces(self.states, bucket(num_warmup), layout=self.layout)
         if not num_warmup:
             return
         if self.settings.adapt_mass_matrix and self.kernel.inverse_mass_matrix is None:
@@ -62,13 +64,10 @@ class Warmup:
                 self._run_window(window, report, stop)
 
     def summary(self) -> dict[str, Any]:
-        """Return acceptance and divergences of each chain."""
+        """Return what `Draws.warmup` holds."""
         num_steps = self.num_steps - self.first_step
-        return {
-            "acceptance_rate": self.acceptance_sum / max(num_steps, 1),
-            "num_divergent": self.num_divergent,
-            "num_steps": num_steps,
-        }
+        traces = {name: np.asarray(x)[..., :num_steps] for name, x in self._traces.items()}
+        return traces | {"num_divergent": self.num_divergent, "leapfrogs": self.leapfrogs}
 
     def _run_window(self, window: Window, report: Report, stop: Stop) -> None:
         settings, layout = self.settings, self.layout
@@ -77,7 +76,7 @@ class Warmup:
             found = _search(self.kernel, self.states, search_key, layout=layout)
             self.kernel = self.kernel.with_step_size(found * settings.first_step_factor)
         adaptation = _begin(self.kernel, self.states, settings=settings, layout=layout)
-        self._pins = Pins.of((self.states, adaptation))
+        self._pins = Pins.of((self.states, adaptation, self._traces))
         self._adaptation = adaptation
 
         run_chunks(window.end - window.start, lambda _, count: self._run_chunk(count, report), stop)
@@ -87,11 +86,12 @@ class Warmup:
             self.kernel = self.kernel.with_inverse_mass_matrix(metric)
 
     def _run_chunk(self, count: int, report: Report) -> None:
-        (self.states, self._adaptation), counts = _chunk(
+        (self.states, self._adaptation, self._traces), counts = _chunk(
             self.kernel,
-            (self.states, self._adaptation),
+            (self.states, self._adaptation, self._traces),
             self.rng_key,
             self.num_steps,
+            self.num_steps - self.first_step,
             count,
             settings=self.settings,
             layout=self.layout,
@@ -99,8 +99,8 @@ class Warmup:
         )
         counts = jax.device_get(counts)
         self.num_steps += count
-        self.acceptance_sum += counts["acceptance_rate"]
         self.num_divergent += counts["num_divergent"]
+        self.leapfrogs += int(counts["leapfrogs"])
         report.advance(
             count,
             leapfrogs=int(counts["leapfrogs"]),
@@ -111,15 +111,34 @@ class Warmup:
 
 
 @partial(jax.jit, static_argnames=("settings", "layout", "pins"), donate_argnames="carry")
-def _chunk(kernel, carry, rng_key, start, count, *, settings, layout, pins):
+def _chunk(kernel, carry, rng_key, first_step, slot, count, *, settings, layout, pins):
     def body(i, carry):
-        (states, adaptation), counts = carry
-        states, info = advance(settings.tuned(kernel, adaptation), rng_key, i, states, layout)
+        (states, adaptation, traces), counts = carry
+        tuned = settings.tuned(kernel, adaptation)
+        states, info = advance(tuned, rng_key, first_step + i, states, layout)
         adaptation = settings.update(adaptation, states.position, info.acceptance_rate)
-        return (states, adaptation), tally(counts, info)
+        seen = {
+            "step_size": tuned.step_size,
+            "acceptance_rate": info.acceptance_rate,
+            "log_density": states.log_density,
+        }
+        traces = {name: traces[name].at[..., slot + i].set(x) for name, x in seen.items()}
+        return (states, adaptation, traces), tally(counts, info)
 
-    carry, counts = jax.lax.fori_loop(start, start + count, body, (carry, no_tally(carry[0])))
+    carry, counts = jax.lax.fori_loop(0, count, body, (carry, no_tally(carry[0])))
     return pins(carry), counts
+
+
+@partial(jax.jit, static_argnames=("size", "layout"))
+def _no_traces(states, size: int, *, layout: Layout) -> dict[str, jax.Array]:
+    per_chain = layout.pin_chains(
+        jnp.zeros((*states.log_density.shape, size), states.log_density.dtype)
+    )
+    return {
+        "step_size": jnp.zeros(size, jnp.result_type(float)),
+        "acceptance_rate": per_chain,
+        "log_density": per_chain,
+    }
 
 
 @partial(jax.jit, static_argnames=("settings", "layout"))

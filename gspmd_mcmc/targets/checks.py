@@ -6,7 +6,7 @@ import numpy as np
 
 from gspmd_mcmc.placement.padding import refuse_padded
 from gspmd_mcmc.targets.posterior import Posterior
-from gspmd_mcmc.tree import PyTree, path_str
+from gspmd_mcmc.tree import PyTree, is_staging, is_traced, path_str
 
 CONSTANT_BYTES = 1 << 20
 
@@ -36,10 +36,10 @@ def check_not_baked(target: PyTree) -> None:
     become full-size constants on every device, and their sharding is lost. An inner ``jit`` hides
     this from us: there the data are tracers.
     """
-    if not isinstance(jnp.zeros(()), jax.core.Tracer):
+    if not is_staging():
         return
     concrete = [x for x in jax.tree.leaves(target) if isinstance(x, jax.Array | np.ndarray)]
-    num_bytes = sum(x.nbytes for x in concrete if not isinstance(x, jax.core.Tracer))
+    num_bytes = sum(x.nbytes for x in concrete if not is_traced(x))
     if num_bytes > CONSTANT_BYTES:
         raise ValueError(
             f"{num_bytes / 1e6:.1f} MB of the target's data would become constants of this program, "
@@ -51,7 +51,7 @@ def check_not_baked(target: PyTree) -> None:
 
 def check_finite_start(target: PyTree, position: PyTree, log_density: jax.Array) -> None:
     """Raise where a concrete log density is not finite, naming the leaf or term at fault."""
-    if isinstance(log_density, jax.core.Tracer) or np.all(np.isfinite(log_density)):
+    if is_traced(log_density) or np.all(np.isfinite(log_density)):
         return
     raise NonFiniteStart(
         f"the log density at the start is {log_density}, not finite: {blame(target, position)}"

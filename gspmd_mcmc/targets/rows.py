@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.mesh import require_auto
 from gspmd_mcmc.placement.padding import Padded, is_padded
-from gspmd_mcmc.tree import PyTree, path_str
+from gspmd_mcmc.tree import PyTree, is_traced, path_str
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,7 @@ def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
 
 def _array(node):
     array = node.values if isinstance(node, Padded) else node
-    return (
-        array
-        if hasattr(array, "sharding") or isinstance(array, jax.core.Tracer)
-        else jnp.asarray(array)
-    )
+    return array if hasattr(array, "sharding") or is_traced(array) else jnp.asarray(array)
 
 
 def _num_rows(node) -> int:
@@ -128,7 +124,7 @@ def _num_rows(node) -> int:
 
 def _sharding(array) -> NamedSharding | None:
     """Return the array's named sharding; None for an array on one device, or traced."""
-    if isinstance(array, jax.core.Tracer):
+    if is_traced(array):
         return None
     sharding = getattr(array, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
@@ -141,8 +137,7 @@ def _row_axes(named: list[tuple[str, jax.Array]]) -> tuple[Mesh | None, tuple[st
         sharding = _sharding(array)
         if sharding is None:
             continue
-        assert isinstance(sharding.mesh, Mesh) or sharding.mesh is not None
-        require_auto(sharding.mesh)  # pyright: ignore[reportArgumentType]
+        require_auto(sharding.mesh)
         mesh = mesh or sharding.mesh
         if sharding.mesh != mesh:
             raise ValueError(
@@ -167,6 +162,6 @@ def _rest_of_spec(array) -> tuple:
 def _platform(array, mesh: Mesh | None) -> str:
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].platform
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+    if isinstance(array, jax.Array) and not is_traced(array):
         return next(iter(array.devices())).platform
     return jax.default_backend()

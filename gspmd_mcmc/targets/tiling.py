@@ -75,7 +75,7 @@ def _check_terms(log_likelihood: Callable, out: PyTree, num: int, params: PyTree
     shapes = {path_str(p): a.shape for p, a in jax.tree_util.tree_leaves_with_path(params)}
     raise ValueError(
         f"{name}: expected one term for each row of the block, shape [{num}] for a block of "
-        f"{num} rows, got {got} with parameters of shapes {shapes}. Return log p(row) per row; do not sum over rows"
+        f"{num} rows, got {got} with parameters of shapes {shapes}. Return terms, not their sum"
     )
 
 

@@ -88,9 +88,10 @@ class Communication:
             If the compiler does not know how often an inner loop runs.
         """
         inside = [c for c in self.collectives if c.kind == kind and len(c.loops) >= depth]
-        if any(None in c.loops[depth:] for c in inside):
+        trips = [[t for t in c.loops[depth:] if t is not None] for c in inside]
+        if any(len(t) < len(c.loops) - depth for t, c in zip(trips, inside, strict=True)):
             raise ValueError(f"an inner loop with {kind} has no known trip count")
-        return sum(math.prod(c.loops[depth:]) for c in inside)  # pyright: ignore[reportArgumentType]
+        return sum(math.prod(t) for t in trips)
 
 
 def communication(function: Callable, *args: Any) -> Communication:
@@ -105,7 +106,7 @@ def communication(function: Callable, *args: Any) -> Communication:
     """
     jitted = function if hasattr(function, "lower") else jax.jit(function)
     compiled = jitted.lower(*args).compile()  # pyright: ignore[reportFunctionMemberAccess]
-    text = compiled.as_text()
+    text = compiled.as_text() or ""
     memory = compiled.memory_analysis()
     return Communication(
         collectives=read_collectives(text),

@@ -1,0 +1,74 @@
+"""What every demo has: its options, its devices, and the summary that it writes."""
+
+import argparse
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+
+def parse(description: str, out: str, *flags: tuple[str, str]) -> argparse.Namespace:
+    """Read the options that all demos have, and a demo's own ``flags`` (name, help)."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--devices", type=int, help="devices to use; 8 virtual ones on a CPU by default"
+    )
+    parser.add_argument("--data-dir", type=Path, help="folder with the real data (or GSPMD_MCMC_DATA)")
+    parser.add_argument("--out", type=Path, default=Path(out), help=f"where results go (default {out})")
+    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
+    for name, text in flags:
+        parser.add_argument(name, action="store_true", help=text)
+    # A notebook passes options of its own kernel.
+    options = parser.parse_args([] if "ipykernel" in sys.modules else None)
+    options.out.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+def start_devices(asked: int | None) -> list[Any]:
+    """Return the devices to use: those asked for, or all accelerators, or 8 virtual ones on a CPU.
+
+    Call it before JAX is first used: virtual devices are made when the CPU backend starts.
+    """
+    jax.config.update("jax_num_cpu_devices", asked or 8)
+    devices = jax.devices()
+    if asked and asked > len(devices):
+        raise SystemExit(f"--devices {asked}: there are {len(devices)} {devices[0].platform} devices")
+    return list(devices[:asked])
+
+
+def show_layout(console: Console, arrays: dict[str, Any]) -> None:
+    """Print where arrays live: shape, spec, shards, and bytes on each device."""
+    table = Table(title="where it lives")
+    for name in ("array", "shape", "dtype", "spec", "shards", "MB a device"):
+        table.add_column(name)
+    for name, array in arrays.items():
+        shard = array.sharding.shard_shape(array.shape)
+        num_shards = int(np.prod(array.shape) // max(np.prod(shard), 1))
+        megabytes = np.prod(shard) * array.dtype.itemsize / 1e6
+        spec = str(getattr(array.sharding, "spec", array.sharding))
+        table.add_row(
+            name, str(array.shape), str(array.dtype), spec, str(num_shards), f"{megabytes:.3g}"
+        )
+    console.print(table)
+
+
+def peak_rss_mb() -> float:
+    """Return the most memory that this process has held, in MB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1e6 if sys.platform == "darwin" else 1e3)
+
+
+def write_summary(console: Console, out: Path, summary: dict[str, Any]) -> None:
+    """Print every number of a run and write it to ``summary.json``."""
+    table = Table(title="summary", show_header=False)
+    for name, value in summary.items():
+        table.add_row(name, f"{value:.5g}" if isinstance(value, float) else str(value))
+    console.print(table)
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    console.print(f"wrote {out / 'summary.json'}")
