@@ -145,7 +145,7 @@ class HMC:
         NonFiniteStart
             If, outside jit, the log density is not finite; the message names the leaf or term.
         """
-        checks.check_position(position)
+        checks.check_position(self.target, position)
         checks.check_not_baked(self.target)
         position = jax.tree.map(jnp.asarray, position)
         terms, log_density_grad = self.target.terms_and_grad(position)

@@ -94,7 +94,7 @@ def find_mode(
     Liu and Nocedal, "On the limited memory BFGS method for large scale optimization", Mathematical
     Programming 45 (1989).
     """
-    checks.check_position(position)
+    checks.check_position(target, position)
     position = jax.tree.map(jnp.asarray, position)
     optax = _optax()
     found, value, steps, norm, start_norm = _climb(

@@ -147,7 +147,7 @@ def _start(
     if not callable(initial):
         return _start_from_position(kernel, rng_key, initial, mesh, num_chains)
     example = starts.example_of(initial, rng_key)
-    checks.check_position(example)
+    checks.check_position(kernel.target, example)
     layout = read_layout(mesh, example, num_chains, has_chains=False)
     return layout, starts.start_chains(kernel, rng_key, initial, num_chains, layout)
 
@@ -157,7 +157,7 @@ def _start_from_position(
 ) -> tuple[Layout, Any]:
     is_marked = isinstance(initial, starts.per_chain)
     position = initial.position if is_marked else initial
-    checks.check_position(position)
+    checks.check_position(kernel.target, position)
     if is_marked:
         starts.require_chain_axis(position, num_chains)
     elif not starts.has_chain_axis(kernel.target, position, num_chains):

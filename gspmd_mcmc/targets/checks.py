@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from gspmd_mcmc.placement.padding import refuse_padded
 from gspmd_mcmc.targets.posterior import Posterior
@@ -15,8 +16,12 @@ class NonFiniteStart(ValueError):
     """The log density at a starting position is not finite."""
 
 
-def check_position(position: PyTree) -> None:
-    """Raise unless every leaf of a position is a floating array that nothing has padded."""
+def check_position(target: PyTree, position: PyTree) -> None:
+    """Raise unless every leaf of a position is a floating array that lies where the target can use it.
+
+    A latent that all rows share may not lie over the mesh axis that the rows lie over: every tile would
+    have to gather it.
+    """
     refuse_padded(position, "position", "choose a mesh that divides it, or lay it out whole")
     leaves = jax.tree_util.tree_leaves_with_path(position)
     if not leaves:
@@ -27,6 +32,22 @@ def check_position(position: PyTree) -> None:
                 f"position {path_str(path)}: expected a floating dtype, got {jnp.result_type(leaf)}. "
                 "HMC moves through continuous space; convert it, or sum a discrete latent out"
             )
+        shared = _mesh_axes(leaf) & _row_axes(target)
+        if shared:
+            raise ValueError(
+                f"position {path_str(path)} lies over mesh axis {sorted(shared)[0]!r}, which the rows of a "
+                f"plate lie over too; lay it over another axis, or whole on every device: P()"
+            )
+
+
+def _mesh_axes(leaf) -> set[str]:
+    """Name the mesh axes that an array lies over."""
+    sharding = None if is_traced(leaf) else getattr(leaf, "sharding", None)
+    return set(jax.tree.leaves(tuple(sharding.spec))) if isinstance(sharding, NamedSharding) else set()
+
+
+def _row_axes(target: PyTree) -> set[str]:
+    return {axis for plate in getattr(target, "plates", ()) for axis in plate.rows.axes}
 
 
 def check_not_baked(target: PyTree) -> None:

@@ -1,0 +1,66 @@
+"""This package: images stay uint8, rows are streamed, the kernel is an argument of the program."""
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.stats import norm
+from jax.sharding import PartitionSpec
+
+import gspmd_mcmc as gm
+from benchmarks import mnist_data
+from benchmarks.contenders.hmc_program import HmcProgram
+from benchmarks.contenders.placing import replicate
+
+DISTRIBUTIONS = ("gspmd_mcmc",)
+
+
+def log_prior(params):
+    return norm.logpdf(params["w"]), norm.logpdf(params["b"])
+
+
+def log_likelihood(params, batch):
+    logits = (batch["image"] / jnp.float32(255)) @ params["w"] + params["b"]
+    chosen = jnp.take_along_axis(logits, batch["label"][:, None], axis=1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=1)
+
+
+def mnist(task) -> HmcProgram:
+    """Multinomial logistic regression."""
+    mesh = gm.make_mesh(data=task.devices)
+    data = mnist_data.load(task.data_dir)
+    arrays = {"image": data.images, "label": data.labels}
+    plate = gm.Plate(log_likelihood, gm.place(arrays, mesh, PartitionSpec("data")))
+    kernel = gm.HMC(
+        gm.Posterior(log_prior, plate),
+        step_size=task.step_size,
+        num_integration_steps=task.leapfrogs,
+    )
+    position = replicate(mesh, mnist_data.start_position(task.chains))
+    return _program(kernel, position, mesh, task)
+
+
+def _program(kernel, position, mesh, task) -> HmcProgram:
+    init, step = type(kernel).init, type(kernel).step
+    if task.chains > 1:
+        init = jax.vmap(init, in_axes=(None, 0))
+        step = jax.vmap(step, in_axes=(None, 0, 0))
+
+    def transition(carry, kernel):
+        rng_key, state, _ = carry
+        rng_key, step_key = jax.random.split(rng_key)
+        if task.chains > 1:
+            step_key = jax.random.split(step_key, task.chains)
+        state, info = step(kernel, step_key, state)
+        return rng_key, state, info.acceptance_rate
+
+    state = jax.jit(init)(kernel, position)
+    rest = replicate(mesh, (jax.random.key(1), jnp.zeros_like(state.log_density)))
+    carry = (rest[0], state, rest[1])
+    return HmcProgram(
+        transition=jax.jit(transition, out_shardings=jax.tree.map(lambda x: x.sharding, carry)),
+        carry=carry,
+        data=(kernel,),
+        gradients=task.chains * task.leapfrogs,
+        acceptance=lambda carry: carry[2],
+        evaluate=lambda: (state.log_density, state.log_density_grad),
+        devices=task.devices,
+    )

@@ -1,0 +1,164 @@
+"""The machine's floor: a gradient's two matrix products alone, and one read of the data.
+
+Each is tried in several forms when the contender is built and the fastest is timed. Everything is
+in gradients of one chain a second: one read of the data serves all chains.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from benchmarks import mnist_data
+from benchmarks.contenders.placing import place, row_mesh, scaled
+
+BLOCK_ROWS = (None, 750, 250, 125)  # None: all rows of a device at once
+REPEATS = 5
+TRIALS = 3
+
+
+def mnist(task) -> "Roofline":
+    """The floor of multinomial logistic regression."""
+    mesh = row_mesh(task.devices)
+    data = mnist_data.load(task.data_dir)
+    spec = PartitionSpec("data")
+    images = {
+        "uint8": place(mesh, spec, data.images.shape, lambda index: data.images[index]),
+        "float32": place(mesh, spec, data.images.shape, scaled(data.images)),
+    }
+    return Roofline(images, mesh, task.chains, data.images.shape[1])
+
+
+class Roofline:
+    """The fastest forms found of three pieces of work: products, and two reads."""
+
+    def __init__(self, images: dict[str, jax.Array], mesh, chains: int, features: int):
+        self.images, self.mesh, self.chains = images, mesh, chains
+        shape = (features, mnist_data.NUM_CLASSES * chains)
+        self.weights = {"rows": jnp.full(shape, 0.01), "classes": jnp.full(shape[::-1], 0.01)}
+
+    def build(self) -> dict:
+        """Compile every form and keep the fastest of each kind."""
+        start = time.perf_counter()
+        candidates = {
+            "products": self._products(),
+            "read_float32": self._reads("float32", _FLOAT_READS),
+            "read_uint8": self._reads("uint8", _BYTE_READS),
+        }
+        self.fastest = {kind: min(forms, key=_trial) for kind, forms in candidates.items()}
+        forms = {kind: work.name for kind, work in self.fastest.items()}
+        return {"search_s": time.perf_counter() - start, "forms": forms}
+
+    def run(self, calls: int) -> dict:
+        """Time ``calls`` of each; the products are the contender's own figure."""
+        seconds = {kind: _seconds(work, calls) for kind, work in self.fastest.items()}
+        extra = {
+            f"{kind}_per_s": self.chains * calls * self.fastest[kind].repeats / seconds[kind]
+            for kind in ("read_float32", "read_uint8")
+        }
+        gradients = self.chains * calls * REPEATS
+        return {"seconds": seconds["products"], "gradients": gradients, "extra": extra}
+
+    def _products(self) -> list["_Work"]:
+        rows = self.images["uint8"].shape[0] // self.mesh.size
+        return [
+            _Work(
+                f"{dtype}, {block or 'all'} rows, {order} first",
+                self._over_rows(functools.partial(_ORDERS[order], block or rows), "weights"),
+                (images, self.weights[order]),
+                REPEATS,
+            )
+            for dtype, images in self.images.items()
+            for order in _ORDERS
+            for block in BLOCK_ROWS
+            if block is None or rows % block == 0
+        ]
+
+    def _reads(self, dtype: str, forms: dict[str, Callable]) -> list["_Work"]:
+        data = (self.images[dtype],)
+        return [_Work(name, self._over_rows(form), data, 1) for name, form in forms.items()]
+
+    def _over_rows(self, work: Callable, *whole: str) -> Callable:
+        """Run on each device's rows, without any sum over devices."""
+        by_rows = PartitionSpec("data")
+        specs = {"in_specs": (by_rows, *(PartitionSpec() for _ in whole)), "out_specs": by_rows}
+        return jax.jit(jax.shard_map(work, mesh=self.mesh, **specs, check_vma=False))
+
+
+class _Work:
+    """A compiled piece of work, and how many gradients' worth one call is."""
+
+    def __init__(self, name: str, function: Callable, arguments: tuple, repeats: int):
+        self.name, self.arguments, self.repeats = name, arguments, repeats
+        self.compiled = function.lower(*arguments).compile()
+        self()
+
+    def __call__(self) -> None:
+        jax.block_until_ready(self.compiled(*self.arguments))
+
+
+def _rows_first(block: int, images: jax.Array, weights: jax.Array) -> jax.Array:
+    def tile(start, weights):
+        rows = _tile(images, start, block)
+        return rows.T @ (rows @ weights)
+
+    return _repeat(tile, images, block, weights)
+
+
+def _classes_first(block: int, images: jax.Array, weights: jax.Array) -> jax.Array:
+    def tile(start, weights):
+        rows = _tile(images, start, block)
+        return (weights @ rows.T) @ rows
+
+    return _repeat(tile, images, block, weights)
+
+
+def _tile(images: jax.Array, start: jax.Array, block: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(images, start, block).astype(jnp.float32)
+
+
+def _repeat(tile: Callable, images: jax.Array, block: int, weights: jax.Array) -> jax.Array:
+    """Add up the tiles' products `REPEATS` times, each with weights that depend on the last."""
+    starts = jnp.arange(0, images.shape[0], block)
+
+    def gradient(_, weights):
+        def body(total, start):
+            return total + tile(start, weights), None
+
+        total, _ = jax.lax.scan(body, jnp.zeros_like(weights), starts)
+        return weights + 1e-12 * total
+
+    return jax.lax.fori_loop(0, REPEATS, gradient, weights)
+
+
+def _words(images: jax.Array) -> jax.Array:
+    """See bytes as 32-bit words."""
+    return jax.lax.bitcast_convert_type(images.reshape(len(images), -1, 4), jnp.uint32)
+
+
+_ORDERS = {"rows": _rows_first, "classes": _classes_first}
+_FLOAT_READS = {
+    "sum": lambda images: images.sum()[None],
+    "sum by column": lambda images: images.sum(0),
+    "sum by row": lambda images: images.sum(1),
+}
+_BYTE_READS = {
+    "sum": lambda images: images.astype(jnp.int32).sum()[None],
+    "sum by column": lambda images: images.astype(jnp.int32).sum(0),
+    "sum of words": lambda images: _words(images).sum()[None],
+    "sum of words by column": lambda images: _words(images).sum(0),
+}
+
+
+def _seconds(work: Callable, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return time.perf_counter() - start
+
+
+def _trial(work: Callable) -> float:
+    return min(_seconds(work, 1) for _ in range(TRIALS))

@@ -1,0 +1,63 @@
+"""What a measurement was made on."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+
+def record() -> dict[str, object]:
+    """Describe the machine, the interpreter and the state of the repository."""
+    return {
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
+        "cores": _cores(),
+        "memory": _field("/proc/meminfo", "MemTotal"),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "commit": _git("rev-parse", "HEAD"),
+        "modified": bool(_git("status", "--porcelain")),
+    }
+
+
+def peak_rss_bytes() -> int:
+    """Return the largest resident set that this process has had."""
+    peak = _field("/proc/self/status", "VmHWM")
+    if peak:
+        return int(peak.split()[0]) * 1024
+    import resource
+
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def rss_bytes() -> int | None:
+    """Return the resident set of this process, where the system tells it."""
+    size = _field("/proc/self/status", "VmRSS")
+    return int(size.split()[0]) * 1024 if size else None
+
+
+def _cores() -> int | None:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _field(path: str, name: str) -> str | None:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return None
+
+
+def _git(*arguments: str) -> str | None:
+    root = Path(__file__).resolve().parent.parent
+    try:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.decode().strip()

@@ -1,0 +1,306 @@
+"""The leapfrog: order two, reversible, energy kept, volume kept, on any tree.
+
+The truth is the isotonic oscillator, H = m p²/2 + q²/2 + g/(2q²): not linear, and solved in closed
+form, since s = q² obeys s'' = 4m(H - s). Four wrong integrators are put to the same tests.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.kernels import metrics
+from gspmd_mcmc.kernels.integrators import PhasePoint, integrate, velocity_verlet
+
+WELL = {"a": np.array([0.7, 1.9]), "b": np.array(1.2)}
+INVERSE_MASS = {"a": np.array([1.0, 0.6]), "b": np.array(1.7)}
+POSITION = {"a": np.array([1.1, 0.8]), "b": np.array(1.5)}
+MOMENTUM = {"a": np.array([0.4, -0.9]), "b": np.array(0.3)}
+
+
+def log_density(x):
+    return tree.total(jax.tree.map(lambda q, g: -(q**2) / 2 - g / (2 * q**2), x, like(x, WELL)))
+
+
+def coupled_log_density(x):
+    """Couple the leaves, so that Jacobians are full."""
+    return -jnp.sum(x["a"] ** 4) / 4 - x["b"] ** 2 * (1 + jnp.sum(x["a"] ** 2)) / 2
+
+
+def like(x, constants):
+    """Turn NumPy's float64 into the dtypes of a tree."""
+    return jax.tree.map(lambda xi, c: jnp.asarray(c, xi.dtype), x, constants)
+
+
+def velocity(momentum):
+    return metrics.velocity(like(momentum, INVERSE_MASS), momentum)
+
+
+def start(grad, position=POSITION, momentum=MOMENTUM):
+    position, momentum = jax.tree.map(jnp.asarray, (position, momentum))
+    return PhasePoint(position, momentum, grad(position))
+
+
+def energy(log_density, point):
+    inverse_mass_matrix = like(point.momentum, INVERSE_MASS)
+    return metrics.kinetic_energy(inverse_mass_matrix, point.momentum) - log_density(point.position)
+
+
+def distance(x, y):
+    return max(float(jnp.max(jnp.abs(d))) for d in jax.tree.leaves(tree.sub(x, y)))
+
+
+def exact_position(time):
+    """Return |q| after a time, from s(t) = H + (s₀ - H) cos 2√m t + s₀'/(2√m) sin 2√m t."""
+
+    def one(q, p, g, m):
+        angle, h = 2 * np.sqrt(m) * time, m * p**2 / 2 + q**2 / 2 + g / (2 * q**2)
+        return np.sqrt(h + (q**2 - h) * np.cos(angle) + q * np.sqrt(m) * p * np.sin(angle))
+
+    return jax.tree.map(one, POSITION, MOMENTUM, WELL, INVERSE_MASS)
+
+
+# Wrong integrators
+
+
+def explicit_euler(point, step_size, grad, velocity):
+    """Order one; neither reversible nor volume preserving."""
+    position = tree.axpy(step_size, velocity(point.momentum), point.position)
+    momentum = tree.axpy(step_size, point.log_density_grad, point.momentum)
+    return PhasePoint(position, momentum, grad(position))
+
+
+def symplectic_euler(point, step_size, grad, velocity):
+    """Order one; volume preserving, but not reversible."""
+    momentum = tree.axpy(step_size, point.log_density_grad, point.momentum)
+    position = tree.axpy(step_size, velocity(momentum), point.position)
+    return PhasePoint(position, momentum, grad(position))
+
+
+def without_last_half_kick(point, step_size, grad, velocity):
+    """Integrate other dynamics: half the force."""
+    momentum = tree.axpy(step_size / 2, point.log_density_grad, point.momentum)
+    position = tree.axpy(step_size, velocity(momentum), point.position)
+    return PhasePoint(position, momentum, grad(position))
+
+
+def explicit_midpoint(point, step_size, grad, velocity):
+    """Order two; energy drifts, volume grows."""
+    half = explicit_euler(point, step_size / 2, grad, velocity)
+    position = tree.axpy(step_size, velocity(half.momentum), point.position)
+    momentum = tree.axpy(step_size, half.log_density_grad, point.momentum)
+    return PhasePoint(position, momentum, grad(position))
+
+
+def rejects(check, step, reason):
+    with pytest.raises(AssertionError, match=reason):
+        check(step)
+
+
+@partial(jax.jit, static_argnames=("step", "log_density"))
+def trajectory(step, log_density, point, step_size, num_steps):
+    """Take steps with any integrator; return the end and the largest change of energy on the way."""
+    grad = jax.grad(log_density)
+    before = energy(log_density, point)
+
+    def body(_, carry):
+        point, worst = carry
+        point = step(point, step_size, grad, velocity)
+        return point, jnp.maximum(worst, jnp.abs(energy(log_density, point) - before))
+
+    return jax.lax.fori_loop(0, num_steps, body, (point, jnp.zeros_like(before)))
+
+
+# Order
+
+
+def position_error(step, num_steps, time=2.0):
+    step_size = jnp.asarray(time / num_steps)
+    end, _ = trajectory(step, log_density, start(jax.grad(log_density)), step_size, num_steps)
+    return distance(end.position, exact_position(time))
+
+
+def check_order_is_two(step):
+    num_steps = np.array([32, 64, 128, 256, 512])
+    errors = [position_error(step, n) for n in num_steps]
+    slope = np.polyfit(np.log(2.0 / num_steps), np.log(errors), 1)[0]
+    assert abs(slope - 2) < 0.05, f"order {slope}"
+
+
+def test_order_is_two():
+    with jax.enable_x64(True):
+        check_order_is_two(velocity_verlet)
+
+
+@pytest.mark.parametrize("step", [explicit_euler, symplectic_euler, without_last_half_kick])
+def test_order_of_a_wrong_integrator_is_not_two(step):
+    with jax.enable_x64(True):
+        rejects(check_order_is_two, step, "order (0|1)")
+
+
+# Reversibility
+
+
+def check_runs_back(step, tolerance=1e-11):
+    """Run a trajectory, flip the momentum, and run it again: it ends at its start."""
+    point, step_size = start(jax.grad(coupled_log_density)), jnp.asarray(0.02)
+    end, _ = trajectory(step, coupled_log_density, point, step_size, 200)
+    assert distance(end.position, point.position) > 0.5, "it has not moved"
+    flipped = tree.replace(end, momentum=jax.tree.map(jnp.negative, end.momentum))
+    back, _ = trajectory(step, coupled_log_density, flipped, step_size, 200)
+    turned = jax.tree.map(jnp.negative, back.momentum)
+    apart = distance(back.position, point.position) + distance(turned, point.momentum)
+    assert apart < tolerance, f"it ends {apart} from its start"
+
+
+@pytest.mark.parametrize("is_double, tolerance", [(True, 1e-11), (False, 1e-3)])
+def test_flipping_the_momentum_runs_back(is_double, tolerance):
+    with jax.enable_x64(is_double):
+        check_runs_back(velocity_verlet, tolerance)
+
+
+@pytest.mark.parametrize(
+    "step", [explicit_euler, symplectic_euler, explicit_midpoint, without_last_half_kick]
+)
+def test_a_wrong_integrator_does_not_run_back(step):
+    with jax.enable_x64(True):
+        rejects(check_runs_back, step, r"it ends \d")
+
+
+# Energy
+
+
+def worst_energy_errors(step, num_steps, step_size):
+    """Return the largest energy errors of a short trajectory and of one a hundred times as long."""
+    point = start(jax.grad(coupled_log_density))
+    return [
+        float(trajectory(step, coupled_log_density, point, jnp.asarray(step_size), n)[1])
+        for n in (num_steps, 100 * num_steps)
+    ]
+
+
+def check_energy_stays_close(step):
+    short, long = worst_energy_errors(step, 1000, 0.05)
+    assert long < 2 * short, f"energy drifts: {short} after a time of 50, {long} after 5000"
+    halved, _ = worst_energy_errors(step, 2000, 0.025)
+    assert 3.5 < short / halved < 4.5, f"energy error falls by {short / halved} at half the step"
+
+
+def test_energy_error_is_bounded_and_of_order_two():
+    with jax.enable_x64(True):
+        check_energy_stays_close(velocity_verlet)
+
+
+@pytest.mark.parametrize(
+    "step, reason",
+    [
+        (explicit_euler, "drifts"),
+        (explicit_midpoint, "drifts"),
+        (symplectic_euler, "falls by 1.9"),
+        (without_last_half_kick, "falls by 1.0"),
+    ],
+)
+def test_energy_of_a_wrong_integrator_does_not_stay_close(step, reason):
+    with jax.enable_x64(True):
+        rejects(check_energy_stays_close, step, reason)
+
+
+# Volume
+
+
+@partial(jax.jit, static_argnames="step")
+def jacobian(step, position, momentum):
+    """Derivative of (q, p) -> (q', p') over ten large steps, both packed into vectors of six."""
+
+    def flow(phase):
+        position, momentum = ({"a": x[:2], "b": x[2]} for x in (phase[:3], phase[3:]))
+        point = start(jax.grad(coupled_log_density), position, momentum)
+        for _ in range(10):
+            point = step(point, jnp.asarray(0.2), jax.grad(coupled_log_density), velocity)
+        return pack(point.position, point.momentum)
+
+    return jax.jacfwd(flow)(pack(position, momentum))
+
+
+def pack(position, momentum):
+    return jnp.concatenate([position["a"], position["b"][None], momentum["a"], momentum["b"][None]])
+
+
+def check_volume_is_kept(step):
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        position, momentum = ({"a": rng.normal(size=2), "b": rng.normal(size=())} for _ in range(2))
+        derivative = jacobian(step, *jax.tree.map(jnp.asarray, (position, momentum)))
+        assert np.max(np.abs(derivative - np.eye(6))) > 0.5, "it has not moved"
+        volume = np.linalg.det(derivative)
+        assert abs(volume - 1) < 1e-10, f"volume becomes {volume}"
+
+
+@pytest.mark.parametrize("step", [velocity_verlet, symplectic_euler])
+def test_volume_is_kept(step):
+    with jax.enable_x64(True):
+        check_volume_is_kept(step)
+
+
+@pytest.mark.parametrize("step", [explicit_euler, explicit_midpoint])
+def test_a_wrong_integrator_does_not_keep_volume(step):
+    with jax.enable_x64(True):
+        rejects(check_volume_is_kept, step, "volume becomes")
+
+
+# Trees
+
+VECTOR = np.random.default_rng(1).normal(size=7).astype(np.float32)
+
+
+def chain_of_springs(x):
+    return -jnp.sum(x**2) / 2 - jnp.sum((x[1:] - x[:-1]) ** 4) / 4
+
+
+def as_nested(x):
+    return {"w": x[:4].reshape(2, 2), "deep": [(x[4],), {"v": x[5:]}], "none": None}
+
+
+def as_vector(x):
+    return jnp.concatenate([x["w"].reshape(4), x["deep"][0][0][None], x["deep"][1]["v"]])
+
+
+def run(log_density, position, momentum, num_steps):
+    point = start(jax.grad(log_density), position, momentum)
+    return integrate(point, jnp.asarray(0.1), num_steps, jax.grad(log_density), lambda p: p)
+
+
+@pytest.mark.parametrize("num_steps", [1, 7])
+def test_a_nested_tree_moves_as_the_vector_of_its_elements(num_steps):
+    whole = run(chain_of_springs, VECTOR, VECTOR[::-1], num_steps)
+    nested = run(
+        lambda x: chain_of_springs(as_vector(x)), as_nested(VECTOR), as_nested(VECTOR[::-1]), num_steps
+    )
+    assert jax.tree.structure(nested.position) == jax.tree.structure(as_nested(VECTOR))
+    for field in ("position", "momentum", "log_density_grad"):
+        expected, got = getattr(whole, field), as_vector(getattr(nested, field))
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+
+
+def test_each_leaf_keeps_its_dtype():
+    def log_density(x):
+        return -jnp.sum(x["half"] ** 2).astype(jnp.float32) / 2 - jnp.sum(x["single"] ** 2) / 2
+
+    position = {"half": jnp.ones(3, jnp.bfloat16), "single": jnp.ones((2, 2), jnp.float32)}
+    end = run(log_density, position, position, 3)
+    for field in (end.position, end.momentum, end.log_density_grad):
+        assert jax.tree.map(jnp.result_type, field) == jax.tree.map(jnp.result_type, position)
+
+
+def test_integrate_takes_as_many_steps_as_asked_though_their_number_is_traced():
+    point, step_size = start(jax.grad(log_density)), jnp.asarray(0.1)
+    traced = jax.jit(lambda n: integrate(point, step_size, n, jax.grad(log_density), velocity))
+    for num_steps in (0, 1, 4):
+        expected = point
+        for _ in range(num_steps):
+            expected = velocity_verlet(expected, step_size, jax.grad(log_density), velocity)
+        for error in jax.tree.leaves(tree.sub(traced(num_steps), expected)):
+            assert np.max(np.abs(error)) < 1e-5

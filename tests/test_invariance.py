@@ -1,0 +1,406 @@
+"""HMC leaves its target invariant: chains started from exact draws stay exact.
+
+Every problem maps its positions to numbers that are independent standard normals under the exact law.
+Their moments and bounded functionals have known expectations; each is compared in units of its Monte
+Carlo standard error over independent chains, with a Bonferroni threshold. Broken samplers are put to
+the same check, and fail it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.scipy.special import ndtr, ndtri
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+from gspmd_mcmc import tree
+from gspmd_mcmc.sampling.chunks import advance
+from gspmd_mcmc.sampling.layout import Layout, read_layout
+from gspmd_mcmc.sampling.start import init_chains
+from gspmd_mcmc.tree import pytree
+
+FALSE_ALARM = 1e-4
+
+
+class Problem(NamedTuple):
+    """A target whose exact law is known.
+
+    ``draw(rng, n)`` makes exact positions of n chains; ``normals(positions)`` maps positions to
+    independent standard normals, shape [n, dimensions].
+    """
+
+    kernel: gm.HMC
+    draw: Callable
+    normals: Callable
+    num_chains: int = 16384
+    num_steps: int = 6
+
+
+def with_target(kernel: gm.HMC, target: Any) -> gm.HMC:
+    return tree.replace(kernel, target=target)
+
+
+# The check
+
+
+@partial(jax.jit, static_argnames=("layout", "num_steps"))
+def run(kernel, rng_key, states, *, layout, num_steps):
+    def step(states, i):
+        states, info = advance(kernel, rng_key, i, states, layout)
+        return states, (info.acceptance_rate, info.is_accepted)
+
+    states, (rate, is_accepted) = jax.lax.scan(step, states, jnp.arange(num_steps))
+    return states.position, jnp.mean(rate), jnp.mean(is_accepted)
+
+
+def run_from_exact_draws(problem: Problem, kernel: Any):
+    """Return the positions after a few steps, the mean acceptance rate, and the share accepted."""
+    positions = problem.draw(np.random.default_rng(0), problem.num_chains)
+    positions = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), positions)
+    mesh = kernel.target.plates[0].rows.mesh if isinstance(kernel.target, gm.Posterior) else None
+    layout: Layout = read_layout(mesh, positions, problem.num_chains, has_chains=True)
+    states = init_chains(with_target(problem.kernel, kernel.target), positions, layout=layout)
+    return run(kernel, jax.random.key(1), states, layout=layout, num_steps=problem.num_steps)
+
+
+def functionals(u: np.ndarray) -> np.ndarray:
+    """Functions of independent standard normals [n, d], all of mean 0: shape [n, functions]."""
+    ranks = np.asarray(ndtr(u))
+    each = [u, u**2 - 1, np.tanh(u) ** 3, *(np.cos(np.pi * k * ranks) for k in (1, 2, 3, 4))]
+    pairs = [u[:, i] * u[:, j] for i, j in combinations(range(u.shape[1]), 2)]
+    pairs += [np.cos(np.pi * ranks[:, i]) * u[:, j] ** 2 for i, j in combinations(range(u.shape[1]), 2)]
+    return np.concatenate([*each, np.stack(pairs, axis=1)], axis=1)
+
+
+def check_is_exact(problem: Problem, positions: Any) -> None:
+    # A broken sampler may have run away to where these overflow; then its z-score is NaN, and it fails.
+    with np.errstate(all="ignore"):
+        values = functionals(np.asarray(problem.normals(positions), np.float64))
+        standard_error = values.std(axis=0, ddof=1) / np.sqrt(len(values))
+        worst = np.max(np.abs(values.mean(axis=0) / standard_error))
+    threshold = -NormalDist().inv_cdf(FALSE_ALARM / 2 / values.shape[1])
+    assert worst < threshold, f"off by {worst} standard errors, where {threshold} is the limit"
+
+
+def check_leaves_invariant(problem: Problem, kernel: Any) -> None:
+    positions, _, is_accepted = run_from_exact_draws(problem, kernel)
+    assert is_accepted > 0.4, "too few are accepted for anything to show"
+    check_is_exact(problem, positions)
+
+
+def rejects(problem: Problem, kernel: Any) -> None:
+    with pytest.raises(AssertionError, match="standard errors"):
+        check_leaves_invariant(problem, kernel)
+
+
+# Broken kernels
+
+
+def convert(kernel: gm.HMC, cls: type) -> Any:
+    """Return the same fields as another class."""
+    fields = ("target", "step_size", "num_integration_steps", "inverse_mass_matrix", "jitter")
+    return cls(**{name: getattr(kernel, name) for name in fields})
+
+
+@pytree
+class AcceptsAlways(gm.HMC):
+    def _propose(self, state, start, end):
+        proposal, energy_error = super()._propose(state, start, end)
+        return proposal, jnp.zeros_like(energy_error)
+
+
+@pytree
+class HalvesTheEnergyError(gm.HMC):
+    def _propose(self, state, start, end):
+        proposal, energy_error = super()._propose(state, start, end)
+        return proposal, energy_error / 2
+
+
+@pytree
+class ForgetsKineticEnergy(gm.HMC):
+    def _propose(self, state, start, end):
+        return super()._propose(state, start, replace(end, momentum=start.momentum))
+
+
+@pytree
+class DrawsMomentaOfAnotherMass(gm.HMC):
+    """Momenta of variance M, kinetic energy and velocity of a mass two thirds more."""
+
+    def moving(self):
+        heavier = jax.tree.map(lambda m: 0.6 * m, self.inverse_mass_matrix)
+        return convert(self.with_inverse_mass_matrix(heavier), gm.HMC)
+
+    def trajectory(self, start):
+        return self.moving().trajectory(start)
+
+    def _propose(self, state, start, end):
+        return self.moving()._propose(state, start, end)
+
+
+BROKEN_KERNELS = [
+    AcceptsAlways,
+    HalvesTheEnergyError,
+    ForgetsKineticEnergy,
+    DrawsMomentaOfAnotherMass,
+]
+
+
+# Problems with one function
+
+
+def quadratic_form(x, cholesky):
+    u = jax.scipy.linalg.solve_triangular(cholesky, jnp.append(x["a"], x["b"]), lower=True)
+    return -(u**2) / 2
+
+
+def correlated_gaussian() -> Problem:
+    """Correlations of 0.9 and -0.7 over two leaves, scales that differ."""
+    scales = np.array([1.0, 0.5, 2.0])
+    correlation = np.array([[1, 0.9, -0.7], [0.9, 1, -0.5], [-0.7, -0.5, 1]])
+    cholesky = np.linalg.cholesky(correlation * np.outer(scales, scales))
+
+    def draw(rng, n):
+        x = rng.normal(size=(n, 3)) @ cholesky.T
+        return {"a": x[:, :2], "b": x[:, 2]}
+
+    def normals(x):
+        return np.column_stack([x["a"], x["b"]]) @ np.linalg.inv(cholesky).T
+
+    target = gm.LogDensity(quadratic_form, jnp.asarray(cholesky, jnp.float32))
+    metric = {"a": jnp.asarray([1.0, 0.25]), "b": jnp.asarray(4.0)}
+    return Problem(gm.HMC(target, 0.4, 4, metric, jitter=0.3), draw, normals)
+
+
+WIDTH = 1.0
+
+
+def funnel_density(x):
+    v, x = x["v"], x["x"]
+    return -((v / WIDTH) ** 2) / 2, -(x**2) * jnp.exp(-v) / 2 - v / 2
+
+
+def funnel() -> Problem:
+    """Neal's funnel, v ~ N(0, 1) and x | v ~ N(0, exp v)."""
+
+    def draw(rng, n):
+        v = WIDTH * rng.normal(size=n)
+        return {"v": v, "x": np.exp(v / 2)[:, None] * rng.normal(size=(n, 2))}
+
+    def normals(x):
+        v = np.asarray(x["v"])
+        return np.column_stack([v / WIDTH, np.asarray(x["x"]) * np.exp(-v / 2)[:, None]])
+
+    metric = {"v": jnp.asarray(1.0), "x": jnp.asarray([1.0, 1.0])}
+    return Problem(gm.HMC(gm.LogDensity(funnel_density), 0.7, 3, metric), draw, normals)
+
+
+WEIGHTS, CENTRES, SPREADS = np.array([0.7, 0.3]), np.array([-1.0, 1.5]), np.array([0.8, 0.5])
+
+
+def mixture_density(x):
+    weights, centres, spreads = (jnp.float32(c) for c in (WEIGHTS, CENTRES, SPREADS))
+    z = (x["along"] - centres) / spreads
+    return jax.nn.logsumexp(-(z**2) / 2, b=weights / spreads), -(x["across"] ** 2) / 2
+
+
+def mixture() -> Problem:
+    """Two Gaussians of different weights and widths along one axis."""
+
+    def draw(rng, n):
+        which = (rng.random(n) < WEIGHTS[1]).astype(int)
+        return {"along": rng.normal(CENTRES[which], SPREADS[which]), "across": rng.normal(size=(n, 1))}
+
+    def normals(x):
+        along = np.asarray(x["along"], np.float64)[:, None]
+        with jax.enable_x64(True):
+            rank = ndtr((along - CENTRES[None]) / SPREADS[None]) @ WEIGHTS
+            return np.column_stack([ndtri(jnp.clip(rank, 1e-12, 1 - 1e-12)), x["across"]])
+
+    metric = {"along": jnp.asarray(1.0), "across": jnp.asarray([1.0])}
+    return Problem(gm.HMC(gm.LogDensity(mixture_density), 0.8, 3, metric), draw, normals)
+
+
+PROBLEMS = [correlated_gaussian, funnel, mixture]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_hmc_leaves_it_invariant(problem):
+    check_leaves_invariant(problem(), problem().kernel)
+
+
+@pytest.mark.parametrize("broken", BROKEN_KERNELS)
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_broken_kernel_is_rejected(problem, broken):
+    rejects(problem(), convert(problem().kernel, broken))
+
+
+# A posterior over rows on eight devices
+
+NUM_ROWS, NOISE, PRIOR = 30, 2.0, 1.5
+
+
+def rows_of_data() -> np.ndarray:
+    """30 rows for 8 devices: 2 pad rows on the last, copies of an extreme row."""
+    rows = np.random.default_rng(2).normal(0.5, NOISE, size=(NUM_ROWS, 2))
+    rows[-1] = [4 * NOISE, -4 * NOISE]
+    return rows
+
+
+def log_prior(x):
+    return -((x["mean"] / PRIOR) ** 2) / 2
+
+
+def log_likelihood(x, block):
+    return -jnp.sum((block - x["mean"][None]) ** 2, axis=1) / (2 * NOISE**2)
+
+
+def gaussian_mean() -> Problem:
+    """The mean of Gaussian rows whose variance is known: a Gaussian posterior."""
+    data = gm.place(rows_of_data(), gm.make_mesh(data=8), P("data"))
+    target = gm.Posterior(log_prior, gm.Plate(log_likelihood, data))
+    precision = NUM_ROWS / NOISE**2 + PRIOR**-2
+    mean = rows_of_data().sum(axis=0) / NOISE**2 / precision
+
+    def draw(rng, n):
+        return {"mean": mean + rng.normal(size=(n, 2)) / np.sqrt(precision)}
+
+    def normals(x):
+        return (np.asarray(x["mean"]) - mean) * np.sqrt(precision)
+
+    metric = {"mean": jnp.full(2, 1 / precision)}
+    return Problem(gm.HMC(target, 1.1, 4, metric), draw, normals, num_chains=8192)
+
+
+def with_num_rows(target: gm.Posterior, num_rows: int) -> gm.Posterior:
+    """Count so many rows, pad rows included; the whole target has 30, its last device 2 of them."""
+    (plate,) = target.plates
+    rows = replace(plate.rows, num_rows=num_rows)
+    return tree.replace(target, plates=(tree.replace(plate, rows=rows),))
+
+
+def as_posterior(target: gm.Posterior, cls: type) -> Any:
+    return cls(target.log_prior, *target.plates)
+
+
+@pytree
+class DropsTermsOfTheLastShard(gm.Posterior):
+    def terms(self, position):
+        return as_posterior(with_num_rows(self, NUM_ROWS - 2), gm.Posterior).terms(position)
+
+    def terms_and_grad(self, position):
+        return self.terms(position), self.grad(position)
+
+
+@pytree
+class DropsGradientOfTheLastShard(gm.Posterior):
+    def grad(self, position):
+        return as_posterior(with_num_rows(self, NUM_ROWS - 2), gm.Posterior).grad(position)
+
+    def terms_and_grad(self, position):
+        return self.terms(position), self.grad(position)
+
+
+def drops_terms(target):
+    return as_posterior(target, DropsTermsOfTheLastShard)
+
+
+def drops_gradient(target):
+    return as_posterior(target, DropsGradientOfTheLastShard)
+
+
+def counts_pad_rows(target):
+    return with_num_rows(target, target.plates[0].rows.num_padded)
+
+
+def counts_one_pad_row(target):
+    return with_num_rows(target, NUM_ROWS + 1)
+
+
+def test_hmc_leaves_a_sharded_posterior_invariant():
+    problem = gaussian_mean()
+    assert problem.kernel.target.plates[0].rows.num_padded == NUM_ROWS + 2
+    check_leaves_invariant(problem, problem.kernel)
+
+
+@pytest.mark.parametrize("broken", BROKEN_KERNELS)
+def test_a_broken_kernel_is_rejected_on_a_sharded_posterior(broken):
+    rejects(gaussian_mean(), convert(gaussian_mean().kernel, broken))
+
+
+@pytest.mark.parametrize("breaking", [drops_terms, counts_pad_rows, counts_one_pad_row])
+def test_a_broken_target_is_rejected(breaking):
+    problem = gaussian_mean()
+    rejects(problem, with_target(problem.kernel, breaking(problem.kernel.target)))
+
+
+# A dropped shard's gradient leaves HMC exact, so it is caught by what it is
+
+
+def test_without_a_shard_s_gradient_hmc_stays_exact_and_accepts_less():
+    problem = gaussian_mean()
+    broken = with_target(problem.kernel, drops_gradient(problem.kernel.target))
+    _, rate, _ = run_from_exact_draws(problem, problem.kernel)
+    positions, broken_rate, _ = run_from_exact_draws(problem, broken)
+    check_is_exact(problem, positions)
+    assert broken_rate < rate - 0.1
+
+
+def check_gradient_is_whole(target: Any) -> None:
+    """Compare with the closed form in NumPy's float64."""
+    for seed in (0, 1, 2):
+        mean = np.random.default_rng(seed).normal(size=2).astype(np.float32)
+        expected = (rows_of_data() - mean).sum(axis=0) / NOISE**2 - mean / PRIOR**2
+        for grad in (target.grad({"mean": mean}), target.terms_and_grad({"mean": mean})[1]):
+            np.testing.assert_allclose(grad["mean"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_of_every_shard_counts_once():
+    check_gradient_is_whole(gaussian_mean().kernel.target)
+
+
+@pytest.mark.parametrize("breaking", [drops_gradient, counts_pad_rows, counts_one_pad_row])
+def test_a_broken_gradient_is_rejected(breaking):
+    with pytest.raises(AssertionError, match="Not equal"):
+        check_gradient_is_whole(breaking(gaussian_mean().kernel.target))
+
+
+@jax.jit
+def first_infos(kernel, keys, positions):
+    states = jax.vmap(type(kernel).init, (None, 0))(kernel, positions)
+    return jax.vmap(type(kernel).step, (None, 0, 0))(kernel, keys, states)[1]
+
+
+def energy_error(kernel: gm.HMC, step_size: float) -> float:
+    """Root mean square over starts, of trajectories of one length."""
+    kernel = kernel.with_step_size(step_size).with_num_integration_steps(round(1.6 / step_size))
+    positions = jax.tree.map(jnp.asarray, gaussian_mean().draw(np.random.default_rng(3), 64))
+    infos = first_infos(kernel, jax.random.split(jax.random.key(4), 64), positions)
+    return float(jnp.sqrt(jnp.mean(infos.energy_error**2)))
+
+
+def check_energy_error_falls_as_the_step_size_squared(kernel: gm.HMC) -> None:
+    errors = [energy_error(kernel, step_size) for step_size in (0.4, 0.2, 0.1)]
+    ratios = np.divide(errors[:-1], errors[1:])
+    assert np.all(np.abs(ratios - 4) < 0.5), f"halving the step divides the energy error by {ratios}"
+
+
+def test_energy_error_falls_as_the_step_size_squared():
+    with jax.enable_x64(True):
+        check_energy_error_falls_as_the_step_size_squared(gaussian_mean().kernel)
+
+
+@pytest.mark.parametrize("breaking", [drops_gradient, drops_terms])
+def test_energy_error_without_a_shard_does_not_fall(breaking):
+    with jax.enable_x64(True):
+        kernel = gaussian_mean().kernel
+        broken = with_target(kernel, breaking(kernel.target))
+        with pytest.raises(AssertionError, match="halving"):
+            check_energy_error_falls_as_the_step_size_squared(broken)

@@ -1,0 +1,431 @@
+"""Meshes, placement, padding, and what a plate reads from the arrays it is given."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+from gspmd_mcmc.placement.padding import padded_rows
+
+ROWS = np.arange(24, dtype=np.float32).reshape(12, 2)
+
+
+def devices(count):
+    return jax.devices()[:count]
+
+
+def data_mesh(count):
+    return gm.make_mesh(data=count, devices=devices(count))
+
+
+def row_sums(params, block):
+    return params * jnp.sum(block["x"], axis=1)
+
+
+def sum_of_terms(plate):
+    """The plate's log likelihood at one; rows that are copies must not be in it."""
+    return float(jnp.sum(plate.terms(jnp.ones(()))))
+
+
+class SpiedMemmap(np.memmap):
+    """A memory-mapped array that records how many rows each read takes."""
+
+    reads: list[int]
+
+    def __getitem__(self, index):
+        rows = index[0] if isinstance(index, tuple) else index
+        assert isinstance(rows, slice)
+        self.reads.append(len(range(*rows.indices(self.shape[0]))))
+        return np.asarray(super().__getitem__(index))
+
+
+def spied_memmap(path, array):
+    array.tofile(path)
+    spied = np.memmap(path, dtype=array.dtype, mode="r", shape=array.shape).view(SpiedMemmap)
+    spied.reads = []
+    return spied
+
+
+# Meshes.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ({}, {"data": 8}),
+        ({"data": 8}, {"data": 8}),
+        ({"chains": 2, "data": 4}, {"chains": 2, "data": 4}),
+        ({"data": 4, "chains": 2}, {"chains": 2, "data": 4}),
+        ({"chains": 2, "data": -1}, {"chains": 2, "data": 4}),
+        ({"chains": -1}, {"chains": 8}),
+        ({"chains": 8, "data": -1}, {"chains": 8, "data": 1}),
+        ({"model": 4, "data": 2}, {"data": 2, "model": 4}),
+        ({"chains": 2, "data": 2, "model": 2}, {"chains": 2, "data": 2, "model": 2}),
+    ],
+)
+def test_make_mesh_has_the_sizes_asked_for_in_one_order(sizes, shape):
+    mesh = gm.make_mesh(**sizes)
+    assert list(mesh.shape.items()) == list(shape.items())
+    assert mesh.devices.ravel().tolist() == jax.devices()
+
+
+@pytest.mark.parametrize("sizes", [{}, {"chains": 2, "data": 4}, {"chains": 2, "data": 2, "model": 2}])
+def test_make_mesh_makes_auto_axes_only(sizes):
+    assert set(gm.make_mesh(**sizes).axis_types) == {AxisType.Auto}
+
+
+def test_make_mesh_takes_some_devices():
+    chosen = [jax.devices()[i] for i in (5, 1, 3)]
+    assert gm.make_mesh(data=-1, devices=chosen).devices.tolist() == chosen
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"chains": -1, "data": -1}, "make_mesh(chains=-1, data=-1): only one axis can be -1"),
+        ({"chains": 0, "data": -1}, "make_mesh(chains=0, data=-1): an axis has at least 1 device"),
+        ({"data": -2}, "make_mesh(data=-2): an axis has at least 1 device"),
+        ({"chains": 3, "data": 2}, "the axes multiply to 6, but there are 8 devices"),
+        ({"chains": 3, "data": -1}, "the axes multiply to 3, but there are 8 devices"),
+        ({"data": 16}, "the axes multiply to 16, but there are 8 devices"),
+        ({"data": 16}, 'jax.config.update("jax_num_cpu_devices", n)'),
+        ({"data": 4}, "pass devices=jax.devices()[:n]"),
+        ({"chains": 2.0, "data": 4}, "chains=2.0"),
+        ({"data": "8"}, "data='8'"),
+    ],
+)
+def test_make_mesh_says_what_does_not_fit(sizes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gm.make_mesh(**sizes)
+
+
+def test_make_mesh_refuses_no_devices():
+    with pytest.raises(ValueError, match="device"):
+        gm.make_mesh(devices=[])
+
+
+# Specs.
+
+
+def test_one_spec_serves_every_leaf():
+    placed = gm.place({"x": ROWS, "y": ROWS[:, 0]}, data_mesh(4), P("data"))
+    assert placed["x"].sharding.spec == P("data")
+    assert {s.data.shape for s in placed["x"].addressable_shards} == {(3, 2)}
+    assert {s.data.shape for s in placed["y"].addressable_shards} == {(3,)}
+
+
+def test_no_spec_places_whole_copies():
+    placed = gm.place(ROWS, data_mesh(4))
+    assert placed.sharding.is_fully_replicated
+    assert len(placed.addressable_shards) == 4
+
+
+def test_a_prefix_tree_of_specs_reaches_every_subtree():
+    tree = {"rows": {"x": ROWS, "y": ROWS[:, 0]}, "whole": [ROWS, 3.0]}
+    placed = gm.place(tree, data_mesh(4), {"rows": P("data"), "whole": P()})
+    specs = jax.tree.map(lambda a: a.sharding.spec, placed)
+    assert specs == {"rows": {"x": P("data"), "y": P("data")}, "whole": [P(), P()]}
+    np.testing.assert_array_equal(placed["rows"]["x"], ROWS)
+
+
+@pytest.mark.parametrize(
+    "spec", [P(("chains", "data")), P("chains", None), P("data", "chains"), P(None)]
+)
+def test_values_survive_any_spec(spec):
+    placed = gm.place(ROWS[:8], gm.make_mesh(chains=2, data=4), spec)
+    assert placed.sharding.spec == spec
+    np.testing.assert_array_equal(placed, ROWS[:8])
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        (P("data", None, None), ["['a']['x']", "(12, 2)", "'data': 4", "3 entries", "2 axes"]),
+        (P("rows"), ["['a']['x']", "(12, 2)", "'data': 4", "no axis 'rows'"]),
+        (P(("data", "model")), ["['a']['x']", "'data': 4", "no axis 'model'"]),
+        (P(None, "data"), ["['a']['x']", "(12, 2)", "axis 1 has 2 elements", "4 devices", "leading"]),
+    ],
+)
+def test_a_spec_that_does_not_fit_names_leaf_shape_axis_and_mesh(spec, parts):
+    with pytest.raises(ValueError, match="leaf") as error:
+        gm.place({"a": {"x": ROWS}}, data_mesh(4), spec)
+    assert [part for part in parts if part not in str(error.value)] == []
+
+
+def test_a_spec_for_a_scalar_is_refused():
+    with pytest.raises(ValueError, match=re.escape("leaf ['b'] of shape ()")):
+        gm.place({"b": 1.0}, data_mesh(4), P("data"))
+
+
+@pytest.mark.parametrize("specs", [{"x": P()}, [P(), P()], {"x": P(), "y": {"z": P()}}])
+def test_specs_that_are_no_prefix_are_refused(specs):
+    with pytest.raises(ValueError, match="specs is no prefix of the tree"):
+        gm.place({"x": ROWS, "y": ROWS}, data_mesh(4), specs)
+
+
+@pytest.mark.parametrize("spec", ["data", None, ("data",)])
+def test_a_spec_that_is_no_partition_spec_is_refused(spec):
+    with pytest.raises(ValueError, match="PartitionSpec"):
+        gm.place({"x": ROWS}, data_mesh(4), {"x": spec})
+
+
+def test_something_that_is_no_array_is_refused():
+    with pytest.raises(ValueError, match=re.escape("leaf ['x']: expected an array of numbers")):
+        gm.place({"x": object()}, data_mesh(4))
+
+
+@pytest.mark.parametrize("kind", ["U1", "datetime64[D]"])
+def test_arrays_of_what_jax_cannot_hold_are_refused_by_name(kind):
+    with pytest.raises(ValueError, match=re.escape("leaf ['x']: expected an array of numbers")):
+        gm.place({"x": np.zeros(4, kind)}, data_mesh(4), P("data"))
+
+
+def test_a_masked_array_is_refused():
+    """Its mask would be dropped, and what lies under it taken for data."""
+    masked = np.ma.masked_array([1.0, 2.0], [True, False])
+    with pytest.raises(ValueError, match=re.escape("leaf ['x']") + ".*mask"):
+        gm.place({"x": masked}, data_mesh(2), P("data"))
+
+
+@pytest.mark.parametrize("number", [2**40, np.array([0, -(2**40)]), np.array([2**32, 1], np.uint64)])
+def test_integers_that_would_wrap_around_are_refused(number):
+    with pytest.raises(ValueError, match=re.escape("leaf ['x']") + ".*32"):
+        gm.place({"x": number}, data_mesh(2))
+
+
+def test_no_rows_over_several_devices_are_refused():
+    with pytest.raises(ValueError, match="there are no rows to lay over 4 devices"):
+        gm.place(ROWS[:0], data_mesh(4), P("data"))
+
+
+# Padding.
+
+
+def test_uneven_rows_are_padded_with_copies_of_the_last():
+    placed = gm.place(ROWS[:10], data_mesh(4), P("data"))
+    assert isinstance(placed, gm.Padded)
+    assert (placed.num_rows, placed.num_pad) == (10, 2)
+    np.testing.assert_array_equal(placed.values, np.concatenate([ROWS[:10], ROWS[[9, 9]]]))
+    np.testing.assert_array_equal(placed.unpad(), ROWS[:10])
+
+
+def test_the_repr_of_a_padded_array_shows_the_pad():
+    placed = gm.place(ROWS[:10], data_mesh(4), P("data"))
+    assert repr(placed) == "Padded(float32[12, 2]: 10 rows + 2 pad)"
+
+
+def test_a_padded_array_survives_a_round_trip_through_its_leaves():
+    placed = gm.place(ROWS[:10], data_mesh(4), P("data"))
+    doubled = jax.tree.map(lambda a: 2 * a, placed)
+    assert isinstance(doubled, gm.Padded)
+    np.testing.assert_array_equal(doubled.unpad(), 2 * ROWS[:10])
+    assert "object" in repr(jax.tree.map(lambda _: object(), placed))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 9])
+def test_fewer_rows_than_devices_fill_whole_devices_with_copies(num_rows):
+    placed = gm.place(ROWS[:num_rows], gm.make_mesh(data=8), P("data"))
+    expected = np.concatenate([ROWS[:num_rows], np.repeat(ROWS[num_rows - 1 : num_rows], 16, 0)])
+    np.testing.assert_array_equal(placed.values, expected[: padded_rows(num_rows, 8)])
+
+
+def test_a_device_array_is_padded_as_a_host_array_is():
+    placed = gm.place({"host": ROWS[:10], "device": jnp.asarray(ROWS[:10])}, data_mesh(4), P("data"))
+    assert placed["device"].num_rows == 10
+    assert placed["device"].values.sharding == placed["host"].values.sharding
+    np.testing.assert_array_equal(placed["device"].values, placed["host"].values)
+
+
+def test_many_rows_on_seven_devices():
+    rows = np.arange(60_000, dtype=np.int32)
+    placed = gm.place(rows, data_mesh(7), P("data"))
+    assert placed.num_pad == 4
+    assert {s.data.shape for s in placed.values.addressable_shards} == {(8572,)}
+    np.testing.assert_array_equal(placed.unpad(), rows)
+    assert np.asarray(placed.values)[60_000:].tolist() == [59_999] * 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "padded"), [(1, 8, 8), (8, 8, 8), (9, 8, 16), (60_000, 7, 60_004)]
+)
+def test_padded_rows_is_the_least_multiple_that_holds_all(rows, blocks, padded):
+    assert padded_rows(rows, blocks) == padded
+
+
+# What can be placed.
+
+
+@pytest.mark.parametrize(
+    ("leaf", "dtype"),
+    [
+        (np.ones(8, np.float64), jnp.float32),
+        (np.ones(8, np.int64), jnp.int32),
+        (np.ones(8, np.uint8), jnp.uint8),
+        (np.ones(8, bool), jnp.bool_),
+        (np.ones(8, np.float16), jnp.float16),
+        (jnp.ones(8, jnp.bfloat16), jnp.bfloat16),
+        (np.asarray(jnp.ones(8, jnp.bfloat16)), jnp.bfloat16),
+        (np.ones(8, ">f4"), jnp.float32),
+    ],
+)
+def test_dtypes_are_kept_or_made_canonical(leaf, dtype):
+    placed = gm.place(leaf, gm.make_mesh(), P("data"))
+    assert placed.dtype == dtype
+    np.testing.assert_array_equal(placed, np.ones(8, dtype))
+
+
+@pytest.mark.parametrize(("scalar", "dtype"), [(2.5, jnp.float32), (3, jnp.int32), (True, jnp.bool_)])
+def test_python_scalars_become_strong_arrays(scalar, dtype):
+    placed = gm.place({"a": scalar}, gm.make_mesh())["a"]
+    assert (placed.dtype, placed.weak_type, placed.shape) == (dtype, False, ())
+    assert placed == scalar
+
+
+def test_a_list_is_a_tree_of_its_numbers():
+    placed = gm.place([1.0, 2.0], gm.make_mesh())
+    assert [float(a) for a in placed] == [1.0, 2.0]
+    assert all(a.sharding.is_fully_replicated for a in placed)
+
+
+def test_strided_and_reversed_views_are_placed_by_value():
+    placed = gm.place({"x": ROWS[::-1], "y": ROWS.T}, data_mesh(2), P("data"))
+    np.testing.assert_array_equal(placed["x"], ROWS[::-1])
+    np.testing.assert_array_equal(placed["y"], ROWS.T)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P()])
+def test_a_placed_array_does_not_follow_its_source(spec):
+    source = np.arange(4096, dtype=np.float32)
+    placed = gm.place(source, gm.make_mesh(), spec)
+    before = source.copy()
+    source[:] = -1
+    np.testing.assert_array_equal(placed, before)
+
+
+@pytest.mark.parametrize("num_rows", [1600, 1597])
+def test_a_memory_mapped_array_is_read_shard_by_shard(tmp_path, num_rows):
+    rows = np.arange(3 * num_rows, dtype=np.float32).reshape(num_rows, 3)
+    source = spied_memmap(tmp_path / "rows", rows)
+    placed = gm.place(source, gm.make_mesh(), P("data"))
+    assert max(source.reads) <= 200
+    assert num_rows <= sum(source.reads) <= num_rows + 8
+    values = placed.unpad() if isinstance(placed, gm.Padded) else placed
+    np.testing.assert_array_equal(values, rows)
+
+
+def test_placing_again_moves_an_array():
+    mesh = gm.make_mesh(chains=2, data=4)
+    placed = gm.place(gm.place(ROWS[:8], mesh, P("data")), mesh, P("chains"))
+    assert placed.sharding.spec == P("chains")
+    np.testing.assert_array_equal(placed, ROWS[:8])
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_a_padded_array_is_placed_anew_by_its_real_rows(count):
+    padded = gm.place({"x": ROWS[:10]}, data_mesh(4), P("data"))
+    moved = gm.place(padded, data_mesh(count), P("data"))
+    direct = gm.place({"x": ROWS[:10]}, data_mesh(count), P("data"))
+    assert jax.tree.structure(moved) == jax.tree.structure(direct)
+    assert sum_of_terms(gm.Plate(row_sums, moved)) == ROWS[:10].sum()
+
+
+# A mesh of the user's own.
+
+
+def test_an_explicit_mesh_is_refused_with_what_to_do():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with pytest.raises(ValueError, match=r"mesh axes \['data'\] are not of type Auto.*make_mesh"):
+        gm.place(ROWS, mesh, P())
+
+
+def test_a_plate_on_an_explicit_mesh_is_refused_with_what_to_do():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=devices(4))
+    rows = jax.device_put(ROWS, NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match=r"mesh axes \['data'\] are not of type Auto.*make_mesh"):
+        gm.Plate(row_sums, {"x": rows})
+
+
+def test_an_auto_mesh_with_names_of_the_users_own_works():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    plate = gm.Plate(row_sums, gm.place({"x": ROWS[:11]}, mesh, P(("a", "b"))))
+    assert plate.rows.num_blocks == 8
+    assert sum_of_terms(plate) == pytest.approx(ROWS[:11].sum())
+
+
+# What a plate reads.
+
+
+def test_a_plate_of_arrays_that_the_user_put_there_works():
+    mesh = data_mesh(4)
+    plate = gm.Plate(row_sums, {"x": jax.device_put(ROWS, NamedSharding(mesh, P("data")))})
+    assert (plate.rows.mesh, plate.rows.axes, plate.rows.num_blocks) == (mesh, ("data",), 4)
+    assert sum_of_terms(plate) == ROWS.sum()
+
+
+@pytest.mark.parametrize("rows", [ROWS, jnp.asarray(ROWS)])
+def test_a_plate_of_unplaced_arrays_is_one_block(rows):
+    plate = gm.Plate(row_sums, {"x": rows})
+    assert (plate.rows.mesh, plate.rows.axes, plate.rows.num_blocks) == (None, (), 1)
+    assert sum_of_terms(plate) == ROWS.sum()
+
+
+def test_a_plate_of_rows_that_lie_whole_on_a_mesh_is_one_block():
+    plate = gm.Plate(row_sums, gm.place({"x": ROWS}, data_mesh(4)))
+    assert plate.rows.num_blocks == 1
+    assert sum_of_terms(plate) == ROWS.sum()
+
+
+def test_copies_carry_no_density():
+    plate = gm.Plate(row_sums, gm.place({"x": ROWS[:9]}, gm.make_mesh(), P("data")))
+    assert "9 rows + 7 pad over data=8" in repr(plate)
+    assert sum_of_terms(plate) == ROWS[:9].sum()
+    assert plate.log_likelihood_rows(jnp.ones(())).shape == (9,)
+
+
+def test_a_placed_leaf_may_stand_beside_an_unplaced_one():
+    placed = gm.place(ROWS, data_mesh(4), P("data"))
+    plate = gm.Plate(row_sums, {"x": placed, "unplaced": ROWS})
+    assert plate.rows.num_blocks == 4
+    assert sum_of_terms(plate) == ROWS.sum()
+
+
+def test_leaves_of_different_lengths_are_refused():
+    data = gm.place({"x": ROWS, "y": ROWS[:8]}, data_mesh(4), P("data"))
+    with pytest.raises(ValueError, match=re.escape("['x'] has 12, ['y'] has 8")):
+        gm.Plate(row_sums, data)
+
+
+def test_leaves_padded_differently_are_refused():
+    data = gm.place({"x": ROWS[:10], "y": ROWS[:10]}, data_mesh(4), {"x": P("data"), "y": P()})
+    with pytest.raises(ValueError, match=r"\['x'\] has 10 \(\+2 pad\), \['y'\] has 10\. Lay leaves"):
+        gm.Plate(row_sums, data)
+
+
+def test_leaves_of_different_layouts_are_refused():
+    mesh = gm.make_mesh(chains=2, data=4)
+    data = gm.place({"x": ROWS[:8], "y": ROWS[:8]}, mesh, {"x": P("data"), "y": P("chains")})
+    message = "rows of ['x'] lie over ('data',), those of ['y'] over ('chains',)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gm.Plate(row_sums, data)
+
+
+def test_leaves_on_different_meshes_are_refused():
+    data = {"x": gm.place(ROWS, data_mesh(4), P("data")), "y": gm.place(ROWS, data_mesh(2), P("data"))}
+    with pytest.raises(ValueError, match=re.escape("['x'] and ['y'] lie on different meshes")):
+        gm.Plate(row_sums, data)
+
+
+def test_a_mesh_is_named_by_the_leaf_that_lies_on_it():
+    """The first leaf lies on no mesh, so it is not one of the two at odds."""
+    data = {
+        "unplaced": ROWS,
+        "x": gm.place(ROWS, data_mesh(4), P("data")),
+        "y": gm.place(ROWS, data_mesh(2), P("data")),
+    }
+    with pytest.raises(ValueError, match=re.escape("['x'] and ['y'] lie on different meshes")):
+        gm.Plate(row_sums, data)

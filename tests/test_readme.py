@@ -1,0 +1,26 @@
+"""The README's code runs as printed, in a fresh process."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def test_code_blocks_run_one_after_the_other(tmp_path):
+    blocks = BLOCK.findall((ROOT / "README.md").read_text())
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(blocks))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert len(blocks) >= 3
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "20001 rows + 3 pad over data=4" in done.stdout
+    assert "1 all-reduce a leapfrog" in done.stdout
+    assert "0 all-gathers" in done.stdout
+    means = re.findall(r"^w\[\d\]\s+(-?[\d.]+)", done.stdout, re.MULTILINE)
+    for mean, truth in zip(means, (1.0, -0.5, 0.0), strict=True):
+        assert abs(float(mean) - truth) < 0.1

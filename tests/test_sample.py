@@ -1,0 +1,868 @@
+"""`sample` from end to end: draws against truths computed apart, warm-up, layouts, interruptions."""
+
+import itertools
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
+
+import gspmd_mcmc as gm
+from gspmd_mcmc.adaptation import dual_averaging, welford
+from gspmd_mcmc.sampling import chunks, collecting
+from gspmd_mcmc.sampling.progress import Report
+
+KEY = jax.random.key(0)
+MEAN = {"a": np.linspace(-2, 2, 50, dtype=np.float32), "b": np.float32(3)}
+SCALE = {"a": np.logspace(-2, 0, 50, dtype=np.float32), "b": np.float32(30)}
+VARIANCE = jax.tree.map(np.square, SCALE)
+ORIGIN = jax.tree.map(np.zeros_like, MEAN)
+STARTS = {"a": np.tile(MEAN["a"], (4, 1)), "b": np.arange(4, dtype=np.float32)}
+STATS = {
+    "acceptance_rate": jnp.float32,
+    "is_accepted": jnp.bool_,
+    "is_divergent": jnp.bool_,
+    "energy": jnp.float32,
+    "energy_error": jnp.float32,
+    "num_integration_steps": jnp.int32,
+    "log_density": jnp.float32,
+}
+
+
+def gaussian(x, mean, scale):
+    return jax.tree.map(lambda x, m, s: -0.5 * ((x - m) / s) ** 2, x, mean, scale)
+
+
+TARGET = gm.LogDensity(gaussian, jax.tree.map(jnp.asarray, MEAN), jax.tree.map(jnp.asarray, SCALE))
+KERNEL = gm.HMC(TARGET, 0.3, 6, inverse_mass_matrix=jax.tree.map(jnp.asarray, VARIANCE), jitter=0.5)
+
+
+def sample(target: Any = TARGET, initial: Any = ORIGIN, rng_key=KEY, **options) -> gm.Draws:
+    return gm.sample(rng_key, target, initial, progress=False, **options)
+
+
+def fixed(initial: Any = STARTS, num_samples=37, **options) -> gm.Draws:
+    """A run without warm-up, from given starts."""
+    options = {"kernel": KERNEL, "num_warmup": 0} | options
+    return sample(initial=initial, num_samples=num_samples, **options)
+
+
+def go_on(draws, num_samples):
+    return fixed(draws, num_samples, kernel=None)
+
+
+def starts_of(initial: Any, target: Any = TARGET, **options):
+    """Where the chains start: the state after no step."""
+    return sample(target, initial, num_warmup=0, num_samples=0, **options).state.position
+
+
+def assert_equal(tree, other):
+    assert jax.tree.structure(tree) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, tree, other)
+
+
+def largest_z(x, mean, variance, num_batches=20):
+    """Largest error of mean and variance in Monte Carlo standard errors, by means of batches."""
+    scores = []
+    for moment, truth in ((x, mean), ((x - mean) ** 2, variance)):
+        batches = np.stack(np.split(moment, num_batches, axis=1), axis=1).mean(axis=2)
+        batches = batches.reshape(-1, *x.shape[2:])
+        error = batches.std(axis=0, ddof=1) / np.sqrt(len(batches))
+        scores.append(np.abs((batches.mean(axis=0) - truth) / error).max())
+    return max(scores)
+
+
+def lies(array, mesh, spec):
+    return array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
+
+
+@pytest.fixture(scope="module")
+def warm():
+    return sample(num_warmup=500, num_samples=1000)
+
+
+@pytest.fixture(scope="module")
+def long_run():
+    return fixed()
+
+
+# The posterior.
+
+
+def test_draws_have_mean_and_variance_of_a_gaussian(warm):
+    """Over 102 scores a bound of 5 is crossed by chance in under one run of ten thousand."""
+    for name in MEAN:
+        x = np.asarray(warm.position[name], np.float64)
+        assert largest_z(x, MEAN[name], VARIANCE[name]) < 5
+
+
+@pytest.mark.parametrize(("stretch", "shift"), [(1.2, 0.0), (1.0, 0.2)])
+def test_draws_that_are_stretched_or_shifted_fail_that_test(warm, stretch, shift):
+    x = np.asarray(warm.position["a"], np.float64)
+    x = MEAN["a"] + stretch * (x - MEAN["a"]) + shift * SCALE["a"]
+    assert largest_z(x, MEAN["a"], VARIANCE["a"]) > 5
+
+
+ROWS = np.random.default_rng(5).normal(size=(50, 4))
+NOISE = 0.5
+RESPONSE = ROWS @ np.array([1.0, -2.0, 0.5, 0.0]) + NOISE * np.random.default_rng(6).normal(size=50)
+
+
+def normal_prior(params):
+    return -0.5 * params["w"] ** 2
+
+
+def regression(params, block):
+    return -0.5 * ((block["y"] - block["x"] @ params["w"]) / NOISE) ** 2
+
+
+@pytest.fixture(scope="module")
+def regression_draws():
+    mesh = gm.make_mesh(chains=2, data=4)
+    data = gm.place({"x": ROWS, "y": RESPONSE}, mesh, P("data"))
+    target = gm.Posterior(normal_prior, gm.Plate(regression, data))
+    return mesh, sample(target, {"w": np.zeros(4, np.float32)}, num_warmup=300, num_samples=1000)
+
+
+def test_draws_agree_with_a_conjugate_regression_on_uneven_rows(regression_draws):
+    _, draws = regression_draws
+    covariance = np.linalg.inv(ROWS.T @ ROWS / NOISE**2 + np.eye(4))
+    mean = covariance @ ROWS.T @ RESPONSE / NOISE**2
+    x = np.asarray(draws.position["w"], np.float64)
+    assert largest_z(x, mean, np.diag(covariance)) < 5
+
+
+# What comes back.
+
+
+def test_draws_have_shapes_dtypes_and_numbers_of_what_was_asked(warm):
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), warm.position) == {
+        "a": ((4, 1000, 50), jnp.float32),
+        "b": ((4, 1000), jnp.float32),
+    }
+    assert {n: (x.shape, x.dtype) for n, x in warm.stats.items()} == {
+        name: ((4, 1000), dtype) for name, dtype in STATS.items()
+    }
+    assert (warm.num_chains, warm.num_draws, warm.num_steps) == (4, 1000, 1500)
+    assert warm.acceptance_rate.shape == warm.num_divergent.shape == (4,)
+    assert "4 chains x 1000 draws" in repr(warm)
+
+
+def test_warm_up_leaves_its_traces(warm):
+    assert warm.warmup["step_size"].shape == (500,)
+    assert warm.warmup["acceptance_rate"].shape == warm.warmup["log_density"].shape == (4, 500)
+    assert (warm.warmup["step_size"] > 0).all()
+    assert np.isfinite(warm.warmup["log_density"]).all()
+    assert warm.warmup["num_divergent"].shape == (4,)
+    assert warm.warmup["leapfrogs"] > 4 * 500
+
+
+def test_the_last_state_is_the_last_draw(warm):
+    assert_equal(warm.state.position, jax.tree.map(lambda x: x[:, -1], warm.position))
+    np.testing.assert_array_equal(warm.state.log_density, warm.stats["log_density"][:, -1])
+
+
+def test_stats_tell_what_happened_to_the_draws(long_run):
+    previous = np.concatenate([STARTS["b"][:, None], np.asarray(long_run.position["b"])[:, :-1]], 1)
+    moved = np.asarray(long_run.position["b"]) != previous
+    np.testing.assert_array_equal(moved, long_run.stats["is_accepted"])
+    assert 0 < moved.mean() <= 1
+    log_density = -0.5 * sum(
+        (((np.asarray(long_run.position[n], np.float64) - MEAN[n]) / SCALE[n]) ** 2)
+        .reshape(4, 37, -1)
+        .sum(-1)
+        for n in MEAN
+    )
+    np.testing.assert_allclose(long_run.stats["log_density"], log_density, rtol=1e-3)
+
+
+def test_chains_lie_over_the_chain_axis(regression_draws):
+    mesh, draws = regression_draws
+    assert draws.position["w"].shape == (4, 1000, 4)
+    assert lies(draws.position["w"], mesh, P("chains"))
+    assert all(lies(x, mesh, P("chains")) for x in draws.stats.values())
+    assert lies(draws.state.position["w"], mesh, P("chains"))
+    assert {s.data.shape for s in draws.position["w"].addressable_shards} == {(2, 1000, 4)}
+
+
+def test_no_draws_are_no_draws():
+    draws = fixed(num_samples=0)
+    assert draws.position["a"].shape == (4, 0, 50)
+    assert draws.stats["log_density"].shape == (4, 0)
+    assert_equal(draws.state.position, STARTS)
+
+
+# Warm-up.
+
+
+def test_warm_up_learns_metric_and_step_size(warm):
+    for name in MEAN:
+        ratio = np.asarray(warm.kernel.inverse_mass_matrix[name]) / VARIANCE[name]
+        assert 0.5 < ratio.min() <= ratio.max() < 2
+    assert np.abs(warm.acceptance_rate - 0.8).max() < 0.12
+    assert warm.stats["is_divergent"].sum() == 0
+
+
+def test_warm_up_aims_at_the_acceptance_rate_asked_for(warm):
+    adaptation = gm.WindowAdaptation(target_acceptance_rate=0.95, adapt_mass_matrix=False)
+    draws = sample(initial=STARTS, num_warmup=400, num_samples=1000, kernel=KERNEL, warmup=adaptation)
+    assert np.abs(draws.acceptance_rate - 0.95).max() < 0.04
+    assert draws.kernel.step_size < warm.kernel.step_size
+    assert_equal(draws.kernel.inverse_mass_matrix, VARIANCE)
+
+
+def test_warm_up_may_keep_the_step_size():
+    adaptation = gm.WindowAdaptation(adapt_step_size=False)
+    draws = sample(num_warmup=40, num_samples=5, initial=STARTS, kernel=KERNEL, warmup=adaptation)
+    assert draws.kernel.step_size == KERNEL.step_size
+    assert not np.allclose(draws.kernel.inverse_mass_matrix["a"], VARIANCE["a"], rtol=1e-3)
+
+
+def test_no_warm_up_keeps_the_kernel(long_run):
+    assert long_run.kernel.step_size == KERNEL.step_size
+    assert_equal(long_run.kernel.inverse_mass_matrix, VARIANCE)
+
+
+@pytest.mark.parametrize("chains_in_play", [4, 1])
+def test_pooled_variance_agrees_with_numpy(chains_in_play):
+    x = np.random.default_rng(1).normal(3, 2, size=(30, chains_in_play, 5)).astype(np.float32)
+    within = x.var(axis=0, ddof=1).mean(axis=0)
+    between = x.mean(axis=0).var(axis=0, ddof=1) if chains_in_play > 1 else 0
+    expected = np.where(within + between < 1.44 * within, within + between, within)
+    np.testing.assert_allclose(welford.pooled_variance(moments_of(x)), expected, rtol=1e-5)
+
+
+def moments_of(draws):
+    """Moments of draws [draws, chains, ...]."""
+    update = jax.jit(
+        lambda xs: jax.lax.scan(lambda m, x: (welford.update(m, x), None), welford.init(xs[0]), xs)
+    )
+    return update(draws)[0]
+
+
+def test_a_stuck_chain_does_not_stretch_the_metric():
+    x = np.random.default_rng(2).normal(size=(100, 4, 5)).astype(np.float32)
+    stuck = x.copy()
+    stuck[:, 3] = 1000
+    expected = stuck.var(axis=0, ddof=1).mean(axis=0)
+    np.testing.assert_allclose(welford.pooled_variance(moments_of(stuck)), expected, rtol=1e-4)
+    assert expected.max() < 1.5
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_variances_of_many_draws_are_right_in_any_dtype(dtype):
+    """In bfloat16 a sum stops to grow at 256 times its terms."""
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(4000, 4, 5)), dtype)
+    np.testing.assert_allclose(
+        np.asarray(welford.pooled_variance(moments_of(x)), np.float32), np.ones(5), rtol=0.1
+    )
+
+
+@pytest.mark.parametrize("target_rate", [0.6, 0.9])
+def test_dual_averaging_converges_where_acceptance_falls_with_the_step(target_rate):
+    """The acceptance rate exp(-step) is at the target where step = -log(target)."""
+
+    def update(state, noise):
+        rate = jnp.clip(jnp.exp(-jnp.exp(state.log_step_size)) + 0.1 * noise, 0, 1)
+        return dual_averaging.update(state, rate, target_rate), None
+
+    noise = jax.random.normal(jax.random.key(4), (2000,))
+    state, _ = jax.jit(lambda s: jax.lax.scan(update, s, noise))(dual_averaging.init(jnp.float32(5)))
+    assert float(dual_averaging.final_step_size(state)) == pytest.approx(-np.log(target_rate), rel=0.1)
+
+
+def test_dual_averaging_without_an_update_keeps_the_step_size():
+    state = dual_averaging.init(jnp.float32(0.25))
+    assert float(dual_averaging.final_step_size(state)) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("num_warmup", [*range(1, 320), 500, 1000, 1234, 5000])
+@pytest.mark.parametrize("adapt_mass_matrix", [True, False])
+def test_windows_cover_each_step_once(num_warmup, adapt_mass_matrix):
+    windows = gm.WindowAdaptation(adapt_mass_matrix=adapt_mass_matrix).windows(num_warmup)
+    steps = [step for w in windows for step in range(w.start, w.end)]
+    assert steps == list(range(num_warmup))
+    assert all(w.start < w.end for w in windows)
+    assert not windows[-1].learns_metric
+    assert adapt_mass_matrix or not any(w.learns_metric for w in windows)
+
+
+def test_windows_of_a_long_warm_up_are_those_of_stan():
+    windows = gm.WindowAdaptation().windows(1000)
+    assert [w.end for w in windows] == [75, 100, 150, 250, 450, 950, 1000]
+    assert [w.learns_metric for w in windows] == [False, *[True] * 5, False]
+
+
+def test_no_warm_up_has_no_windows():
+    assert gm.WindowAdaptation().windows(0) == []
+
+
+# What is kept.
+
+
+def test_thinning_keeps_every_third_step(long_run):
+    thinned = fixed(num_samples=12, thin=3)
+    assert_equal(thinned.position, jax.tree.map(lambda x: x[:, 2:36:3], long_run.position))
+    stats = {n: np.asarray(x)[:, :36].reshape(4, 12, 3) for n, x in long_run.stats.items()}
+    np.testing.assert_allclose(
+        thinned.stats["acceptance_rate"], stats["acceptance_rate"].mean(axis=2), rtol=1e-6
+    )
+    np.testing.assert_array_equal(
+        thinned.stats["num_integration_steps"], stats["num_integration_steps"].sum(axis=2)
+    )
+    np.testing.assert_array_equal(thinned.stats["energy_error"], stats["energy_error"][..., 2])
+    assert thinned.num_steps == 36
+
+
+def weighted(weights, position, info):
+    return {"score": weights @ position["a"], "steps": info.num_integration_steps}
+
+
+def test_collect_keeps_what_a_partial_returns(long_run):
+    weights = jnp.arange(150.0).reshape(3, 50)
+    kept = fixed(collect=Partial(weighted, weights)).position
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), kept) == {
+        "score": ((4, 37, 3), jnp.float32),
+        "steps": ((4, 37), jnp.int32),
+    }
+    expected = np.asarray(long_run.position["a"]) @ np.asarray(weights).T
+    np.testing.assert_allclose(kept["score"], expected, rtol=1e-4, atol=1e-2)
+    np.testing.assert_array_equal(kept["steps"], long_run.stats["num_integration_steps"])
+
+
+def test_collecting_something_else_keeps_the_last_position(long_run):
+    kept = fixed(collect=Partial(weighted, jnp.ones((3, 50))))
+    assert_equal(kept.state.position, long_run.state.position)
+
+
+@pytest.mark.parametrize("device_bytes", [0, 8000])
+def test_draws_on_the_host_are_those_on_the_devices(long_run, device_bytes):
+    """A draw is 904 bytes: the buffer holds 1 or 8 draws of 37, the last one not full."""
+    host = fixed(device_bytes=device_bytes)
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves((host.position, host.stats)))
+    assert_equal((host.position, host.stats), (long_run.position, long_run.stats))
+    assert_equal(host.state.position, long_run.state.position)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_the_size_of_chunks_changes_nothing(long_run, monkeypatch, size):
+    monkeypatch.setattr(chunks, "next_size", lambda count, seconds: size)
+    again = fixed()
+    assert_equal((again.position, again.stats), (long_run.position, long_run.stats))
+
+
+# Going on, and what belongs to the caller.
+
+
+def test_going_on_equals_one_long_run(long_run):
+    first = fixed(num_samples=16)
+    second = go_on(first, 21)
+    joined = jax.tree.map(lambda a, b: np.concatenate([a, b], 1), first.position, second.position)
+    assert_equal(joined, long_run.position)
+    stats = jax.tree.map(lambda a, b: np.concatenate([a, b], 1), first.stats, second.stats)
+    assert_equal(stats, long_run.stats)
+    assert second.num_steps == long_run.num_steps == 37
+
+
+def test_going_on_after_warm_up_equals_one_long_run(warm):
+    first = sample(num_warmup=500, num_samples=960)
+    second = sample(initial=first, num_warmup=0, num_samples=40)
+    assert_equal(second.position, jax.tree.map(lambda x: x[:, 960:], warm.position))
+
+
+def test_the_state_of_draws_can_be_used_twice():
+    first = fixed(num_samples=16)
+    once, twice = go_on(first, 21), go_on(first, 21)
+    assert_equal(once.position, twice.position)
+    assert_equal(first.state.position, jax.tree.map(lambda x: x[:, -1], first.position))
+
+
+@pytest.mark.parametrize("num_warmup", [0, 40])
+def test_the_callers_arrays_survive(num_warmup):
+    position = jax.tree.map(jnp.asarray, STARTS)
+    sample(initial=position, kernel=KERNEL, num_warmup=num_warmup, num_samples=5)
+    assert_equal(position, STARTS)
+    assert_equal(KERNEL.inverse_mass_matrix, VARIANCE)
+    assert_equal(TARGET.data, (MEAN, SCALE))
+
+
+def test_a_placed_position_of_the_caller_survives(regression_draws):
+    mesh, draws = regression_draws
+    position = gm.place({"w": np.zeros((4, 4), np.float32)}, mesh, P("chains"))
+    sample(draws.kernel.target, gm.per_chain(position), num_warmup=300, num_samples=1000)
+    assert_equal(position, {"w": np.zeros((4, 4), np.float32)})
+
+
+# Ctrl-C.
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 5)
+
+
+@pytest.fixture
+def handler():
+    """A handler of Ctrl-C of the caller's own, which is to be in place again afterwards."""
+
+    def own(signum, frame):
+        raise AssertionError("the caller's handler was called during the run")
+
+    previous = signal.signal(signal.SIGINT, own)
+    yield own
+    signal.signal(signal.SIGINT, previous)
+
+
+def after_chunk(monkeypatch, act):
+    """Call ``act(number)`` after each chunk, as it is reported."""
+    numbers, advance = itertools.count(1), Report.advance
+
+    def advance_and_act(self, *args, **numbers_shown):
+        advance(self, *args, **numbers_shown)
+        act(next(numbers))
+
+    monkeypatch.setattr(Report, "advance", advance_and_act)
+
+
+def interrupt_after_chunk(monkeypatch, *wanted):
+    after_chunk(monkeypatch, lambda n: n in wanted and signal.raise_signal(signal.SIGINT))
+
+
+def test_ctrl_c_returns_the_draws_made_so_far(long_run, monkeypatch, small_chunks, handler):
+    """Chunks are of 1, 5, 5, ... draws."""
+    interrupt_after_chunk(monkeypatch, 3)
+    with pytest.warns(gm.SamplingWarning, match="stopped after 11 of 37 draws"):
+        draws = fixed()
+    assert draws.num_draws == 11
+    assert_equal(draws.position, jax.tree.map(lambda x: x[:, :11], long_run.position))
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_draws_that_ctrl_c_cut_short_can_be_gone_on_from(long_run, monkeypatch, small_chunks):
+    with monkeypatch.context() as patched, pytest.warns(gm.SamplingWarning, match="stopped after 16"):
+        interrupt_after_chunk(patched, 4)
+        first = fixed()
+    second = go_on(first, 21)
+    assert_equal(second.position, jax.tree.map(lambda x: x[:, 16:], long_run.position))
+
+
+def test_ctrl_c_returns_draws_that_have_moved_to_the_host(long_run, monkeypatch, small_chunks):
+    """Chunks of 1, 5, 2, 5, 3, ... draws fill buffers of 8."""
+    interrupt_after_chunk(monkeypatch, 4)
+    with pytest.warns(gm.SamplingWarning, match="stopped after 13 of 37 draws"):
+        draws = fixed(device_bytes=8000)
+    assert_equal(draws.position, jax.tree.map(lambda x: x[:, :13], long_run.position))
+
+
+def test_ctrl_c_during_warm_up_returns_no_draws(monkeypatch, small_chunks, handler):
+    interrupt_after_chunk(monkeypatch, 4)
+    with pytest.warns(gm.SamplingWarning, match="stopped after 0 of 1000 draws"):
+        draws = sample(num_warmup=500, num_samples=1000)
+    assert draws.num_draws == 0
+    assert draws.num_steps == draws.warmup["acceptance_rate"].shape[1] == 16
+    assert np.isfinite(draws.state.log_density).all()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_second_ctrl_c_raises(monkeypatch, small_chunks, handler):
+    def twice(number):
+        if number == 2:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    after_chunk(monkeypatch, twice)
+    with pytest.raises(KeyboardInterrupt):
+        fixed()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_the_handler_is_restored_after_a_run_and_after_an_error(monkeypatch, handler):
+    fixed()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+    def fail(number):
+        raise RuntimeError("in the middle")
+
+    after_chunk(monkeypatch, fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fixed()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_from_outside_stops_a_long_run(long_run, monkeypatch):
+    """One step a chunk would take minutes for all; the signal comes as one from a terminal does."""
+    monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 1)
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    after_chunk(monkeypatch, lambda n: n == 1 and timer.start())
+    with pytest.warns(gm.SamplingWarning, match="stopped after"):
+        draws = fixed(num_samples=100_000, device_bytes=8000)
+    assert 1 <= draws.num_draws < 100_000
+    assert_equal(draws.position["b"][:, :1], np.asarray(long_run.position["b"])[:, :1])
+
+
+def test_sampling_works_outside_the_main_thread(long_run):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(fixed()))
+    thread.start()
+    thread.join()
+    assert_equal(results[0].position, long_run.position)
+
+
+# Compilation.
+
+
+@pytest.fixture
+def compiled():
+    """Names of the programs compiled since."""
+    names = []
+
+    def listen(event, duration, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(details.get("fun_name", event))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_the_count_of_compilations_sees_a_new_program(compiled):
+    jax.jit(lambda x: x * 3 + 1)(jnp.float32(2))
+    assert len(compiled) > 0
+
+
+def test_other_numbers_compile_nothing(warm, compiled):
+    sample(rng_key=jax.random.key(9), num_warmup=490, num_samples=1000)
+    other = gm.LogDensity(gaussian, *jax.tree.map(lambda x: x + 1, TARGET.data))
+    sample(other, num_warmup=500, num_samples=1000)
+    assert compiled == []
+
+
+def test_another_kernel_of_the_same_form_compiles_nothing(long_run, compiled):
+    kernel = gm.HMC(
+        TARGET, np.float64(0.2), 5, jitter=0, inverse_mass_matrix=KERNEL.inverse_mass_matrix
+    )
+    fixed(kernel=kernel)
+    fixed(kernel=kernel.with_step_size(jnp.float32(0.1)).with_num_integration_steps(np.int64(3)))
+    assert compiled == []
+
+
+def test_another_count_of_draws_compiles_no_step(long_run, compiled):
+    fixed(num_samples=39)
+    assert [name for name in compiled if "slice" not in name] == []
+
+
+def test_chunks_compile_nothing_after_the_first(long_run, monkeypatch, small_chunks, compiled):
+    seen = []
+    after_chunk(monkeypatch, lambda n: seen.append(len(compiled)))
+    fixed()
+    assert len(seen) == 9
+    assert seen[-1] == seen[0]
+
+
+def test_tuning_a_kernel_compiles_its_step_once(compiled):
+    step = jax.jit(gm.HMC.step)
+    state = KERNEL.init(jax.tree.map(lambda x: x[0], STARTS))
+    for kernel in (KERNEL, KERNEL.with_step_size(0.2), KERNEL.with_step_size(jnp.float32(0.1))):
+        state, _ = step(kernel, KEY, state)
+    step(KERNEL.with_num_integration_steps(3), KEY, state)
+    assert [name for name in compiled if "step" in name] == ["jit(step)"]
+
+
+# Starts.
+
+
+@pytest.mark.parametrize("radius", [None, 0.5])
+def test_chains_start_spread_around_a_position(radius):
+    initial = MEAN if radius is None else gm.uniform_start(MEAN, radius)
+    starts = starts_of(initial, num_chains=40)
+    moved = np.abs(np.asarray(starts["a"]) - MEAN["a"]) / (radius or 2.0)
+    assert moved.shape == (40, 50)
+    assert moved.max() <= 1 + 1e-6
+    assert moved.mean() == pytest.approx(0.5, abs=5 / np.sqrt(12 * moved.size))
+    assert len(np.unique(starts["b"])) == 40
+
+
+def test_a_start_without_radius_is_the_position():
+    assert_equal(
+        starts_of(gm.uniform_start(MEAN, 0.0)), jax.tree.map(lambda x: np.stack([x] * 4), MEAN)
+    )
+
+
+def prior_draw(scale, rng_key):
+    return {"a": scale * jax.random.normal(rng_key, (50,)), "b": jnp.zeros(())}
+
+
+def test_chains_start_at_draws_of_a_function():
+    scale = 3.0
+    starts = starts_of(Partial(prior_draw, jnp.float32(scale)), num_chains=40)
+    assert_equal(starts["b"], np.zeros(40, np.float32))
+    std = np.asarray(starts["a"]).std()
+    assert std == pytest.approx(scale, abs=5 * scale / np.sqrt(2 * 2000))
+
+
+def gamma(x):
+    return jnp.log(x) - x
+
+
+def around_zero(rng_key):
+    return jax.random.uniform(rng_key, (), minval=-1, maxval=1)
+
+
+def test_starts_are_drawn_again_where_the_log_density_is_not_finite():
+    """That 32 chains all start right at once has probability 2^-32."""
+    starts = np.asarray(starts_of(around_zero, gm.LogDensity(gamma), num_chains=32))
+    assert ((starts > 0) & (starts < 1)).all()
+    assert len(np.unique(starts)) == 32
+
+
+def test_given_starts_with_a_chain_axis_are_used_as_they_are():
+    assert_equal(starts_of(STARTS), STARTS)
+    assert_equal(starts_of(gm.per_chain(STARTS)), STARTS)
+
+
+# Modes.
+
+
+@pytest.fixture(scope="module")
+def mode():
+    return gm.find_mode(KEY, TARGET, ORIGIN)
+
+
+def test_the_mode_of_a_gaussian_is_its_mean(mode):
+    assert mode.is_converged
+    assert 0 < mode.num_steps < 500
+    for name in MEAN:
+        assert np.abs((np.asarray(mode.position[name]) - MEAN[name]) / SCALE[name]).max() < 0.1
+    assert float(mode.log_density) == pytest.approx(0, abs=0.1)
+
+
+def test_the_curvature_at_the_mode_of_a_gaussian_is_its_precision(mode):
+    """Random signs give the diagonal of a diagonal Hessian without error."""
+    for name in MEAN:
+        np.testing.assert_allclose(mode.curvature[name], 1 / VARIANCE[name], rtol=1e-4)
+        np.testing.assert_allclose(mode.inverse_mass_matrix[name], VARIANCE[name], rtol=1e-4)
+
+
+PRECISION = np.array([[2.0, 0.5, 0.0], [0.5, 1.0, -0.3], [0.0, -0.3, 3.0]], np.float32)
+
+
+def correlated(x, precision, mean):
+    return -0.5 * (x - mean) @ precision @ (x - mean)
+
+
+def test_the_curvature_of_a_correlated_gaussian_is_estimated():
+    """The variance of the estimate is the sum of the squares off the diagonal, by the probes."""
+    mean = jnp.array([1.0, -1.0, 2.0])
+    target = gm.LogDensity(correlated, jnp.asarray(PRECISION), mean)
+    mode = gm.find_mode(KEY, target, jnp.zeros(3), num_probes=400)
+    np.testing.assert_allclose(mode.position, mean, atol=1e-2)
+    off = PRECISION - np.diag(np.diag(PRECISION))
+    error = np.sqrt((off**2).sum(axis=1) / 400)
+    assert (np.abs(mode.curvature - np.diag(PRECISION)) < 5 * error + 1e-4).all()
+
+
+def test_a_search_that_is_cut_short_says_so():
+    mode = gm.find_mode(KEY, TARGET, ORIGIN, max_steps=1, num_probes=0)
+    assert (mode.num_steps, mode.is_converged) == (1, False)
+    assert_equal(mode.curvature, jax.tree.map(np.ones_like, ORIGIN))
+
+
+def test_laplace_starts_have_the_variance_of_the_gaussian(mode):
+    starts = starts_of(mode.laplace_start(), num_chains=400)
+    z = (np.asarray(starts["a"]) - MEAN["a"]) / SCALE["a"]
+    assert z.var() == pytest.approx(1, abs=5 * np.sqrt(2 / z.size) + 0.01)
+    assert z.var(axis=0).min() > 1 - 6 * np.sqrt(2 / 400)
+    assert z.var(axis=0).max() < 1 + 6 * np.sqrt(2 / 400)
+
+
+def test_all_chains_start_at_a_mode(mode):
+    assert_equal(starts_of(mode), jax.tree.map(lambda x: np.stack([x] * 4), mode.position))
+
+
+def test_the_search_for_a_mode_keeps_the_layout():
+    mesh = gm.make_mesh(model=4, devices=jax.devices()[:4])
+    start = gm.place(np.zeros(8, np.float32), mesh, P("model"))
+    target = gm.LogDensity(lambda x, m: -0.5 * (x - m) ** 2, gm.place(np.ones(8), mesh, P("model")))
+    mode = gm.find_mode(KEY, target, start, num_probes=2)
+    np.testing.assert_allclose(mode.position, np.ones(8), atol=1e-3)
+    assert lies(mode.position, mesh, P("model"))
+    assert lies(mode.curvature, mesh, P("model"))
+    np.testing.assert_array_equal(start, np.zeros(8))
+
+
+# Warnings.
+
+
+def wide_and_narrow(x):
+    """Two hills, one of them too narrow for the step size."""
+    return jnp.where(x < 50, -0.5 * x**2, -0.5e4 * (x - 100) ** 2)
+
+
+def test_chains_that_accept_differently_and_diverge_are_warned_of():
+    target = gm.LogDensity(wide_and_narrow)
+    starts = gm.per_chain(jnp.array([0.0, 1.0, -1.0, 100.0]))
+    with pytest.warns(gm.SamplingWarning) as warned:
+        draws = sample(target, starts, kernel=gm.HMC(target, 0.5, 5), num_warmup=0, num_samples=50)
+    messages = [str(w.message) for w in warned]
+    assert len(messages) == 2
+    assert messages[0].startswith("acceptance rates differ between chains: [")
+    assert messages[1].startswith("divergent transitions after warm-up, by chain: [0, 0, 0, 5")
+    shown = [float(r) for r in messages[0].split("[")[1].split("]")[0].split(",")]
+    np.testing.assert_allclose(shown, draws.acceptance_rate, atol=0.006)
+    assert all(len(r.strip()) <= 4 for r in messages[0].split("[")[1].split("]")[0].split(","))
+
+
+# ArviZ.
+
+
+def test_a_datatree_holds_draws_and_stats(long_run):
+    tree = long_run.to_datatree()
+    np.testing.assert_array_equal(tree["posterior"]["a"].values, long_run.position["a"])
+    assert tree["posterior"]["a"].dims[:2] == ("chain", "draw")
+    expected = {*STATS, "lp", "diverging"} - {"log_density", "is_divergent"}
+    assert set(tree["sample_stats"].data_vars) == expected
+    np.testing.assert_array_equal(tree["sample_stats"]["lp"].values, long_run.stats["log_density"])
+
+
+def test_a_summary_has_a_row_for_each_number(warm):
+    table = warm.summary()
+    assert {"b", "log_density", "a[0]", "a[49]"} <= set(table.index)
+    assert len(table) == 52
+    assert float(table.loc["a[0]", "mean"]) == pytest.approx(
+        float(warm.position["a"][..., 0].mean()), abs=0.01
+    )
+
+
+def many(position, info):
+    return {"large": jnp.tile(position["a"], 21), "small": position["b"]}
+
+
+def test_a_summary_says_what_it_leaves_out():
+    table = fixed(collect=many).summary()
+    assert set(table.index) == {"small", "log_density"}
+    assert table.attrs["left_out"] == {"large": (1050,)}
+
+
+def clashing(position, info):
+    return {"a": {"b": position["b"]}, "a_b": position["b"] + 1, "log_density": position["b"] + 2}
+
+
+def test_leaves_whose_names_clash_are_all_there():
+    draws = fixed(collect=clashing)
+    posterior = draws.to_datatree()["posterior"]
+    assert len(posterior.data_vars) == 3
+    assert len(draws.summary()) == 4
+
+
+@pytest.mark.parametrize("method", ["to_datatree", "summary"])
+def test_a_missing_extra_is_named(long_run, monkeypatch, method):
+    monkeypatch.setitem(sys.modules, "arviz_base", None)
+    with pytest.raises(ImportError, match=r"arviz_base is missing: pip install 'gspmd_mcmc\[arviz\]'"):
+        getattr(long_run, method)()
+
+
+def test_the_missing_optimiser_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optax", None)
+    with pytest.raises(ImportError, match=r"optax is missing: pip install 'gspmd_mcmc\[optim\]'"):
+        gm.find_mode(KEY, TARGET, ORIGIN)
+
+
+# Dtypes.
+
+
+def standard_normal(x):
+    return jax.tree.map(lambda a: -0.5 * a**2, x)
+
+
+def sample_normal(dtype):
+    position = {"low": jnp.zeros(20, dtype), "single": jnp.zeros((), jnp.float32)}
+    return sample(gm.LogDensity(standard_normal), position, num_warmup=100, num_samples=400)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulated"), [("bfloat16", "float32"), ("float16", "float32"), ("float64", "float64")]
+)
+def test_positions_keep_their_dtype(dtype, accumulated):
+    with jax.enable_x64(dtype == "float64"):
+        draws = sample_normal(dtype)
+        trees = (draws.position, draws.state.position, draws.kernel.inverse_mass_matrix)
+    for tree in trees:
+        assert (tree["low"].dtype, tree["single"].dtype) == (jnp.dtype(dtype), jnp.float32)
+    assert draws.state.log_density.dtype == draws.stats["energy_error"].dtype == accumulated
+    x = np.asarray(draws.position["low"], np.float64)
+    assert np.abs(x.mean(axis=(0, 1))).max() < 0.2
+    assert np.abs(x.std(axis=(0, 1)) - 1).max() < 0.2
+    assert len(draws.summary()) == 22
+
+
+# Layouts of the position.
+
+
+MODEL_MESH = gm.make_mesh(chains=2, model=4)
+
+
+def shifted_normal(x, mean):
+    return {"w": -0.5 * (x["w"] - mean) ** 2, "b": -0.5 * x["b"] ** 2}
+
+
+SHARDED = gm.LogDensity(shifted_normal, gm.place(np.arange(8.0), MODEL_MESH, P("model")))
+SHARDED_POSITION = gm.place({"w": np.zeros(8), "b": 0.0}, MODEL_MESH, {"w": P("model"), "b": P()})
+
+
+def test_a_jitted_step_keeps_the_layout_of_the_position():
+    kernel = gm.HMC(SHARDED, 0.1, 3)
+    state = kernel.init(SHARDED_POSITION)
+    after, _ = jax.jit(gm.HMC.step)(kernel, KEY, state)
+    for tree in (state.position, state.log_density_grad, after.position, after.log_density_grad):
+        assert lies(tree["w"], MODEL_MESH, P("model"))
+        assert lies(tree["b"], MODEL_MESH, P())
+
+
+@pytest.fixture(scope="module")
+def sharded_draws():
+    """Not a full buffer, so that what comes back is cut from it."""
+    return sample(SHARDED, SHARDED_POSITION, num_warmup=30, num_samples=17)
+
+
+def test_sample_keeps_the_layout_of_the_position(sharded_draws):
+    assert sharded_draws.position["w"].shape == (4, 17, 8)
+    assert lies(sharded_draws.position["w"], MODEL_MESH, P("chains", None, "model"))
+    assert lies(sharded_draws.position["b"], MODEL_MESH, P("chains"))
+    for tree in (sharded_draws.state.position, sharded_draws.state.log_density_grad):
+        assert lies(tree["w"], MODEL_MESH, P("chains", "model"))
+        assert lies(tree["b"], MODEL_MESH, P("chains"))
+    assert lies(sharded_draws.kernel.inverse_mass_matrix["w"], MODEL_MESH, P("model"))
+
+
+def test_going_on_keeps_the_layout_of_the_position(sharded_draws):
+    again = sample(SHARDED, sharded_draws, num_warmup=0, num_samples=17)
+    assert lies(again.position["w"], MODEL_MESH, P("chains", None, "model"))
+
+
+def test_sharded_draws_on_the_host_are_those_on_the_devices(sharded_draws):
+    host = sample(SHARDED, SHARDED_POSITION, num_warmup=30, num_samples=17, device_bytes=200)
+    assert isinstance(host.position["w"], np.ndarray)
+    assert_equal((host.position, host.stats), (sharded_draws.position, sharded_draws.stats))
+
+
+def test_given_starts_over_chains_and_model_keep_their_layout():
+    position = gm.place(
+        {"w": np.zeros((4, 8)), "b": np.zeros(4)},
+        MODEL_MESH,
+        {"w": P("chains", "model"), "b": P("chains")},
+    )
+    starts = starts_of(gm.per_chain(position), SHARDED)
+    assert lies(starts["w"], MODEL_MESH, P("chains", "model"))
+    assert lies(starts["b"], MODEL_MESH, P("chains"))
+
+
+def test_positions_are_what_is_kept_by_default():
+    assert collecting.keep_position(STARTS, None) is STARTS
