@@ -16,13 +16,13 @@ setting: 1 chain, 100 leapfrogs, 1000 + 1000 steps, no rotation.
 import dataclasses
 import time
 
-import arviz_stats
 import common
 import datasets
 import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
+from arviz_stats.base import array_stats
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 from rich.console import Console
@@ -195,7 +195,7 @@ average_accuracy = float(accuracies.mean())
 bma_accuracy = float(np.mean(averaged.argmax(axis=1) == dataset.test_labels))
 
 log_density = np.asarray(draws.stats["log_density"], np.float64)
-rhat = float(arviz_stats.rhat(log_density, chain_axis=0, draw_axis=1))
+rhat = float(array_stats.rhat(log_density, chain_axis=0, draw_axis=1))
 for i in range(0, num_samples, max(num_samples // 8, 1)):
     console.print(
         f"draw {i:4d}: log density {log_density[:, i].mean():.1f}, "
@@ -270,10 +270,11 @@ def plot_doubt(axes):
 
 
 figure = plt.figure(figsize=(15, 9.5), layout="constrained")
-top, middle, bottom = figure.subfigures(3, 1, height_ratios=[1.5, 1.5, 1])
+rows = figure.add_gridspec(3, 1, height_ratios=[1.5, 1.5, 1])
+top, middle, bottom = (figure.add_subfigure(rows[i]) for i in range(3))
 plot_traces(top.subplots(1, 3))
 grid = middle.subplots(2, num_classes)
-reach = float(np.abs(weight_mean).max())
+reach = float(np.quantile(np.abs(weight_mean), 0.995))
 plot_images(grid[0], weight_mean, "mean weights", cmap="RdBu", vmin=-reach, vmax=reach)
 plot_images(grid[1], weight_sd, "their sd", cmap="viridis", vmin=0)
 plot_doubt(bottom.subplots(1, 8))

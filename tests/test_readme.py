@@ -13,9 +13,8 @@ def test_code_blocks_run_one_after_the_other(tmp_path):
     blocks = BLOCK.findall((ROOT / "README.md").read_text())
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)], capture_output=True, text=True, cwd=ROOT, timeout=300
-    )
+    command = [sys.executable, "-W", "error", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert len(blocks) >= 3
     assert done.returncode == 0, done.stderr[-3000:]
     assert "20001 rows + 3 pad over data=4" in done.stdout

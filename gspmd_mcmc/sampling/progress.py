@@ -16,15 +16,14 @@ class Report:
     def __init__(self, *, is_shown: bool):
         columns = (
             TextColumn("{task.description:>8}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=6),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
         )
         self._progress = Progress(*columns, console=Console(stderr=True), disable=not is_shown)
         self._task = None
-        self._leapfrogs = 0
-        self._began = time.perf_counter()
+        self._last = time.perf_counter()
 
     def __enter__(self) -> "Report":
         self._progress.__enter__()
@@ -36,7 +35,7 @@ class Report:
     def phase(self, name: str, total: int) -> None:
         """Begin a phase of so many steps."""
         self._task = self._progress.add_task(name, total=total, numbers="compiling")
-        self._leapfrogs, self._began = 0, time.perf_counter()
+        self._last = time.perf_counter()
 
     def advance(
         self,
@@ -48,11 +47,10 @@ class Report:
         step_size: float,
     ) -> None:
         """Show the numbers after one chunk: acceptance of the chunk, divergences of the phase."""
-        self._leapfrogs += leapfrogs
-        rate = self._leapfrogs / (time.perf_counter() - self._began)
+        now = time.perf_counter()
+        rate, self._last = leapfrogs / (now - self._last), now
         numbers = (
-            f"{rate:.3g} leapfrogs/s  accept {acceptance_rate:.2f}  "
-            f"divergent {divergences}  step {step_size:.3g}"
+            f"{rate:.0f} leapfrogs/s acc {acceptance_rate:.2f} div {divergences} step {step_size:.2g}"
         )
         if self._task is not None:
             self._progress.update(self._task, advance=steps, numbers=numbers)

@@ -20,7 +20,7 @@ from gspmd_mcmc.sampling.progress import Report, stop_on_interrupt
 from gspmd_mcmc.sampling.warmup import Warmup
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.posterior import as_partial
-from gspmd_mcmc.tree import PyTree
+from gspmd_mcmc.tree import PyTree, path_str
 
 ACCEPTANCE_SPREAD = 0.15
 
@@ -95,7 +95,7 @@ def sample(
     """
     _check_counts(num_chains, num_warmup, num_samples, thin)
     _check_key(rng_key)
-    mesh = _mesh_of(target) if mesh is None else mesh
+    mesh = _common_mesh(mesh, target)
     earlier = initial_position if isinstance(initial_position, Draws) else None
     if earlier is not None:
         _check_goes_on(earlier, target, kernel, num_chains)
@@ -169,13 +169,18 @@ def _start_from_position(
     return layout, states
 
 
-def _mesh_of(target: Any) -> Mesh | None:
-    """Return the mesh that the target's data lie on, if they lie on one of several devices."""
-    for leaf in jax.tree.leaves(target):
+def _common_mesh(mesh: Mesh | None, target: Any) -> Mesh | None:
+    """Return the mesh given, or the one that the target's data lie on; raise if those differ."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(target):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            if mesh is not None and sharding.mesh != mesh:
+                raise ValueError(
+                    f"mesh: the target's data {path_str(path)} lie on {sharding.mesh}, got {mesh}; "
+                    "place the data on the mesh that chains are to be sampled on"
+                )
             return sharding.mesh
-    return None
+    return mesh
 
 
 def _check_counts(num_chains: int, num_warmup: int, num_samples: int, thin: int) -> None:

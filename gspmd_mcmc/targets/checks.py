@@ -17,7 +17,7 @@ class NonFiniteStart(ValueError):
 
 
 def check_position(target: PyTree, position: PyTree) -> None:
-    """Raise unless every leaf of a position is a floating array that lies where the target can use it.
+    """Raise unless a position is a tree of floating arrays that lie where the target can use them.
 
     A latent that all rows share may not lie over the mesh axis that the rows lie over: every tile would
     have to gather it.
@@ -35,8 +35,8 @@ def check_position(target: PyTree, position: PyTree) -> None:
         shared = _mesh_axes(leaf) & _row_axes(target)
         if shared:
             raise ValueError(
-                f"position {path_str(path)} lies over mesh axis {sorted(shared)[0]!r}, which the rows of a "
-                f"plate lie over too; lay it over another axis, or whole on every device: P()"
+                f"position {path_str(path)} lies over mesh axis {sorted(shared)[0]!r}, which the rows "
+                f"of a plate lie over too; lay it over another axis, or whole on every device: P()"
             )
 
 
