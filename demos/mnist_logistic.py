@@ -61,9 +61,7 @@ def logits(params, images, scale):
 
 def log_likelihood(scale, params, batch):
     """Log probability of each row's label, [rows]."""
-    scores = logits(params, batch["image"], scale)
-    picked = jnp.sum(scores * jax.nn.one_hot(batch["label"], scores.shape[1]), axis=1)
-    return picked - jax.nn.logsumexp(scores, axis=1)
+    return gm.categorical_logits(logits(params, batch["image"], scale), batch["label"])
 
 
 def rotate(left, right, position):

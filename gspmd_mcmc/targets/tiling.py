@@ -18,7 +18,7 @@ from gspmd_mcmc.tree import PyTree, path_str
 
 # Bytes of a tile's largest intermediate. On a CPU a tile fits the caches of a core; elsewhere tiles
 # are large, as each costs a few kernel launches, and only bound the memory.
-TILE_BYTES = {"cpu": 5 << 20}
+TILE_BYTES = {"cpu": 3 << 20}
 TILE_BYTES_ELSEWHERE = 256 << 20
 PROBE_ROWS = 127
 
