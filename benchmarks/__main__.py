@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-BENCHMARKS = {"mnist": "benchmarks.mnist"}
+BENCHMARKS = {"mnist": "benchmarks.mnist", "precision": "benchmarks.precision"}
 
 
 def main(argv: list[str]) -> int:

@@ -140,7 +140,9 @@ class Entrant:
         """Take part in a round."""
         reply = self._live().ask(do="run", calls=self.calls)
         reply["gradients_per_s"] = reply["gradients"] / reply["seconds"]
-        self.record["peak_rss_bytes"] = reply.pop("peak_rss_bytes")
+        for key in ("peak_rss_bytes", "peak_device_bytes"):
+            if key in reply:
+                self.record[key] = reply.pop(key)
         self.record["rounds"].append({"round": number, **reply})
 
     def check(self) -> dict:

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -31,15 +32,13 @@ def main(argv: list[str]) -> int:
     if options.check:
         return _check(options, console)
     took = stopwatch()
-    results = [
-        record
-        for devices in options.devices
-        for chains in options.chains
-        for record in _measure(options, devices, chains, console)
-    ]
+    results = []
+    for devices, chains in product(options.devices, options.chains):
+        results += _measure(options, devices, chains, console)
+        if options.out:  # each time, so that a run that is broken off leaves what it has
+            _write(options, results, took())
+    table.legend(console)
     console.print(f"{took():.0f} s in all")
-    if options.out:
-        _write(options, results, took())
     return int(any(record["failed"] for record in results))
 
 

@@ -7,35 +7,41 @@ from rich.table import Table
 
 COLUMNS = (
     "contender",
-    "gradients/s",
-    "(min-max)",
-    "ours/this",
-    "(min-max)",
+    "gradients/s (min-max)",
+    "ours/this (min-max)",
     "of roofline",
     "accept",
-    "trace+compile s",
-    "temp MB/dev",
-    "args MB/dev",
-    "peak RSS MB",
-    "all-reduce",
-    "all-gather",
+    "compile s",
+    "temp MB",
+    "args MB",
+    "peak MB",
+    "collectives",
 )
+READS = {"read_float32_per_s": "- read as float32", "read_uint8_per_s": "- read as uint8"}
 
 
 def show(console: Console, title: str, records: list[dict]) -> None:
     """Print one configuration, best first; failures last, with their errors."""
     table = Table(*COLUMNS, title=title, box=box.SIMPLE, title_justify="left")
     for column in table.columns[1:]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     for record in sorted(records, key=lambda r: -_median(r)):
         table.add_row(*_cells(record))
-        for key in ("read_float32_per_s", "read_uint8_per_s"):
+        for key, label in READS.items():
             if key in record:
-                name = f"  one {key.removesuffix('_per_s').replace('_', ' of ')}"
-                table.add_row(name, *_rate(record[key]))
+                table.add_row(label, _spread(record[key], ".1f"))
     console.print(table)
     for record in records:
         _show_errors(console, record)
+
+
+def legend(console: Console) -> None:
+    """Say what the columns mean."""
+    console.print(
+        "gradients/s: of one chain over all rows, all chains together. compile: tracing and XLA. "
+        "temp, args: the program's bytes on one device. peak: resident set of the process. "
+        "roofline: the two matrix products alone, and one read of the data for all chains."
+    )
 
 
 def _median(record: dict) -> float:
@@ -43,22 +49,19 @@ def _median(record: dict) -> float:
 
 
 def _cells(record: dict) -> list[str]:
-    name = record["contender"] + (" [red]FAILED[/red]" if record["failed"] else "")
-    build = record.get("build", {})
-    collectives = build.get("collectives")
-    rounds = record["rounds"]
+    build, rounds = record.get("build", {}), record["rounds"]
     seconds = build["trace_s"] + build["compile_s"] if "compile_s" in build else None
     return [
-        name,
-        *_rate(record.get("gradients_per_s")),
-        *_ratio(record.get("ours_over_this")),
-        _number(record.get("share_of_roofline", {}).get("median"), "{:.0%}"),
-        _number(rounds[-1].get("acceptance") if rounds else None, "{:.2f}"),
-        _number(seconds, "{:.2f}"),
+        record["contender"] + (" [red]FAILED[/red]" if record["failed"] else ""),
+        _spread(record.get("gradients_per_s"), ".1f"),
+        _spread(record.get("ours_over_this"), ".2f"),
+        _number(record.get("share_of_roofline", {}).get("median"), ".0%"),
+        _number(rounds[-1].get("acceptance") if rounds else None, ".2f"),
+        _number(seconds, ".2f"),
         _megabytes(build.get("temp_bytes")),
         _megabytes(build.get("argument_bytes")),
         _megabytes(record.get("peak_rss_bytes")),
-        *(str(collectives.get(k, 0)) if collectives is not None else "" for k in COLUMNS[-2:]),
+        " ".join(f"{count} {kind}" for kind, count in build.get("collectives", {}).items()),
     ]
 
 
@@ -68,20 +71,15 @@ def _show_errors(console: Console, record: dict) -> None:
         console.print(f"[red]{record['contender']} {fate}:[/red] {escape(error)}")
 
 
-def _rate(values: dict | None) -> tuple[str, str]:
+def _spread(values: dict | None, form: str) -> str:
     if values is None:
-        return "", ""
-    return f"{values['median']:.1f}", f"{values['min']:.1f}-{values['max']:.1f}"
-
-
-def _ratio(values: dict | None) -> tuple[str, str]:
-    if values is None:
-        return "", ""
-    return f"{values['median']:.2f}", f"{values['min']:.2f}-{values['max']:.2f}"
+        return ""
+    median, least, most = (format(values[key], form) for key in ("median", "min", "max"))
+    return f"{median} ({least}-{most})"
 
 
 def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
+    return "" if value is None else format(value, form)
 
 
 def _megabytes(value: int | None) -> str:

@@ -59,11 +59,20 @@ def _describe(contender: Any) -> dict:
     }
 
 
+def _peaks() -> dict[str, int]:
+    """Return the peak resident set, and the device's peak where it has memory of its own."""
+    import jax
+
+    on_device = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    peaks = {"peak_rss_bytes": environment.peak_rss_bytes()}
+    return peaks if on_device is None else peaks | {"peak_device_bytes": on_device}
+
+
 def _answer(replies: TextIO, work, describe=lambda result: result) -> Any:
     """Do the work and send what came of it; return None if it failed."""
     try:
         result = work()
-        reply = {"ok": True, **describe(result), "peak_rss_bytes": environment.peak_rss_bytes()}
+        reply = {"ok": True, **describe(result), **_peaks()}
     except Exception as error:
         traceback.print_exc()
         result, reply = None, {"ok": False, "error": f"{type(error).__name__}: {error}"}

@@ -189,8 +189,17 @@ def test_per_chain_needs_one_position_a_chain():
 
 
 def test_a_position_on_another_mesh_is_refused():
-    position = gm.place({"w": np.zeros(2)}, gm.make_mesh(data=2, devices=jax.devices()[:2]), P("data"))
+    other = gm.make_mesh(model=2, devices=jax.devices()[:2])
+    position = gm.place({"w": np.zeros(2)}, other, P("model"))
     with pytest.raises(ValueError, match=r"position \['w'\] lies on .* but mesh="):
+        sample(position=position)
+
+
+def test_a_shared_latent_on_the_axis_of_the_rows_is_refused():
+    position = gm.place({"w": np.zeros(4)}, MESH, P("data"))
+    with pytest.raises(
+        ValueError, match=r"position \['w'\] lies over mesh axis 'data', which the rows"
+    ):
         sample(position=position)
 
 
@@ -334,7 +343,10 @@ def test_a_count_that_is_none_is_refused(name, value, least):
 
 
 def test_numpy_integers_are_counts():
-    draws = sample(num_chains=np.int64(2), num_warmup=np.int32(2), num_samples=np.int64(3))
+    target = gm.LogDensity(plain)
+    counts = {"num_chains": np.int64(2), "num_warmup": np.int32(2), "num_samples": np.int64(3)}
+    warmup = gm.WindowAdaptation(adapt_step_size=False)
+    draws = sample(target, jnp.zeros(()), kernel=gm.HMC(target, 0.1, 5), warmup=warmup, **counts)
     assert (draws.num_chains, draws.num_draws) == (2, 3)
 
 
@@ -409,7 +421,7 @@ def test_changing_a_kernel_checks_what_building_one_does():
     kernel = gm.HMC(TARGET, 0.1, 1)
     with pytest.raises(ValueError, match="HMC: step_size: expected a positive number, got -1"):
         kernel.with_step_size(-1)
-    with pytest.raises(ValueError, match="HMC: num_integration_steps: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="HMC: num_integration_steps: expected at least 1.* got 0"):
         kernel.with_num_integration_steps(0)
 
 
@@ -418,9 +430,8 @@ def test_changing_a_kernel_checks_what_building_one_does():
     [{"w": jnp.ones(3)}, {"w": jnp.ones(())}, {"v": jnp.ones(2)}, jnp.ones(2), {"w": -jnp.ones(2)}],
 )
 def test_an_inverse_mass_matrix_unlike_the_position_is_refused(metric):
-    kernel = gm.HMC(TARGET, 0.1, 1, inverse_mass_matrix=metric)
     with pytest.raises(ValueError, match="inverse_mass_matrix"):
-        sample(kernel=kernel)
+        sample(kernel=gm.HMC(TARGET, 0.1, 1, inverse_mass_matrix=metric))
 
 
 @pytest.mark.parametrize("target", [plain, 3, None])

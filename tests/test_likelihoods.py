@@ -42,5 +42,5 @@ def test_the_gradient_alone_takes_no_logarithm():
     logits, labels = jnp.zeros((8, 3)), jnp.zeros(8, jnp.int32)
     gradient = jax.jit(jax.grad(lambda x: gm.categorical_logits(x, labels).sum()))
     value = jax.jit(lambda x: gm.categorical_logits(x, labels).sum())
-    assert " log(" not in gradient.lower(logits).compile().as_text()
-    assert " log(" in value.lower(logits).compile().as_text()
+    assert " log(" not in str(gradient.lower(logits).compile().as_text())
+    assert " log(" in str(value.lower(logits).compile().as_text())

@@ -18,7 +18,7 @@ def log_prior(params):
 
 
 def log_likelihood(params, batch):
-    logits = (batch["image"] / jnp.float32(255)) @ params["w"] + params["b"]
+    logits = batch["image"].astype(jnp.float32) @ (params["w"] / 255) + params["b"]
     chosen = jnp.take_along_axis(logits, batch["label"][:, None], axis=1)[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=1)
 

@@ -34,14 +34,16 @@ class Moments:
 
 def init(positions: PyTree) -> Moments:
     """Return the moments of no draws, for positions with leaves [chains, ...]."""
-    zeros = jax.tree.map(jnp.zeros_like, positions)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), positions
+    )
     return Moments(count=jnp.zeros(()), mean=zeros, sum_of_squares=zeros)
 
 
 def update(moments: Moments, positions: PyTree) -> Moments:
     """Take in one draw of every chain."""
     count = moments.count + 1
-    mean = jax.tree.map(lambda m, x: m + (x - m) / count.astype(x.dtype), moments.mean, positions)
+    mean = jax.tree.map(lambda m, x: m + (x - m) / count.astype(m.dtype), moments.mean, positions)
     squares = jax.tree.map(
         lambda s, m, new, x: s + (x - m) * (x - new),
         moments.sum_of_squares,

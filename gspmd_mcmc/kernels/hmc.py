@@ -104,8 +104,9 @@ class HMC:
                 f"HMC: expected a target (Posterior, LogDensity), got {type(target).__name__} without "
                 f"{missing}; wrap a function as gspmd_mcmc.LogDensity(fn, *data)"
             )
-        _require("step_size", step_size, lambda x: x > 0, "a positive number")
-        _require("num_integration_steps", num_integration_steps, lambda x: x >= 1, "at least 1")
+        _check_step_size(step_size)
+        _check_num_integration_steps(num_integration_steps)
+        _check_metric(inverse_mass_matrix)
         _require("jitter", jitter, lambda x: 0 <= x <= 1, "a number between 0 and 1")
         set_fields(
             self,
@@ -118,10 +119,12 @@ class HMC:
 
     def with_step_size(self, step_size: float | jax.Array) -> "HMC":
         """Return the kernel with another step size; nothing compiles anew."""
+        _check_step_size(step_size)
         return tree.replace(self, step_size=_strong(step_size, float))
 
     def with_num_integration_steps(self, num_integration_steps: int | jax.Array) -> "HMC":
         """Return the kernel with another number of leapfrogs; nothing compiles anew."""
+        _check_num_integration_steps(num_integration_steps)
         return tree.replace(self, num_integration_steps=_strong(num_integration_steps, int))
 
     def with_inverse_mass_matrix(self, inverse_mass_matrix: PyTree | None) -> "HMC":
@@ -147,6 +150,7 @@ class HMC:
         """
         checks.check_position(self.target, position)
         checks.check_not_baked(self.target)
+        _check_metric_fits(self.inverse_mass_matrix, position)
         position = jax.tree.map(jnp.asarray, position)
         terms, log_density_grad = self.target.terms_and_grad(position)
         log_density = tree.total(terms)
@@ -170,9 +174,7 @@ class HMC:
         is_accepted = jnp.log(jax.random.uniform(accept_key, dtype=energy_error.dtype)) < -energy_error
         energy = metrics.kinetic_energy(self.inverse_mass_matrix, momentum) - state.log_density
         info = HMCInfo(
-            acceptance_rate=jnp.where(
-                jnp.isnan(energy_error), 0, jnp.exp(jnp.minimum(0, -energy_error))
-            ),
+            acceptance_rate=jnp.exp(jnp.minimum(0, -energy_error)),
             is_accepted=is_accepted,
             is_divergent=~(energy_error <= DIVERGENT_ENERGY_ERROR),
             energy=energy + jnp.where(is_accepted, energy_error, 0),
@@ -210,7 +212,9 @@ class HMC:
             log_density_grad=end.log_density_grad,
             terms=terms,
         )
-        return proposal, kinetic - gain
+        # A log density of +inf is as wrong as NaN, and would never be left again.
+        energy_error = kinetic - gain
+        return proposal, jnp.where(jnp.isfinite(energy_error), energy_error, jnp.inf)
 
 
 def _strong(value, kind: type) -> jax.Array:
@@ -223,5 +227,33 @@ def _strong(value, kind: type) -> jax.Array:
 def _require(name: str, value, holds, expected: str) -> None:
     if is_traced(value):
         return
-    if np.shape(value) or not holds(value):
+    is_number = isinstance(value, int | float | np.number | np.ndarray | jax.Array)
+    if not is_number or np.shape(value) or not holds(value):
         raise ValueError(f"HMC: {name}: expected {expected}, got {value!r}")
+
+
+def _check_step_size(step_size) -> None:
+    _require("step_size", step_size, lambda x: 0 < x < np.inf, "a positive number")
+
+
+def _check_num_integration_steps(count) -> None:
+    _require("num_integration_steps", count, lambda x: x >= 1 and x == int(x), "at least 1 and whole")
+
+
+def _check_metric(inverse_mass_matrix: PyTree | None) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(inverse_mass_matrix):
+        if not is_traced(leaf) and not jnp.all(jnp.asarray(leaf) > 0):
+            raise ValueError(
+                f"HMC: inverse_mass_matrix {tree.path_str(path)}: expected positive variances"
+            )
+
+
+def _check_metric_fits(inverse_mass_matrix: PyTree | None, position: PyTree) -> None:
+    if inverse_mass_matrix is None:
+        return
+    metric, like = (jax.tree.map(np.shape, t) for t in (inverse_mass_matrix, position))
+    if metric != like:
+        raise ValueError(
+            "HMC: inverse_mass_matrix: expected a tree of shapes like the position's, "
+            f"{like}, got {metric}"
+        )

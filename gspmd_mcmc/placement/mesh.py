@@ -38,6 +38,8 @@ def make_mesh(
         If the sizes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
+    if not devices:
+        raise ValueError("make_mesh: expected at least one device, got devices=[]")
     asked = {"chains": chains, "data": data, "model": model}
     sizes = {name: size for name, size in asked.items() if size is not None} or {"data": -1}
     sizes = _fill_in(sizes, len(devices))
@@ -47,7 +49,9 @@ def make_mesh(
 
 def _fill_in(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     """Replace -1 by the devices that are left, and check the product."""
-    asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    asked = ", ".join(f"{name}={size!r}" for name, size in sizes.items())
+    if not all(isinstance(size, int | np.integer) for size in sizes.values()):
+        raise ValueError(f"make_mesh({asked}): expected integers")
     if any(size != -1 and size < 1 for size in sizes.values()):
         raise ValueError(f"make_mesh({asked}): an axis has at least 1 device; -1 takes what is left")
     if sum(size == -1 for size in sizes.values()) > 1:

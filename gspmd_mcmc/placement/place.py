@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.mesh import require_auto
-from gspmd_mcmc.placement.padding import Padded, padded_rows
+from gspmd_mcmc.placement.padding import Padded, is_padded, padded_rows
 from gspmd_mcmc.tree import PyTree, path_str
 
 
@@ -43,7 +43,10 @@ def place(tree: PyTree, mesh: Mesh, specs: PyTree = P()) -> PyTree:  # noqa: B00
     require_auto(mesh)
     leaf_specs = _broadcast(specs, tree)
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, spec: _place_leaf(path_str(path), leaf, mesh, spec), tree, leaf_specs
+        lambda path, leaf, spec: _place_leaf(path_str(path), leaf, mesh, spec),
+        tree,
+        leaf_specs,
+        is_leaf=is_padded,
     )
 
 
@@ -56,7 +59,12 @@ def _broadcast(specs: PyTree, tree: PyTree) -> PyTree:
                 f"specs{path_str(path)}: expected a PartitionSpec, got {type(spec).__name__}"
             )
     try:
-        return jax.tree.map(lambda s, sub: jax.tree.map(lambda _: s, sub), specs, tree, is_leaf=is_spec)
+        return jax.tree.map(
+            lambda s, sub: jax.tree.map(lambda _: s, sub, is_leaf=is_padded),
+            specs,
+            tree,
+            is_leaf=is_spec,
+        )
     except (ValueError, TypeError) as error:
         raise ValueError(
             "specs is no prefix of the tree: give one PartitionSpec, or a tree of them whose nodes "
@@ -66,9 +74,10 @@ def _broadcast(specs: PyTree, tree: PyTree) -> PyTree:
 
 
 def _place_leaf(name: str, leaf: Any, mesh: Mesh, spec: P) -> Any:
+    if isinstance(leaf, Padded):
+        leaf = leaf.values[: leaf.num_rows]
     array = leaf if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)
-    if array.dtype == object:
-        raise ValueError(f"leaf {name}: expected an array of numbers, got {type(leaf).__name__}")
+    _check_numbers(name, leaf, array)
     splits = _check_spec(name, array.shape, mesh, spec)
     sharding = NamedSharding(mesh, spec)
     rows = padded_rows(array.shape[0], splits[0]) if splits else 0
@@ -77,8 +86,21 @@ def _place_leaf(name: str, leaf: Any, mesh: Mesh, spec: P) -> Any:
     if isinstance(array, jax.Array):
         values = _put_device_array(array, shape, sharding)
     else:
-        values = _put_host_array(array, shape, sharding)
+        values = _put_host_array(name, array, shape, sharding)
     return Padded(values, array.shape[0]) if padded else values
+
+
+def _check_numbers(name: str, leaf: Any, array: Any) -> None:
+    if isinstance(array, np.ma.MaskedArray):
+        raise ValueError(f"leaf {name}: the mask would be lost; fill it, and place the mask as a leaf")
+    if isinstance(array, np.ndarray) and array.dtype.kind in "OUSMmV" and not _is_extended(array.dtype):
+        raise ValueError(
+            f"leaf {name}: expected an array of numbers, got {type(leaf).__name__} of {array.dtype}"
+        )
+
+
+def _is_extended(dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.number)
 
 
 def _check_spec(name: str, shape: tuple[int, ...], mesh: Mesh, spec: P) -> list[int]:
@@ -103,25 +125,36 @@ def _check_spec(name: str, shape: tuple[int, ...], mesh: Mesh, spec: P) -> list[
     return splits
 
 
-def _put_host_array(array: np.ndarray, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+def _put_host_array(
+    name: str, array: np.ndarray, shape: tuple[int, ...], sharding: NamedSharding
+) -> jax.Array:
     """Read each device's shard by itself, so that no device and no copy holds the whole."""
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
     return jax.make_array_from_callback(
-        shape, sharding, lambda index: _read_shard(array, shape, index, dtype)
+        shape, sharding, lambda index: _read_shard(name, array, shape, index, dtype)
     )
 
 
-def _read_shard(array: np.ndarray, shape: tuple[int, ...], index, dtype) -> np.ndarray:
+def _read_shard(name: str, array: np.ndarray, shape: tuple[int, ...], index, dtype) -> np.ndarray:
     """Return a shard's real rows, then copies of the array's last row. Always a fresh copy."""
     if not shape:
-        return np.array(array, dtype=dtype)
+        return _converted(name, array, dtype)
     start, stop, _ = index[0].indices(shape[0])
-    real = np.array(array[(slice(start, stop), *index[1:])], dtype=dtype)
+    real = _converted(name, array[(slice(start, stop), *index[1:])], dtype)
     missing = stop - start - real.shape[0]
     if not missing:
         return real
-    last = np.array(array[(slice(-1, None), *index[1:])], dtype=dtype)
+    last = _converted(name, array[(slice(-1, None), *index[1:])], dtype)
     return np.concatenate([real, np.repeat(last, missing, axis=0)])
+
+
+def _converted(name: str, part: np.ndarray, dtype) -> np.ndarray:
+    copy = np.array(part, dtype=dtype)
+    if np.issubdtype(dtype, np.integer) and not np.can_cast(part.dtype, dtype) and np.any(copy != part):
+        raise ValueError(
+            f"leaf {name}: holds integers that {dtype} cannot; number them anew, or set jax_enable_x64"
+        )
+    return copy
 
 
 def _put_device_array(array: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:

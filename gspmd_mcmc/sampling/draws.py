@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc.tree import PyTree, name_of
@@ -85,18 +86,31 @@ class Draws:
         named = self._named()
         large = {n: x.shape[2:] for n, x in named.items() if int(np.prod(x.shape[2:])) > SMALL_LEAF}
         small = {n: x for n, x in named.items() if n not in large}
-        small["log_density"] = np.asarray(self.stats["log_density"])
+        small[_free("log_density", small)] = np.asarray(self.stats["log_density"])
         table = arviz_stats.summary(arviz_base.from_dict({"posterior": small}))
         table.attrs["left_out"] = large
         return table
 
     def _named(self) -> dict[str, np.ndarray]:
-        leaves = jax.tree_util.tree_leaves_with_path(self.position)
-        return {name_of(path): np.asarray(leaf) for path, leaf in leaves}
+        named = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.position):
+            named[_free(name_of(path), named)] = _on_host(leaf)
+        return named
 
     def __repr__(self) -> str:
         shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", self.position)
         return f"Draws({self.num_chains} chains x {self.num_draws} draws, {shapes})"
+
+
+def _free(name: str, taken: dict) -> str:
+    """Lengthen a name that another leaf has already."""
+    return _free(f"{name}_", taken) if name in taken else name
+
+
+def _on_host(leaf) -> np.ndarray:
+    """Return a NumPy array of a dtype that NumPy itself knows."""
+    array = np.asarray(leaf)
+    return array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
 
 
 def _need(module: str):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.sampling.layout import Pins
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.tree import PyTree
 
@@ -31,7 +32,7 @@ class Mode:
     num_steps
         Steps that the search took.
     is_converged
-        Whether the gradient's norm came under the tolerance.
+        Whether the expected gain of a step came under the tolerance.
     """
 
     position: PyTree
@@ -83,7 +84,8 @@ def find_mode(
     max_steps
         Steps at most.
     tolerance
-        The search ends when the gradient's norm is under this times its norm at the start.
+        The search ends when a step is expected to gain less than this, in nats: the log density is
+        then about half as much below its maximum, whatever the scales of the latents.
     num_probes
         Hessian-vector products with random signs, whose mean is the diagonal (Hutchinson 1989; Bekas,
         Kokiopoulou and Saad 2007); 0 leaves the curvature at one. An estimate under a thousandth of
@@ -97,16 +99,14 @@ def find_mode(
     checks.check_position(target, position)
     position = jax.tree.map(jnp.asarray, position)
     optax = _optax()
-    found, value, steps, norm, start_norm = _climb(
-        target, position, tolerance, max_steps, optimiser=optax.lbfgs
-    )
+    found, value, steps, gain = _climb(target, position, tolerance, max_steps, optimiser=optax.lbfgs)
     checks.check_finite_start(target, found, value)
     curvature = (
-        _curvature(target, found, rng_key, num_probes=num_probes)
+        _curvature(target, found, rng_key, num_probes=num_probes, pins=Pins.of(found))
         if num_probes
         else tree.ones_like(found)
     )
-    return Mode(found, curvature, value, int(steps), bool(norm <= tolerance * start_norm))
+    return Mode(found, curvature, value, int(steps), bool(gain <= tolerance))
 
 
 @partial(jax.jit, static_argnames="optimiser")
@@ -117,26 +117,24 @@ def _climb(target, position, tolerance, max_steps, *, optimiser):
 
     solver = optimiser()
 
-    def norm(grad):
-        return jnp.sqrt(tree.dot(grad, grad))
-
     def climbs(carry):
-        _, _, _, grad, step = carry
-        return (step < max_steps) & (norm(grad) > tolerance * norm(start_grad))
+        *_, gain, step = carry
+        return (step < max_steps) & (gain > tolerance)
 
     def climb(carry):
-        x, state, value, grad, step = carry
+        x, state, value, grad, _, step = carry
         updates, state = solver.update(
             grad, state, x, value=value, grad=grad, value_fn=_with_grad(value_and_grad)
         )
+        gain = -tree.dot(updates, grad)
         x = tree.add(x, updates)
         value, grad = value_and_grad(x)
-        return x, state, value, grad, step + 1
+        return x, state, value, grad, gain, step + 1
 
     start_value, start_grad = value_and_grad(position)
-    carry = (position, solver.init(position), start_value, start_grad, 0)
-    x, _, value, grad, steps = jax.lax.while_loop(climbs, climb, carry)
-    return x, -value, steps, norm(grad), norm(start_grad)
+    carry = (position, solver.init(position), start_value, start_grad, jnp.float32(jnp.inf), 0)
+    x, _, value, _, gain, steps = jax.lax.while_loop(climbs, climb, carry)
+    return x, -value, steps, gain
 
 
 def _with_grad(value_and_grad):
@@ -154,8 +152,8 @@ def _with_grad(value_and_grad):
     return value
 
 
-@partial(jax.jit, static_argnames="num_probes")
-def _curvature(target, position, rng_key, *, num_probes):
+@partial(jax.jit, static_argnames=("num_probes", "pins"))
+def _curvature(target, position, rng_key, *, num_probes, pins):
     def probe(total, i):
         key = jax.random.fold_in(rng_key, i)
         signs = jax.tree.map(jnp.sign, tree.normal_like(key, position))
@@ -163,7 +161,7 @@ def _curvature(target, position, rng_key, *, num_probes):
         return jax.tree.map(lambda t, s, h: t - s * h / num_probes, total, signs, hessian_signs), None
 
     total, _ = jax.lax.scan(probe, jax.tree.map(jnp.zeros_like, position), jnp.arange(num_probes))
-    return jax.tree.map(lambda c: jnp.maximum(c, LEAST_CURVATURE * jnp.mean(jnp.abs(c))), total)
+    return pins(jax.tree.map(lambda c: jnp.maximum(c, LEAST_CURVATURE * jnp.mean(jnp.abs(c))), total))
 
 
 def _optax():

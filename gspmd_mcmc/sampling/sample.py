@@ -94,6 +94,8 @@ def sample(
         If a chain finds no start with a finite log density.
     """
     _check_counts(num_chains, num_warmup, num_samples, thin)
+    num_chains, num_warmup, num_samples = int(num_chains), int(num_warmup), int(num_samples)
+    _check_device_bytes(device_bytes)
     _check_key(rng_key)
     mesh = _common_mesh(mesh, target)
     earlier = initial_position if isinstance(initial_position, Draws) else None
@@ -196,12 +198,17 @@ def _check_counts(num_chains: int, num_warmup: int, num_samples: int, thin: int)
             raise ValueError(f"{name}: expected an integer of at least {least[name]}, got {value!r}")
 
 
+def _check_device_bytes(device_bytes: int | None) -> None:
+    if device_bytes is not None and (not isinstance(device_bytes, int | float) or device_bytes < 0):
+        raise ValueError(f"device_bytes: expected a number of bytes or None, got {device_bytes!r}")
+
+
 def _check_key(rng_key: jax.Array) -> None:
     dtype = getattr(rng_key, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng_key.shape:
         raise TypeError(
             f"rng_key: expected one typed key, jax.random.key(seed), got {type(rng_key).__name__} "
-            f"of dtype {dtype}"
+            f"of dtype {dtype} and shape {np.shape(rng_key)}"
         )
     if "fry" not in str(jax.random.key_impl(rng_key)):
         warnings.warn(
@@ -236,8 +243,9 @@ def _warn(draws: Draws, num_samples: int) -> None:
         return
     rates = draws.acceptance_rate
     if np.ptp(rates) > ACCEPTANCE_SPREAD:
+        shown = [round(float(rate), 2) for rate in rates]
         warnings.warn(
-            f"acceptance rates differ between chains: {np.round(rates, 2).tolist()}. A chain may be "
+            f"acceptance rates differ between chains: {shown}. A chain may be "
             "stuck; look at its trace, start it elsewhere, or warm up longer",
             SamplingWarning,
             stacklevel=3,

@@ -82,7 +82,7 @@ class Warmup:
         run_chunks(window.end - window.start, lambda _, count: self._run_chunk(count, report), stop)
         self.kernel = settings.final(self.kernel, self._adaptation)
         if window.learns_metric and not stop.is_asked:
-            metric = _metric(self._adaptation.moments, layout=layout)
+            metric = _metric(self._adaptation.moments, self.states.position, layout=layout)
             self.kernel = self.kernel.with_inverse_mass_matrix(metric)
 
     def _run_chunk(self, count: int, report: Report) -> None:
@@ -163,8 +163,9 @@ def _search(kernel, states, rng_key, *, layout: Layout) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="layout")
-def _metric(moments: welford.Moments, *, layout: Layout):
-    return layout.pin(welford.regularised_variance(moments))
+def _metric(moments: welford.Moments, positions, *, layout: Layout):
+    variance = welford.regularised_variance(moments)
+    return layout.pin(jax.tree.map(lambda v, x: v.astype(x.dtype), variance, positions))
 
 
 @partial(jax.jit, static_argnames="layout")

@@ -57,8 +57,8 @@ class Plate:
     tile_rows: int | None = static()
 
     def __init__(self, log_likelihood: Callable, data: PyTree, *, tile_rows: int | None = None):
-        if tile_rows is not None and tile_rows < 1:
-            raise ValueError(f"tile_rows: expected at least 1, got {tile_rows}")
+        if tile_rows is not None and (not isinstance(tile_rows, int) or tile_rows < 1):
+            raise ValueError(f"tile_rows: expected an integer of at least 1, got {tile_rows!r}")
         arrays, rows = read_rows(data)
         set_fields(
             self,
@@ -204,9 +204,12 @@ class Posterior:
 
 def summands(function: Callable, value: PyTree) -> PyTree:
     """Check that a log density's summands are floating arrays."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+    name = getattr(getattr(function, "func", function), "__name__", repr(function))
+    leaves = jax.tree_util.tree_leaves_with_path(value)
+    if not leaves:
+        raise TypeError(f"{name}: expected a scalar or a tree of summands, got {value!r}")
+    for path, leaf in leaves:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            name = getattr(getattr(function, "func", function), "__name__", repr(function))
             raise TypeError(
                 f"{name}: expected floating summands, got dtype {jnp.result_type(leaf)} at "
                 f"{tree.path_str(path)}"

@@ -132,16 +132,17 @@ def _sharding(array) -> NamedSharding | None:
 
 def _row_axes(named: list[tuple[str, jax.Array]]) -> tuple[Mesh | None, tuple[str, ...]]:
     """Find the mesh and the axes that rows lie over: the same for every leaf that lies over any."""
-    mesh, axes, first = None, (), ""
+    mesh, axes, first, placed = None, (), "", ""
     for name, array in named:
         sharding = _sharding(array)
         if sharding is None:
             continue
         require_auto(sharding.mesh)
-        mesh = mesh or sharding.mesh
+        if mesh is None:
+            mesh, placed = sharding.mesh, name
         if sharding.mesh != mesh:
             raise ValueError(
-                f"plate data: {named[0][0]} and {name} lie on different meshes; place them on one"
+                f"plate data: {placed} and {name} lie on different meshes; place them on one"
             )
         entry = sharding.spec[0] if len(sharding.spec) else None
         here = entry if isinstance(entry, tuple) else () if entry is None else (entry,)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return ``s, e`` with ``s = fl(a + b)`` and ``s + e == a + b`` exactly."""
+    # Without the barrier XLA reassociates with a constant operand, and (1 + x) - 1 becomes x.
+    a, b = jax.lax.optimization_barrier((a, b))
     s = a + b
     t = s - a
     return s, (a - (s - t)) + (b - t)

@@ -26,9 +26,9 @@ _OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(")
 _SHAPE = re.compile(r"\b(pred|bf16|f8\w+|[fsuc]\d+)\[([\d,]*)\]")
 _CALLS = re.compile(
     r"(?:to_apply|calls|called_computations|branch_computations|true_computation|false_computation)"
-    r"=\{?([^}\s]+(?:, ?[^}\s]+)*)\}?"
+    r"=(?:\{([^}]*)\}|(%?[\w.\-]+))"
 )
-_BODY = re.compile(r"body=%?([\w.\-]+)")
+_LOOP = re.compile(r"(?:condition|body)=%?([\w.\-]+)")
 _TRIPS = re.compile(r"known_trip_count[^\d]+(\d+)")
 _SOURCE = re.compile(r'op_name="([^"]*)"')
 
@@ -156,7 +156,8 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 def _collective(line: str, loops: tuple[int | None, ...]) -> list[Collective]:
     operation = _OPERATION.match(line)
-    kind = operation.group(2).removesuffix("-start") if operation else ""
+    # Of an asynchronous pair it is the end that has the shape of the result.
+    kind = operation.group(2).removesuffix("-done") if operation else ""
     if kind not in KINDS or operation is None:
         return []
     source = _SOURCE.search(line)
@@ -165,15 +166,14 @@ def _collective(line: str, loops: tuple[int | None, ...]) -> list[Collective]:
 
 def _called(line: str) -> list[tuple[str, tuple[int | None, ...]]]:
     """Name the computations that a line runs, with the loop that it puts around them."""
-    body = _BODY.search(line)
-    if body:
-        trips = _TRIPS.search(line)
-        return [(body.group(1), (int(trips.group(1)) if trips else None,))]
     operation = _OPERATION.match(line)
     if operation is None or operation.group(2) in (*KINDS, "reduce", "scatter", "sort"):
         return []
-    calls = _CALLS.search(line)
-    return [(n.strip().lstrip("%"), ()) for n in calls.group(1).split(",")] if calls else []
+    if operation.group(2) == "while":
+        trips = _TRIPS.search(line)
+        return [(name, (int(trips.group(1)) if trips else None,)) for name in _LOOP.findall(line)]
+    names = ",".join(several or one for several, one in _CALLS.findall(line))
+    return [(name.strip().lstrip("%"), ()) for name in names.split(",") if name]
 
 
 def _num_bytes(shapes: str) -> int:

@@ -1,0 +1,414 @@
+"""The mesh does not change the answer, and a leapfrog costs one all-reduce."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+from gspmd_mcmc import tree
+from gspmd_mcmc.sampling import chunks, collecting
+from gspmd_mcmc.sampling.chunks import advance
+from gspmd_mcmc.sampling.layout import read_layout
+from gspmd_mcmc.sampling.start import init_chains
+from gspmd_mcmc.views.communication import communication
+
+NUM_ROWS, NUM_PIXELS, NUM_CLASSES, NUM_CHAINS = 1501, 49, 10, 4
+
+MESHES = {
+    "1": {"data": 1},
+    "2": {"data": 2},
+    "4": {"data": 4},
+    "8": {"data": 8},
+    "4x2": {"chains": 4, "data": 2},
+    "2x4": {"chains": 2, "data": 4},
+    "7": {"data": 7},
+    "data and model": {"data": 4, "model": 2},
+}
+
+
+def mesh_of(sizes):
+    return gm.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+def row_spec(sizes):
+    return P(("data", "model")) if "model" in sizes else P("data")
+
+
+# A multinomial regression on images
+
+
+def log_prior(x):
+    return jax.tree.map(lambda leaf: -(leaf**2) / 2, x)
+
+
+def log_likelihood(x, rows):
+    pixels = rows["image"].astype(x["w"].dtype) / 255
+    logits = pixels @ x["w"].T + x["b"][None]
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), rows["label"][:, None], 1)[:, 0]
+
+
+def images(num_rows=NUM_ROWS, num_pixels=NUM_PIXELS):
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (num_rows, num_pixels), dtype=np.uint8)
+    label = rng.integers(0, NUM_CLASSES, num_rows, dtype=np.int32)
+    return {"image": image, "label": label}
+
+
+def regression(sizes, data=None, **options):
+    data = gm.place(images() if data is None else data, mesh_of(sizes), row_spec(sizes))
+    return gm.Posterior(log_prior, gm.Plate(log_likelihood, data, **options))
+
+
+def start(num_pixels=NUM_PIXELS, chains=(NUM_CHAINS,)):
+    """Weights [*chains, classes, pixels] and intercepts, of the default float."""
+    rng = np.random.default_rng(1)
+    shapes = {"w": (*chains, NUM_CLASSES, num_pixels), "b": (*chains, NUM_CLASSES)}
+    return {name: jnp.asarray(0.1 * rng.normal(size=shape)) for name, shape in shapes.items()}
+
+
+# The same chain on every mesh
+
+
+@partial(jax.jit, static_argnames=("layout", "num_steps"))
+def run(kernel, rng_key, states, *, layout, num_steps=20):
+    def step(states, i):
+        states, info = advance(kernel, rng_key, i, states, layout)
+        return states, info.is_accepted
+
+    return jax.lax.scan(step, states, jnp.arange(num_steps))
+
+
+def chain(target, sizes):
+    """Return the positions after 20 steps of 10 leapfrogs, and what was accepted [steps, chains]."""
+    layout = read_layout(mesh_of(sizes), start(), NUM_CHAINS, has_chains=True)
+    kernel = gm.HMC(target, 0.015, 10)
+    states = init_chains(kernel, start(), layout=layout)
+    states, is_accepted = run(kernel, jax.random.key(0), states, layout=layout)
+    return jax.tree.map(np.asarray, (states.position, is_accepted))
+
+
+@cache
+def chain_on_one_device(is_double):
+    with jax.enable_x64(is_double):
+        return chain(regression(MESHES["1"]), MESHES["1"])
+
+
+def check_same_chain(target, sizes, is_double):
+    expected, expected_accepted = chain_on_one_device(is_double)
+    got, is_accepted = chain(target, sizes)
+    assert got["w"].dtype == (np.float64 if is_double else np.float32)
+    assert np.mean(is_accepted) >= 0.5 and not np.all(is_accepted)
+    np.testing.assert_array_equal(is_accepted, expected_accepted)
+    check_close(got, expected, 1e-9 if is_double else 1e-4)
+
+
+def check_close(got, expected, tolerance):
+    for name in expected:
+        apart = np.linalg.norm(got[name] - expected[name]) / np.linalg.norm(expected[name])
+        assert apart <= tolerance, f"{name} differs by {apart}"
+
+
+@pytest.mark.parametrize("name", [name for name in MESHES if name != "1"])
+def test_a_chain_is_the_same_on_every_mesh(name):
+    check_same_chain(regression(MESHES[name]), MESHES[name], is_double=False)
+
+
+@pytest.mark.parametrize("name", ["2x4", "7"])
+def test_a_chain_in_float64_is_the_same_on_every_mesh(name):
+    with jax.enable_x64(True):
+        check_same_chain(regression(MESHES[name]), MESHES[name], is_double=True)
+
+
+def test_a_chain_on_data_that_differ_in_one_row_is_rejected():
+    data = images()
+    data["label"][-1] = (data["label"][-1] + 1) % NUM_CLASSES
+    with pytest.raises(AssertionError):
+        check_same_chain(regression(MESHES["8"], data), MESHES["8"], is_double=False)
+
+
+# A likelihood that is undefined at zero, where padding is at work
+
+POSITIVE = {
+    "size": np.random.default_rng(2).gamma(2.0, size=23),
+    "value": np.random.default_rng(3).normal(size=23),
+}
+
+
+def log_log_likelihood(x, rows):
+    """Regress on the log of a positive size."""
+    return -((rows["value"] - x["slope"] * jnp.log(rows["size"]) - x["level"]) ** 2) / 2
+
+
+def allometry(sizes, pad_with_zeros=False):
+    data = gm.place(POSITIVE, mesh_of(sizes), P("data"))
+    if pad_with_zeros:
+        data = jax.tree.map(zero_pad, data, is_leaf=lambda node: isinstance(node, gm.Padded))
+    return gm.Posterior(log_prior, gm.Plate(log_log_likelihood, data))
+
+
+def counts_pad_rows(target):
+    (plate,) = target.plates
+    rows = replace(plate.rows, num_rows=plate.rows.num_padded)
+    return tree.replace(target, plates=(tree.replace(plate, rows=rows),))
+
+
+def zero_pad(padded):
+    is_real = jnp.arange(padded.values.shape[0]) < padded.num_rows
+    return gm.Padded(jnp.where(is_real, padded.values, 0), padded.num_rows)
+
+
+def exact_allometry_grad(x):
+    log_size = np.log(POSITIVE["size"])
+    residual = POSITIVE["value"] - x["slope"] * log_size - x["level"]
+    return {"slope": residual @ log_size - x["slope"], "level": residual.sum() - x["level"]}
+
+
+def check_grad(target):
+    x = {"slope": jnp.float32(0.4), "level": jnp.float32(-0.2)}
+    expected = exact_allometry_grad(jax.tree.map(float, x))
+    for got in (target.grad(x), target.terms_and_grad(x)[1]):
+        for name in expected:
+            np.testing.assert_allclose(got[name], expected[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["1", "7", "8"])
+def test_padding_makes_no_nan(name):
+    check_grad(allometry(MESHES[name]))
+
+
+def test_padding_with_zeros_would_make_nan():
+    with pytest.raises(AssertionError, match="nan"):
+        check_grad(allometry(MESHES["7"], pad_with_zeros=True))
+
+
+def test_counting_pad_rows_is_rejected():
+    with pytest.raises(AssertionError, match="Not equal"):
+        check_grad(counts_pad_rows(allometry(MESHES["7"])))
+
+
+# `sample`: neither the mesh nor the chunks change its draws
+
+
+def sample(name, num_warmup):
+    """Four chains, whose steps are large enough for some to be rejected."""
+    target = allometry(MESHES[name])
+    position = jax.tree.map(jnp.asarray, {"slope": 0.0, "level": 0.0})
+    metric = jax.tree.map(jnp.asarray, {"slope": 0.09, "level": 0.06})
+    draws = gm.sample(
+        jax.random.key(5),
+        target,
+        position,
+        mesh=mesh_of(MESHES[name]),
+        kernel=gm.HMC(target, 0.8, 3, metric, jitter=0.5),
+        num_chains=4,
+        num_warmup=num_warmup,
+        num_samples=20,
+        progress=False,
+    )
+    return jax.tree.map(np.asarray, (draws.position, draws.stats, draws.kernel.step_size))
+
+
+@cache
+def sample_on_one_device(num_warmup, is_double):
+    with jax.enable_x64(is_double):
+        return sample("1", num_warmup)
+
+
+def check_same_draws(name, num_warmup, is_double, tolerance):
+    expected, expected_stats, expected_step_size = sample_on_one_device(num_warmup, is_double)
+    got, stats, step_size = sample(name, num_warmup)
+    assert np.mean(expected_stats["is_accepted"]) > 0.5
+    np.testing.assert_allclose(step_size, expected_step_size, rtol=tolerance)
+    for stat in ("is_accepted", "num_integration_steps"):
+        np.testing.assert_array_equal(stats[stat], expected_stats[stat])
+    check_close(got, expected, tolerance)
+
+
+@pytest.mark.filterwarnings("ignore::gspmd_mcmc.SamplingWarning")
+@pytest.mark.parametrize("name", ["8", "2x4"])
+def test_sample_draws_the_same_on_every_mesh(name):
+    assert not np.all(sample_on_one_device(0, False)[1]["is_accepted"])
+    check_same_draws(name, num_warmup=0, is_double=False, tolerance=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::gspmd_mcmc.SamplingWarning")
+def test_sample_warms_up_the_same_on_every_mesh():
+    with jax.enable_x64(True):
+        check_same_draws("2x4", num_warmup=100, is_double=True, tolerance=1e-9)
+
+
+def check_chunks_do_not_matter(monkeypatch):
+    """Cut warm-up and sampling into chunks of 1 step, of 7, and of all."""
+    draws = []
+    for size in (1, 7, 1000):
+        monkeypatch.setattr(chunks, "next_size", lambda count, seconds, size=size: size)
+        with jax.enable_x64(True):
+            draws.append(sample("2x4", num_warmup=100)[0]["slope"])
+    assert np.all(np.ptp(draws[-1], axis=1) > 0.1), "the chains do not move"
+    for other in draws[:-1]:
+        np.testing.assert_array_equal(other, draws[-1])
+
+
+@pytest.mark.filterwarnings("ignore::gspmd_mcmc.SamplingWarning")
+def test_sample_draws_the_same_whatever_the_chunks(monkeypatch):
+    check_chunks_do_not_matter(monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore::gspmd_mcmc.SamplingWarning")
+def test_steps_that_are_numbered_from_their_chunk_are_rejected(monkeypatch):
+    right = collecting._chunk
+
+    def numbered_from_the_chunk(kernel, carry, collect, rng_key, first_step, *rest, **options):
+        return right(kernel, carry, collect, rng_key, 0, *rest, **options)
+
+    monkeypatch.setattr(collecting, "_chunk", numbered_from_the_chunk)
+    with pytest.raises(AssertionError, match="not equal"):
+        check_chunks_do_not_matter(monkeypatch)
+
+
+# What a step sends
+
+step = jax.jit(gm.HMC.step)
+init = jax.jit(gm.HMC.init)
+OTHER_KINDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def communication_of_one_chain(target, position=None):
+    kernel = gm.HMC(target, 0.01, 10)
+    state = init(kernel, start(chains=()) if position is None else position)
+    return communication(step, kernel, jax.random.key(0), state)
+
+
+def communication_of_chains(target, sizes):
+    layout = read_layout(mesh_of(sizes), start(), NUM_CHAINS, has_chains=True)
+    kernel = gm.HMC(target, 0.01, 10)
+    states = init_chains(kernel, start(), layout=layout)
+    advance_all = jax.jit(partial(advance, layout=layout))
+    return communication(advance_all, kernel, jax.random.key(0), jnp.int32(0), states)
+
+
+def check_one_all_reduce_a_leapfrog(found):
+    assert found.per_iteration("all-reduce") == 1, "all-reduces a leapfrog"
+    assert found.count("all-reduce") <= 3, "all-reduces of the step"
+    assert {kind: found.count(kind) for kind in OTHER_KINDS} == dict.fromkeys(OTHER_KINDS, 0)
+
+
+BYTES_OF_A_GRADIENT = 4 * NUM_CLASSES * (NUM_PIXELS + 1)
+
+
+def bytes_in_loops(found):
+    return sum(c.num_bytes for c in found.collectives if c.loops)
+
+
+@pytest.mark.parametrize("name, tile_rows", [("8", None), ("8", 50), ("7", 50), ("data and model", 50)])
+def test_a_leapfrog_costs_one_all_reduce(name, tile_rows):
+    target = regression(MESHES[name], tile_rows=tile_rows)
+    check_one_all_reduce_a_leapfrog(communication_of_one_chain(target))
+
+
+def test_a_leapfrog_of_all_chains_costs_one_all_reduce_over_each_chain_s_own_devices():
+    found = communication_of_chains(regression(MESHES["2x4"], tile_rows=50), MESHES["2x4"])
+    check_one_all_reduce_a_leapfrog(found)
+    assert bytes_in_loops(found) == 2 * BYTES_OF_A_GRADIENT
+
+
+def test_two_plates_cost_one_all_reduce():
+    one, other = regression(MESHES["8"], tile_rows=50), regression(MESHES["8"], tile_rows=60)
+    both = gm.Posterior(log_prior, *one.plates, *other.plates)
+    check_one_all_reduce_a_leapfrog(communication_of_one_chain(both))
+
+
+def tile_by_tile(x, tiles):
+    """Sum each tile over the devices before the next one is read."""
+
+    def add(total, rows):
+        return total + jnp.sum(log_likelihood(x, rows)), None
+
+    return jax.lax.scan(add, tree.total(log_prior(x)), tiles)[0]
+
+
+def test_a_target_that_reduces_in_each_tile_is_rejected():
+    tiles = jax.tree.map(lambda a: a[:1488].reshape(6, 248, *a.shape[1:]), images())
+    placed = gm.place(tiles, mesh_of(MESHES["8"]), P(None, "data"))
+    found = communication_of_one_chain(gm.LogDensity(tile_by_tile, placed))
+    assert found.per_iteration("all-reduce") >= 6
+    with pytest.raises(AssertionError, match="all-reduces a leapfrog"):
+        check_one_all_reduce_a_leapfrog(found)
+
+
+def reads_everything(x, rows):
+    return log_likelihood(x, rows) - rows["label"] * jnp.sum(x["unread"] ** 2)
+
+
+def communication_with_another_latent(log_likelihood):
+    (plate,) = regression(MESHES["8"]).plates
+    target = gm.Posterior(
+        log_prior, tree.replace(plate, log_likelihood=jax.tree_util.Partial(log_likelihood))
+    )
+    return communication_of_one_chain(target, start(chains=()) | {"unread": jnp.zeros(1000)})
+
+
+def test_a_latent_that_the_likelihood_does_not_read_is_not_sent():
+    found = communication_with_another_latent(log_likelihood)
+    check_one_all_reduce_a_leapfrog(found)
+    assert bytes_in_loops(found) == BYTES_OF_A_GRADIENT
+
+
+def test_a_latent_that_the_likelihood_reads_is_sent():
+    found = communication_with_another_latent(reads_everything)
+    assert bytes_in_loops(found) == BYTES_OF_A_GRADIENT + 4000
+
+
+# What a program holds
+
+LARGE = {"image": np.zeros((80_000, 784), np.uint8), "label": np.zeros(80_000, np.int32)}
+LARGE_BYTES = sum(leaf.nbytes for leaf in LARGE.values())
+
+
+def check_holds_little(target):
+    found = communication_of_one_chain(target, start(784, chains=()))
+    assert found.largest_constant_bytes < 1000, "a large constant"
+    assert found.temporary_bytes < LARGE_BYTES / 10, "large temporaries"
+
+
+@pytest.mark.parametrize("name", ["1", "8"])
+def test_a_step_holds_nothing_near_the_size_of_the_data(name):
+    check_holds_little(regression(MESHES[name], LARGE))
+
+
+def all_at_once(x, rows):
+    return log_prior(x), log_likelihood(x, rows)
+
+
+def test_a_target_that_makes_all_intermediates_at_once_is_rejected():
+    data = gm.place(LARGE, mesh_of(MESHES["1"]), P("data"))
+    with pytest.raises(AssertionError, match="large temporaries"):
+        check_holds_little(gm.LogDensity(all_at_once, data))
+
+
+def test_data_that_a_target_closes_over_is_seen_as_a_constant():
+    data = jax.tree.map(jnp.asarray, images(4000, 784))
+    target = gm.LogDensity(lambda x: (log_prior(x), log_likelihood(x, data)))
+    with pytest.raises(AssertionError, match="a large constant"):
+        check_holds_little(target)
+
+
+def test_a_program_that_closes_over_a_kernel_with_much_data_is_refused():
+    kernel = gm.HMC(regression(MESHES["8"], images(2000, 784)), 0.01, 10)
+    position = start(784, chains=())
+    state, key = init(kernel, position), jax.random.key(0)
+    for program in (lambda: jax.jit(kernel.step)(key, state), lambda: jax.jit(kernel.init)(position)):
+        with pytest.raises(ValueError, match="1.6 MB .* the kernel an argument"):
+            program()
+    step(kernel, key, state)
+
+
+def test_a_program_may_close_over_a_kernel_with_little_data():
+    kernel = gm.HMC(allometry(MESHES["8"]), 0.01, 10)
+    state = kernel.init({"slope": jnp.float32(0), "level": jnp.float32(0)})
+    jax.jit(kernel.step)(jax.random.key(0), state)
