@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
-from arviz_stats.base import array_stats
+from arviz_stats.base.array import array_stats
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 from rich.console import Console
@@ -192,7 +192,7 @@ average_accuracy = float(accuracies.mean())
 bma_accuracy = float(np.mean(averaged.argmax(axis=1) == dataset.test_labels))
 
 log_density = np.asarray(draws.stats["log_density"], np.float64)
-rhat = float(array_stats.rhat(log_density, chain_axis=0, draw_axis=1))
+rhat = float(np.asarray(array_stats.rhat(log_density, chain_axis=0, draw_axis=1)))
 for i in range(0, num_samples, max(num_samples // 8, 1)):
     console.print(
         f"draw {i:4d}: log density {log_density[:, i].mean():.1f}, "
