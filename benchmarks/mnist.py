@@ -52,10 +52,10 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add("--devices", type=_integers, help="default 1,2,8")
     add("--chains", type=_integers, help="default 1,4")
     add("--contenders", type=lambda text: text.split(","), default=list(IS_PEER))
-    add("--rounds", type=int, help="default 9")
+    add("--rounds", type=int, help="default 7")
     add("--seconds", type=float, help="of one run, about; default 1")
     options = parser.parse_args(argv)
-    defaults = {"devices": [1, 2, 8], "chains": [1, 4], "rounds": 9, "seconds": 1.0}
+    defaults = {"devices": [1, 2, 8], "chains": [1, 4], "rounds": 7, "seconds": 1.0}
     if options.quick:
         defaults = {"devices": [1, 2], "chains": [1], "rounds": 2, "seconds": 0.3}
     for name, value in defaults.items():

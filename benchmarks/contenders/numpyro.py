@@ -28,7 +28,7 @@ def mnist(task) -> HmcProgram:
     def model(*data):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([784, 10]).to_event(2))
         b = numpyro.sample("b", dist.Normal(0, 1).expand([10]).to_event(1))
-        # `dist.Categorical` is 3 % slower with one chain and 20 % with four.
+        # Never slower than `dist.Categorical`, and about 20 % faster with four chains.
         numpyro.factor("labels", log_likelihood(w, b, *data))
 
     return _program(model, position, data, mesh, task)

@@ -18,9 +18,9 @@ def log_prior(params):
 
 
 def log_likelihood(params, batch):
-    logits = batch["image"].astype(jnp.float32) @ (params["w"] / 255) + params["b"]
-    chosen = jnp.take_along_axis(logits, batch["label"][:, None], axis=1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=1)
+    # The leading axis of one makes XLA take a faster product, as for the peers (`likelihood`).
+    logits = (batch["image"].astype(jnp.float32) @ (params["w"] / 255)[None])[0] + params["b"]
+    return gm.categorical_logits(logits, batch["label"])
 
 
 def mnist(task) -> HmcProgram:

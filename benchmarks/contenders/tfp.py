@@ -45,7 +45,8 @@ def mnist(task) -> HmcProgram:
 
 
 def _rows_first(w, b, images):
-    return images @ w + b
+    # The leading axis of one is 1.4 times as fast, as in `likelihood`.
+    return (images @ w[None])[0] + b
 
 
 def _classes_first(w, b, images):

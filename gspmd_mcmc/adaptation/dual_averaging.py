@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from gspmd_mcmc.tree import pytree
 
 GAMMA, T0, KAPPA = 0.05, 10.0, 0.75
+# Acceptance rates are taken in steps of 1/64: the recursion amplifies what rounding changes, and a mesh
+# sums in another order than one device does. So the step sizes of all meshes are the same.
+RESOLUTION = 64
 
 
 @pytree
@@ -28,8 +31,12 @@ class DualAveragingState:
     mu: jax.Array  # what the log step size shrinks towards
 
 
-def init(step_size: jax.Array, mu_factor: float | jax.Array = 10.0) -> DualAveragingState:
-    """Start from a step size, shrinking towards ``mu_factor`` times it."""
+def init(step_size: jax.Array) -> DualAveragingState:
+    """Start from a step size, shrinking towards it.
+
+    Hoffman and Gelman shrink towards ten times the first step size. Ours comes from a search, so it is
+    of the right scale already, and ten times it would waste the first steps of each window.
+    """
     log_step_size = jnp.log(step_size)
     zero = jnp.zeros_like(log_step_size)
     return DualAveragingState(
@@ -37,7 +44,7 @@ def init(step_size: jax.Array, mu_factor: float | jax.Array = 10.0) -> DualAvera
         log_step_size_average=zero,
         gradient_average=zero,
         num_updates=zero,
-        mu=log_step_size + jnp.log(jnp.asarray(mu_factor, log_step_size.dtype)),
+        mu=log_step_size,
     )
 
 
@@ -47,7 +54,7 @@ def update(
     """Move the log step size against the shortfall of the acceptance rate."""
     t = state.num_updates + 1
     eta = 1 / (t + T0)
-    shortfall = target_acceptance_rate - acceptance_rate
+    shortfall = target_acceptance_rate - jnp.round(acceptance_rate * RESOLUTION) / RESOLUTION
     gradient_average = (1 - eta) * state.gradient_average + eta * shortfall
     log_step_size = state.mu - jnp.sqrt(t) / GAMMA * gradient_average
     weight = t**-KAPPA

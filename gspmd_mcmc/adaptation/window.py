@@ -87,7 +87,7 @@ class WindowAdaptation:
     def init(self, step_size: jax.Array, positions: PyTree) -> WindowState:
         """Start a window from a step size and positions [chains, ...]."""
         return WindowState(
-            step_size=dual_averaging.init(step_size, 10.0 * self.first_step_factor),
+            step_size=dual_averaging.init(step_size),
             moments=welford.init(positions),
         )
 

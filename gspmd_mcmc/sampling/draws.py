@@ -99,7 +99,11 @@ class Draws:
 
     def __repr__(self) -> str:
         shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", self.position)
-        return f"Draws({self.num_chains} chains x {self.num_draws} draws, {shapes})"
+        what = f"{self.num_chains} chains x {self.num_draws} draws, {shapes}"
+        if not self.num_draws:
+            return f"Draws({what})"
+        rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance_rate)
+        return f"Draws({what}, acceptance [{rates}], divergent {self.num_divergent.tolist()})"
 
 
 def _free(name: str, taken: dict) -> str:

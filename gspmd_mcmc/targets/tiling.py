@@ -6,6 +6,7 @@ of shared parameters is kept per block and summed over blocks after the last til
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,10 +17,11 @@ from gspmd_mcmc.targets.rows import Rows
 from gspmd_mcmc.targets.two_float import two_float_sum
 from gspmd_mcmc.tree import PyTree, path_str
 
-# Bytes of a tile's largest intermediate. On a CPU a tile fits the caches of a core; elsewhere tiles
-# are large, as each costs a few kernel launches, and only bound the memory.
-TILE_BYTES = {"cpu": 3 << 20}
+# Bytes of a tile's largest intermediate. On a CPU a tile fits the caches of the cores that work on it;
+# elsewhere tiles are large, as each costs a few kernel launches, and only bound the memory.
+TILE_BYTES_A_CORE = 3 << 20
 TILE_BYTES_ELSEWHERE = 256 << 20
+MOST_CORES = 8
 PROBE_ROWS = 127
 
 
@@ -81,10 +83,17 @@ def _check_terms(log_likelihood: Callable, out: PyTree, num: int, params: PyTree
 
 def tile_rows(likelihood: Likelihood, rows: Rows, asked: int | None) -> int:
     """Rows of a tile: as asked, or what the largest intermediate allows; tiles of a block are even."""
-    budget = TILE_BYTES.get(rows.platform, TILE_BYTES_ELSEWHERE)
-    most = asked or max(1, budget // likelihood.row_bytes)
+    most = asked or max(1, _tile_bytes(rows) // likelihood.row_bytes)
     num_tiles = -(-rows.block_rows // most)
     return -(-rows.block_rows // num_tiles)
+
+
+def _tile_bytes(rows: Rows) -> int:
+    if rows.platform != "cpu":
+        return TILE_BYTES_ELSEWHERE
+    num_devices = rows.mesh.size if rows.mesh is not None else 1
+    cores = (os.cpu_count() or 1) // num_devices
+    return TILE_BYTES_A_CORE * max(1, min(cores, MOST_CORES))
 
 
 def stream(body: Callable, init: PyTree, data: PyTree, rows: Rows, tile: int) -> tuple[PyTree, PyTree]:
