@@ -366,7 +366,7 @@ def test_a_latent_that_the_likelihood_reads_is_sent():
 
 # What a program holds
 
-LARGE = {"image": np.zeros((80_000, 784), np.uint8), "label": np.zeros(80_000, np.int32)}
+LARGE = {"image": np.zeros((120_000, 784), np.uint8), "label": np.zeros(120_000, np.int32)}
 LARGE_BYTES = sum(leaf.nbytes for leaf in LARGE.values())
 
 

@@ -157,7 +157,7 @@ def _start(
 def _start_from_position(
     kernel: HMC, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
 ) -> tuple[Layout, Any]:
-    is_marked = isinstance(initial, starts.per_chain)
+    is_marked = isinstance(initial, starts.PerChain)
     position = initial.position if is_marked else initial
     checks.check_position(kernel.target, position)
     if is_marked:

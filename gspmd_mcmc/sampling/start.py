@@ -1,6 +1,7 @@
 """Where chains start: positions as given, or drawn per chain until the log density is finite."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -88,11 +89,16 @@ def _accepts(target: Any, position: PyTree) -> bool:
     return True
 
 
-class per_chain:  # noqa: N801 - reads as a function
-    """Mark a position whose leaves have a leading axis of chains, to be used as it is."""
+@dataclass(frozen=True, eq=False)
+class PerChain:
+    """A position whose leaves have a leading axis of chains."""
 
-    def __init__(self, position: PyTree):
-        self.position = position
+    position: PyTree
+
+
+def per_chain(position: PyTree) -> PerChain:
+    """Mark a position whose leaves have a leading axis of chains, for `sample` to use as it is."""
+    return PerChain(position)
 
 
 @partial(jax.jit, static_argnames="layout")
