@@ -70,5 +70,5 @@ def write_summary(console: Console, out: Path, summary: dict[str, Any]) -> None:
     for name, value in summary.items():
         table.add_row(name, f"{value:.5g}" if isinstance(value, float) else str(value))
     console.print(table)
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (out / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
     console.print(f"wrote {out / 'summary.json'}")
