@@ -18,7 +18,7 @@ from jax.tree_util import Partial
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.adaptation import dual_averaging, welford
-from gspmd_mcmc.sampling import chunks
+from gspmd_mcmc.sampling import chunks, warmup
 from gspmd_mcmc.sampling.buffers import capacity
 from gspmd_mcmc.sampling.progress import Report
 
@@ -921,3 +921,15 @@ def test_dual_averaging_does_not_see_rounding():
 def test_a_short_warmup_ends_on_a_usable_step_size(num_warmup):
     draws = sample(num_warmup=num_warmup, num_samples=50, kernel=gm.HMC(TARGET, 0.1, 8))
     assert draws.acceptance_rate.min() > 0.3
+
+
+def test_only_the_first_window_after_a_start_at_a_mode_begins_with_a_quarter(monkeypatch):
+    """Later windows begin where chains are, no longer at the mode."""
+    monkeypatch.setattr(warmup, "_search", lambda *_, **__: jnp.float32(0.4))
+    mode = gm.Mode(ORIGIN, VARIANCE, jnp.zeros(()), 0, True)
+    draws = sample(initial=mode, num_warmup=200, num_samples=0)
+    starts = [window.start for window in gm.WindowAdaptation().windows(200)]
+    assert len(starts) > 2
+    first, *later = np.asarray(draws.warmup["step_size"])[starts]
+    assert first == pytest.approx(0.1)
+    assert later == pytest.approx([0.4] * len(later))

@@ -49,8 +49,8 @@ class WindowAdaptation:
     adapt_step_size
         Whether the step size is tuned; else the kernel's own is kept.
     first_step_factor
-        What the first step size, found by search, is multiplied by. A quarter suits chains that start
-        at a mode, where one leapfrog looks safer than it is elsewhere.
+        What the step size that the first window's search finds is multiplied by. A quarter suits chains
+        that start at a mode, where one leapfrog looks safer than it is elsewhere.
     """
 
     target_acceptance_rate: float = 0.8

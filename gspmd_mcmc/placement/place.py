@@ -52,9 +52,8 @@ def place(tree: PyTree, mesh: Mesh, specs: PyTree = P()) -> PyTree:  # noqa: B00
 
 def _broadcast(specs: PyTree, tree: PyTree) -> PyTree:
     """Give every leaf of the tree the spec that stands above it."""
-    is_spec = lambda s: isinstance(s, P)  # noqa: E731
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
-        if not is_spec(spec):
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec):
+        if not _is_spec(spec):
             raise ValueError(
                 f"specs{path_str(path)}: expected a PartitionSpec, got {type(spec).__name__}"
             )
@@ -63,14 +62,18 @@ def _broadcast(specs: PyTree, tree: PyTree) -> PyTree:
             lambda s, sub: jax.tree.map(lambda _: s, sub, is_leaf=is_padded),
             specs,
             tree,
-            is_leaf=is_spec,
+            is_leaf=_is_spec,
         )
     except (ValueError, TypeError) as error:
         raise ValueError(
             "specs is no prefix of the tree: give one PartitionSpec, or a tree of them whose nodes "
-            f"are the tree's own. specs {jax.tree.structure(specs, is_leaf=is_spec)}, "
+            f"are the tree's own. specs {jax.tree.structure(specs, is_leaf=_is_spec)}, "
             f"tree {jax.tree.structure(tree)}"
         ) from error
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, P)
 
 
 def _place_leaf(name: str, leaf: Any, mesh: Mesh, spec: P) -> Any:

@@ -74,7 +74,8 @@ class Warmup:
         if settings.adapt_step_size:
             search_key = jax.random.fold_in(jax.random.fold_in(self.rng_key, self.num_steps), SEARCH)
             found = _search(self.kernel, self.states, search_key, layout=layout)
-            self.kernel = self.kernel.with_step_size(found * settings.first_step_factor)
+            factor = 1.0 if window.start else settings.first_step_factor
+            self.kernel = self.kernel.with_step_size(found * factor)
         adaptation = _begin(self.kernel, self.states, settings=settings, layout=layout)
         self._pins = Pins.of((self.states, adaptation, self._traces))
         self._adaptation = adaptation
