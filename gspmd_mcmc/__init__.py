@@ -10,7 +10,7 @@ from gspmd_mcmc.sampling.mode import Mode, find_mode
 from gspmd_mcmc.sampling.sample import SamplingWarning, sample
 from gspmd_mcmc.sampling.start import per_chain, uniform_start
 from gspmd_mcmc.targets.checks import NonFiniteStart
-from gspmd_mcmc.targets.likelihoods import categorical_logits
+from gspmd_mcmc.targets.likelihoods import bernoulli_logits, categorical_logits, poisson_log_rate
 from gspmd_mcmc.targets.log_density import LogDensity
 from gspmd_mcmc.targets.posterior import Plate, Posterior
 
@@ -20,9 +20,11 @@ __all__ = [
     "Mode",
     "SamplingWarning",
     "WindowAdaptation",
+    "bernoulli_logits",
     "categorical_logits",
     "find_mode",
     "per_chain",
+    "poisson_log_rate",
     "sample",
     "uniform_start",
     "HMC",

@@ -66,7 +66,7 @@ def run_from_exact_draws(problem: Problem, kernel: Any):
     positions = problem.draw(np.random.default_rng(0), problem.num_chains)
     positions = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), positions)
     mesh = kernel.target.plates[0].rows.mesh if isinstance(kernel.target, gm.Posterior) else None
-    layout: Layout = read_layout(mesh, positions, problem.num_chains, has_chains=True)
+    layout: Layout = read_layout(mesh, kernel.target, positions, problem.num_chains, has_chains=True)
     states = init_chains(with_target(problem.kernel, kernel.target), positions, layout=layout)
     return run(kernel, jax.random.key(1), states, layout=layout, num_steps=problem.num_steps)
 

@@ -85,7 +85,7 @@ def run(kernel, rng_key, states, *, layout, num_steps=20):
 
 def chain(target, sizes):
     """Return the positions after 20 steps of 10 leapfrogs, and what was accepted [steps, chains]."""
-    layout = read_layout(mesh_of(sizes), start(), NUM_CHAINS, has_chains=True)
+    layout = read_layout(mesh_of(sizes), target, start(), NUM_CHAINS, has_chains=True)
     kernel = gm.HMC(target, 0.015, 10)
     states = init_chains(kernel, start(), layout=layout)
     states, is_accepted = run(kernel, jax.random.key(0), states, layout=layout)
@@ -288,7 +288,7 @@ def communication_of_one_chain(target, position=None):
 
 
 def communication_of_chains(target, sizes):
-    layout = read_layout(mesh_of(sizes), start(), NUM_CHAINS, has_chains=True)
+    layout = read_layout(mesh_of(sizes), target, start(), NUM_CHAINS, has_chains=True)
     kernel = gm.HMC(target, 0.01, 10)
     states = init_chains(kernel, start(), layout=layout)
     advance_all = jax.jit(partial(advance, layout=layout))

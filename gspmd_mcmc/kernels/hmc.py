@@ -16,7 +16,7 @@ import numpy as np
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.integrators import PhasePoint, integrate
-from gspmd_mcmc.targets import checks
+from gspmd_mcmc.targets import checks, local
 from gspmd_mcmc.tree import PyTree, is_traced, pytree, set_fields
 
 DIVERGENT_ENERGY_ERROR = 1000.0
@@ -106,14 +106,13 @@ class HMC:
             )
         _check_step_size(step_size)
         _check_num_integration_steps(num_integration_steps)
-        _check_metric(inverse_mass_matrix)
         _require("jitter", jitter, lambda x: 0 <= x <= 1, "a number between 0 and 1")
         set_fields(
             self,
             target=target,
             step_size=_strong(step_size, float),
             num_integration_steps=_strong(num_integration_steps, int),
-            inverse_mass_matrix=inverse_mass_matrix,
+            inverse_mass_matrix=_metric(target, inverse_mass_matrix),
             jitter=_strong(jitter, float),
         )
 
@@ -129,7 +128,7 @@ class HMC:
 
     def with_inverse_mass_matrix(self, inverse_mass_matrix: PyTree | None) -> "HMC":
         """Return the kernel with another metric; from or to None is another program."""
-        return tree.replace(self, inverse_mass_matrix=inverse_mass_matrix)
+        return tree.replace(self, inverse_mass_matrix=_metric(self.target, inverse_mass_matrix))
 
     def drawn(self, rng_key: jax.Array) -> "HMC":
         """Return the kernel of one step: its number of leapfrogs drawn, for all chains at once."""
@@ -148,10 +147,9 @@ class HMC:
         NonFiniteStart
             If, outside jit, the log density is not finite; the message names the leaf or term.
         """
-        checks.check_position(self.target, position)
         checks.check_not_baked(self.target)
+        position = checks.admit(self.target, position)
         _check_metric_fits(self.inverse_mass_matrix, position)
-        position = jax.tree.map(jnp.asarray, position)
         terms, log_density_grad = self.target.terms_and_grad(position)
         log_density = tree.total(terms)
         checks.check_finite_start(self.target, position, log_density)
@@ -167,6 +165,7 @@ class HMC:
         checks.check_not_baked(self.target)
         momentum_key, accept_key = jax.random.split(rng_key)
         momentum = metrics.sample_momentum(momentum_key, self.inverse_mass_matrix, state.position)
+        momentum = local.zero_pad(self.target, momentum)
         start = PhasePoint(state.position, momentum, state.log_density_grad)
         end = self.trajectory(start)
         proposal, energy_error = self._propose(state, start, end)
@@ -240,12 +239,17 @@ def _check_num_integration_steps(count) -> None:
     _require("num_integration_steps", count, lambda x: x >= 1 and x == int(x), "at least 1 and whole")
 
 
-def _check_metric(inverse_mass_matrix: PyTree | None) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(inverse_mass_matrix):
-        if not is_traced(leaf) and not jnp.all(jnp.asarray(leaf) > 0):
+def _metric(target: Any, inverse_mass_matrix: PyTree | None) -> PyTree | None:
+    """Check the variances, and lay them out as positions are."""
+    if inverse_mass_matrix is None:
+        return None
+    metric = local.lay_out(target, inverse_mass_matrix)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(metric):
+        if not is_traced(leaf) and not jnp.all(leaf > 0):
             raise ValueError(
                 f"HMC: inverse_mass_matrix {tree.path_str(path)}: expected positive variances"
             )
+    return metric
 
 
 def _check_metric_fits(inverse_mass_matrix: PyTree | None, position: PyTree) -> None:

@@ -12,6 +12,7 @@ from gspmd_mcmc.sampling.buffers import HostDraws, capacity
 from gspmd_mcmc.sampling.chunks import advance, bucket, no_tally, run_chunks, tally
 from gspmd_mcmc.sampling.layout import CHAINS, Layout, Pins
 from gspmd_mcmc.sampling.progress import Report, Stop
+from gspmd_mcmc.targets.local import kept, unwrap
 from gspmd_mcmc.tree import PyTree
 
 # How a stat of several thinned steps becomes that of one draw; others are the last step's.
@@ -65,7 +66,8 @@ class Collecting:
         num_shards = self.layout.mesh.shape.get(CHAINS, 1) if self.layout.mesh else 1
         self.capacity = capacity(shapes, bucket(num_samples), num_shards, device_bytes)
         keeps_position = self.collect.func is keep_position
-        self.buffers = _empty(_Shapes.of(shapes), self.capacity, self.layout, keeps_position)
+        kept_layout = self.layout.of_kept(shapes[0], self.states.position) if keeps_position else None
+        self.buffers = _empty(_Shapes.of(shapes), self.capacity, self.layout, kept_layout)
         self.host = HostDraws(self.buffers, num_samples) if self.capacity < num_samples else None
         self._pins = Pins.of((self.states, self.buffers))
         if num_samples:
@@ -74,6 +76,10 @@ class Collecting:
 
     def draws(self) -> tuple[PyTree, dict[str, Any]]:
         """Return what was collected and the stats, leaves [chains, draws, ...]."""
+        collected, stats = self._filled()
+        return unwrap(collected, axis=2), stats
+
+    def _filled(self) -> PyTree:
         if self.host is not None:
             self._flush(self.num_draws % self.capacity)
             return self.host.draws(self.num_draws)
@@ -129,10 +135,16 @@ def _draw(kernel, states, collect, rng_key, step, *, thin, layout):
 
     (states, counts), infos = jax.lax.scan(one, (states, no_tally(states)), jnp.arange(thin))
     last = jax.tree.map(lambda x: x[-1], infos)
-    collected = layout.vmap(collect, (0, 0))(states.position, last)
+    collected = layout.vmap(_collect, (None, None, 0, 0))(kernel.target, collect, states.position, last)
     stats = {f.name: getattr(infos, f.name) for f in dataclasses.fields(infos)}
     stats = {name: COMBINE.get(name, lambda x: x[-1])(x) for name, x in stats.items()}
     return states, (collected, stats | {"log_density": states.log_density}), counts
+
+
+def _collect(target: Any, collect: Partial, position: PyTree, info: Any) -> PyTree:
+    """Collect of one chain; a user's function sees no pad."""
+    values = kept(target, position)
+    return values if collect.func is keep_position else collect(unwrap(values), info)
 
 
 @partial(jax.jit, static_argnames=("thin", "layout", "pins"), donate_argnums=1)
@@ -166,12 +178,12 @@ class _Shapes:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _empty(shapes: _Shapes, size: int, layout: Layout, keeps_position: bool) -> PyTree:
-    """Buffers for ``size`` draws, leaves [chains, size, ...], laid out as positions if they are."""
+def _empty(shapes: _Shapes, size: int, layout: Layout, kept_layout: Layout | None) -> PyTree:
+    """Buffers for ``size`` draws, leaves [chains, size, ...], in the layout of what is kept."""
     zeros = [jnp.zeros((s[0], size, *s[1:]), dtype) for s, dtype in shapes.leaves]
     collected, stats = jax.tree.unflatten(shapes.treedef, zeros)
-    if keeps_position:
-        collected = layout.pin(collected, layout.chain_axis, None)
+    if kept_layout is not None:
+        collected = kept_layout.pin(collected, layout.chain_axis, None)
     else:
         collected = layout.pin_chains(collected)
     return collected, layout.pin_chains(stats)

@@ -1,13 +1,15 @@
 """The layout of chains: which mesh axis they lie over, and where a position's leaves lie."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.mesh import require_auto
+from gspmd_mcmc.targets.local import is_row_values, rows_of
 from gspmd_mcmc.tree import PyTree, path_str
 
 CHAINS = "chains"
@@ -48,6 +50,14 @@ class Layout:
         ]
         return jax.tree.unflatten(treedef, pinned)
 
+    def of_kept(self, kept: PyTree, position: PyTree) -> "Layout":
+        """Return the layout of what is kept of positions: theirs where it is like them."""
+        leaves = jax.tree.leaves(kept, is_leaf=is_row_values)
+        if jax.tree.structure(kept, is_leaf=is_row_values) == jax.tree.structure(position):
+            return self
+        specs = tuple(P(x.rows.axes) if is_row_values(x) else P() for x in leaves)
+        return replace(self, specs=specs)
+
     def pin_chains(self, tree: PyTree) -> PyTree:
         """Constrain leaves [chains, ...] of any shape to lie over the chain axis, whole otherwise."""
         if self.mesh is None:
@@ -56,8 +66,13 @@ class Layout:
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
 
 
-def read_layout(mesh: Mesh | None, position: PyTree, num_chains: int, has_chains: bool) -> Layout:
-    """Read where a position's leaves lie; what no mesh has placed is whole on every device."""
+def read_layout(
+    mesh: Mesh | None, target: Any, position: PyTree, num_chains: int, has_chains: bool
+) -> Layout:
+    """Read where a position's leaves lie; what no mesh has placed is whole on every device.
+
+    Leaves that are local to a plate of the target lie where its rows do.
+    """
     if mesh is not None:
         require_auto(mesh)
         size = mesh.shape.get(CHAINS, 1)
@@ -67,7 +82,10 @@ def read_layout(mesh: Mesh | None, position: PyTree, num_chains: int, has_chains
                 f"use a multiple of {size}, or a mesh with fewer chain devices"
             )
     leaves = jax.tree_util.tree_leaves_with_path(position)
-    return Layout(mesh, tuple(_spec(mesh, path_str(p), x, has_chains) for p, x in leaves))
+    specs = [_spec(mesh, path_str(path), leaf, has_chains) for path, leaf in leaves]
+    found = rows_of(target, position)
+    specs = [s if r is None else P(r.axes, *s[1:]) for s, r in zip(specs, found, strict=True)]
+    return Layout(mesh, tuple(specs))
 
 
 def _spec(mesh: Mesh | None, name: str, leaf, has_chains: bool) -> P:

@@ -12,6 +12,7 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.sampling.layout import Pins
 from gspmd_mcmc.targets import checks
+from gspmd_mcmc.targets.local import cut
 from gspmd_mcmc.tree import PyTree
 
 LEAST_CURVATURE = 1e-3
@@ -96,8 +97,7 @@ def find_mode(
     Liu and Nocedal, "On the limited memory BFGS method for large scale optimization", Mathematical
     Programming 45 (1989).
     """
-    checks.check_position(target, position)
-    position = jax.tree.map(jnp.asarray, position)
+    position = checks.admit(target, position)
     optax = _optax()
     found, value, steps, gain = _climb(target, position, tolerance, max_steps, optimiser=optax.lbfgs)
     checks.check_finite_start(target, found, value)
@@ -106,6 +106,7 @@ def find_mode(
         if num_probes
         else tree.ones_like(found)
     )
+    found, curvature = cut(target, found), cut(target, curvature)
     return Mode(found, curvature, value, int(steps), bool(gain <= tolerance))
 
 

@@ -19,6 +19,7 @@ from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.sampling.progress import Report, stop_on_interrupt
 from gspmd_mcmc.sampling.warmup import Warmup
 from gspmd_mcmc.targets import checks
+from gspmd_mcmc.targets.local import lay_out
 from gspmd_mcmc.targets.posterior import as_partial
 from gspmd_mcmc.tree import PyTree, path_str
 
@@ -143,14 +144,15 @@ def _start(
     """Find what kind of start this is; return the layout, and the states in buffers of our own."""
     if isinstance(initial, Draws):
         states = jax.tree.map(jnp.copy, initial.state)
-        return read_layout(mesh, states.position, num_chains, has_chains=True), states
+        layout = read_layout(mesh, kernel.target, states.position, num_chains, has_chains=True)
+        return layout, states
     if isinstance(initial, Mode):
         initial = starts.uniform_start(initial.position, 0.0)
     if not callable(initial):
         return _start_from_position(kernel, rng_key, initial, mesh, num_chains)
     example = starts.example_of(initial, rng_key)
     checks.check_position(kernel.target, example)
-    layout = read_layout(mesh, example, num_chains, has_chains=False)
+    layout = read_layout(mesh, kernel.target, example, num_chains, has_chains=False)
     return layout, starts.start_chains(kernel, rng_key, initial, num_chains, layout)
 
 
@@ -164,8 +166,9 @@ def _start_from_position(
         starts.require_chain_axis(position, num_chains)
     elif not starts.has_chain_axis(kernel.target, position, num_chains):
         starts.require_accepted(kernel, position)
-        return _start(kernel, rng_key, starts.uniform_start(position), mesh, num_chains)
-    layout = read_layout(mesh, position, num_chains, has_chains=True)
+        start = starts.uniform_start(lay_out(kernel.target, position))
+        return _start(kernel, rng_key, start, mesh, num_chains)
+    layout = read_layout(mesh, kernel.target, position, num_chains, has_chains=True)
     states = starts.init_chains(kernel, jax.tree.map(jnp.copy, position), layout=layout)
     starts.require_finite(kernel, states)
     return layout, states

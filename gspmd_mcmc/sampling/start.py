@@ -13,6 +13,7 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.sampling.layout import Layout
 from gspmd_mcmc.targets import checks
+from gspmd_mcmc.targets.local import cut, lay_out
 from gspmd_mcmc.targets.posterior import as_partial
 from gspmd_mcmc.tree import PyTree, path_str
 
@@ -78,15 +79,19 @@ def has_chain_axis(target: Any, position: PyTree, num_chains: int) -> bool:
 def require_accepted(kernel: Any, position: PyTree) -> None:
     """Let the target's own error out, if it does not accept a position."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), position)
-    jax.eval_shape(type(kernel.target).terms, kernel.target, shapes)
+    jax.eval_shape(_terms, kernel.target, shapes)
 
 
 def _accepts(target: Any, position: PyTree) -> bool:
     try:
-        jax.eval_shape(type(target).terms, target, position)
+        jax.eval_shape(_terms, target, position)
     except (TypeError, ValueError, IndexError, KeyError, AttributeError):
         return False
     return True
+
+
+def _terms(target: Any, position: PyTree) -> PyTree:
+    return target.terms(lay_out(target, position))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +109,7 @@ def per_chain(position: PyTree) -> PerChain:
 @partial(jax.jit, static_argnames="layout")
 def init_chains(kernel: Any, positions: PyTree, *, layout: Layout) -> Any:
     """Evaluate the kernel's state at each chain's position."""
+    positions = layout.vmap(lay_out, (None, 0))(kernel.target, positions)
     positions = layout.pin(positions, layout.chain_axis)
     states = layout.vmap(type(kernel).init, (None, 0))(kernel, positions)
     pinned = {
@@ -114,9 +120,15 @@ def init_chains(kernel: Any, positions: PyTree, *, layout: Layout) -> Any:
 
 
 @partial(jax.jit, static_argnames=("layout", "num_chains"))
-def _draw(start: Partial, rng_key: jax.Array, *, layout: Layout, num_chains: int) -> PyTree:
+def _draw(
+    target: Any, start: Partial, rng_key: jax.Array, *, layout: Layout, num_chains: int
+) -> PyTree:
+    def draw(key):
+        # A pad that was drawn with the rest is cut, so that the new one copies a real row.
+        return lay_out(target, cut(target, start(key)))
+
     keys = jax.vmap(partial(jax.random.fold_in, rng_key))(jnp.arange(num_chains))
-    return layout.pin(layout.vmap(start, (0,))(keys), layout.chain_axis)
+    return layout.pin(layout.vmap(draw, (0,))(keys), layout.chain_axis)
 
 
 @partial(jax.jit, static_argnames="layout")
@@ -135,7 +147,7 @@ def start_chains(
     states = None
     for attempt in range(MAX_TRIES):
         key = jax.random.fold_in(rng_key, attempt)
-        positions = _draw(start, key, layout=layout, num_chains=num_chains)
+        positions = _draw(kernel.target, start, key, layout=layout, num_chains=num_chains)
         fresh = init_chains(kernel, positions, layout=layout)
         states = fresh if states is None else _keep_finite(states, fresh, layout=layout)
         if np.all(np.isfinite(states.log_density)):

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gspmd_mcmc.placement.padding import refuse_padded
+from gspmd_mcmc.placement.padding import Padded, is_padded, refuse_padded
+from gspmd_mcmc.targets.local import lay_out, rows_of
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.tree import PyTree, is_staging, is_traced, path_str
 
@@ -16,27 +17,39 @@ class NonFiniteStart(ValueError):
     """The log density at a starting position is not finite."""
 
 
+def admit(target: PyTree, position: PyTree) -> PyTree:
+    """Return a position as the kernels hold it: checked, arrays, local leaves padded and laid out."""
+    check_position(target, position)
+    return lay_out(target, position)
+
+
 def check_position(target: PyTree, position: PyTree) -> None:
     """Raise unless a position is a tree of floating arrays that lie where the target can use them.
 
     A latent that all rows share may not lie over the mesh axis that the rows lie over: every tile would
     have to gather it.
     """
-    refuse_padded(position, "position", "choose a mesh that divides it, or lay it out whole")
-    leaves = jax.tree_util.tree_leaves_with_path(position)
+    leaves = jax.tree_util.tree_leaves_with_path(position, is_leaf=is_padded)
     if not leaves:
         raise ValueError("position: expected a tree with at least one array, got no leaf")
-    for path, leaf in leaves:
+    for (path, leaf), rows in zip(leaves, rows_of(target, position), strict=True):
+        if isinstance(leaf, Padded):
+            if rows is None:
+                refuse_padded(
+                    position, "position", "choose a mesh that divides it, or lay it out whole"
+                )
+            leaf = leaf.values
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(
                 f"position {path_str(path)}: expected a floating dtype, got {jnp.result_type(leaf)}. "
                 "HMC moves through continuous space; convert it, or sum a discrete latent out"
             )
-        shared = _mesh_axes(leaf) & _row_axes(target)
+        shared = _mesh_axes(leaf) & _row_axes(target) if rows is None else ()
         if shared:
             raise ValueError(
                 f"position {path_str(path)} lies over mesh axis {sorted(shared)[0]!r}, which the rows "
-                f"of a plate lie over too; lay it over another axis, or whole on every device: P()"
+                "of a plate lie over too. If its rows are the plate's, say so: Plate(..., local=...); "
+                "else lay it over another axis, or whole on every device: P()"
             )
 
 

@@ -53,14 +53,48 @@ class Rows:
         """Reshape each leaf from [rows, ...] to [blocks, rows of a block, ...], each block at home."""
         leaves, treedef = jax.tree.flatten(data)
         cut = [
-            self._constrain(a.reshape(self.num_blocks, self.block_rows, *a.shape[1:]), (None, *spec))
+            self._constrain(self._cut(a), (None, *spec))
             for a, spec in zip(leaves, self.specs, strict=True)
         ]
         return jax.tree.unflatten(treedef, cut)
 
+    def local_blocks(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """Reshape local latents as `blocks` does data; the compiler lays their other axes."""
+        return self.per_block([self._cut(a) for a in leaves])
+
+    def join(self, array: jax.Array) -> jax.Array:
+        """Undo the reshape of `local_blocks`."""
+        return self.lay(array.reshape(self.num_padded, *array.shape[2:]))
+
+    def _cut(self, array: jax.Array) -> jax.Array:
+        return array.reshape(self.num_blocks, self.block_rows, *array.shape[1:])
+
     def per_block(self, tree: PyTree) -> PyTree:
         """Keep arrays of shape [blocks, ...] with their blocks; the compiler lays the other axes."""
         return jax.tree.map(lambda a: self._constrain(a, (P.UNCONSTRAINED,) * (a.ndim - 1)), tree)
+
+    def lay(self, array: jax.Array) -> jax.Array:
+        """Lay an array [rows, ...] where the rows lie; its other axes stay as they are."""
+        if self.mesh is None or is_traced(array):
+            rest = (P.UNCONSTRAINED,) * (jnp.ndim(array) - 1)
+            return self._constrain(jnp.asarray(array), rest)
+        placed = _sharding(array)
+        rest = placed.spec[1:] if placed is not None and placed.mesh == self.mesh else ()
+        return jax.device_put(array, NamedSharding(self.mesh, P(self.axes, *rest)))
+
+    def is_real(self, ndim: int) -> jax.Array:
+        """Tell real rows from pad, shape [rows, 1, ...] of ``ndim`` axes."""
+        is_real = jnp.arange(self.num_padded) < self.num_rows
+        return is_real.reshape(-1, *(1,) * (ndim - 1))
+
+    def is_same(self, other: "Rows") -> bool:
+        """Tell whether other rows are as many and lie alike."""
+        return (self.num_rows, self.num_padded, self.mesh, self.axes) == (
+            other.num_rows,
+            other.num_padded,
+            other.mesh,
+            other.axes,
+        )
 
     def _constrain(self, array: jax.Array, rest: tuple) -> jax.Array:
         if self.mesh is None or not self.axes:
@@ -144,8 +178,7 @@ def _row_axes(named: list[tuple[str, jax.Array]]) -> tuple[Mesh | None, tuple[st
             raise ValueError(
                 f"plate data: {placed} and {name} lie on different meshes; place them on one"
             )
-        entry = sharding.spec[0] if len(sharding.spec) else None
-        here = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        here = _row_entry(sharding)
         if axes and here and here != axes:
             raise ValueError(
                 f"plate data: rows of {first} lie over {axes}, those of {name} over {here}"
@@ -153,6 +186,12 @@ def _row_axes(named: list[tuple[str, jax.Array]]) -> tuple[Mesh | None, tuple[st
         if here and not axes:
             axes, first = here, name
     return mesh, axes  # pyright: ignore[reportReturnType]
+
+
+def _row_entry(sharding: NamedSharding) -> tuple[str, ...]:
+    """Return the mesh axes that the leading axis lies over."""
+    entry = sharding.spec[0] if len(sharding.spec) else None
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def _rest_of_spec(array) -> tuple:

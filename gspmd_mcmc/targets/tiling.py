@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from gspmd_mcmc.targets.local import without
 from gspmd_mcmc.targets.rows import Rows
 from gspmd_mcmc.targets.two_float import two_float_sum
 from gspmd_mcmc.tree import PyTree, path_str
@@ -41,7 +42,14 @@ class Likelihood:
     row_bytes: int
 
 
-def probe(log_likelihood: Callable, params: PyTree, data: PyTree, rows: Rows) -> Likelihood:
+def probe(
+    log_likelihood: Callable,
+    params: PyTree,
+    is_local: list[bool],
+    is_hidden: list[bool],
+    data: PyTree,
+    rows: Rows,
+) -> Likelihood:
     """Trace the likelihood on a few rows: which parameters it reads, how much memory a row takes.
 
     Raises
@@ -50,9 +58,15 @@ def probe(log_likelihood: Callable, params: PyTree, data: PyTree, rows: Rows) ->
         If it does not return one floating term a row.
     """
     num = min(rows.block_rows, PROBE_ROWS)
-    tile = jax.tree.map(lambda a: jax.ShapeDtypeStruct((num, *a.shape[1:]), a.dtype), data)
-    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), params)
-    jaxpr, out = jax.make_jaxpr(log_likelihood, return_shape=True)(params, tile)
+    tile = jax.tree.map(lambda a: _rows_like(a, num), data)
+    leaves, treedef = jax.tree.flatten(params)
+    shapes = [
+        _rows_like(a, num) if local else _like(a) for a, local in zip(leaves, is_local, strict=True)
+    ]
+    params = jax.tree.unflatten(treedef, shapes)
+    jaxpr, out = jax.make_jaxpr(
+        lambda x, block: log_likelihood(without(x, is_hidden), block), return_shape=True
+    )(params, tile)
     _check_terms(log_likelihood, out, num, params)
     used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.jaxpr.outvars}
     is_read = tuple(id(v) in used for v in jaxpr.jaxpr.invars[: len(jax.tree.leaves(params))])
@@ -61,6 +75,14 @@ def probe(log_likelihood: Callable, params: PyTree, data: PyTree, rows: Rows) ->
         math.prod(a.shape) * a.dtype.itemsize // num for a in made if num in getattr(a, "shape", ())
     ]
     return Likelihood(is_read, max(per_row, default=1))
+
+
+def _like(array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(array), jnp.result_type(array))
+
+
+def _rows_like(array, num: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((num, *jnp.shape(array)[1:]), jnp.result_type(array))
 
 
 def _check_terms(log_likelihood: Callable, out: PyTree, num: int, params: PyTree) -> None:
@@ -93,42 +115,56 @@ def _tile_bytes(rows: Rows) -> int:
     return TILE_BYTES_A_CORE * max(1, min(cores, MOST_CORES))
 
 
-def stream(body: Callable, init: PyTree, data: PyTree, rows: Rows, tile: int) -> tuple[PyTree, PyTree]:
+def stream(
+    body: Callable, init: PyTree, by_row: PyTree, blocks: PyTree, rows: Rows, tile: int
+) -> tuple[PyTree, PyTree, PyTree]:
     """Scan the tiles of all blocks at once.
 
     Parameters
     ----------
     body
-        ``body(carry, block_tile, is_counted) -> carry, out`` for one tile of one block:
+        ``body(carry, block_tile, is_counted) -> carry, by_row, out`` for one tile of one block:
         ``is_counted`` [tile] is False on padding and on rows that an earlier tile has counted.
     init
         What each block's carry starts from; leaves [blocks, ...].
-    data, rows, tile
-        The plate's arrays [rows, ...], their layout, and the rows of a tile.
+    by_row
+        What is added to row by row; leaves [blocks, rows of a block, ...].
+    blocks, rows, tile
+        Arrays [blocks, rows of a block, ...], the layout of the rows, and the rows of a tile.
 
     Returns
     -------
-    carry, out
-        Carry per block, leaves [blocks, ...]; outputs per tile, leaves [tiles, blocks, ...].
+    carry, by_row, out
+        Carry per block, leaves [blocks, ...]; ``by_row`` with what the tiles added; outputs per tile,
+        leaves [tiles, blocks, ...].
     """
-    blocks = rows.blocks(data)
     first_row = jnp.arange(rows.num_blocks) * rows.block_rows
 
-    def step(carry, index):
+    def step(carries, index):
+        carry, by_row = carries
         # The last tile ends at the block's end, so it may overlap the one before.
         start = jnp.minimum(index * tile, rows.block_rows - tile)
         position = start + jnp.arange(tile)
         is_counted = (position >= index * tile)[None] & (
             first_row[:, None] + position[None] < rows.num_rows
         )
-        block_tile = jax.tree.map(
-            lambda a: jax.lax.dynamic_slice_in_dim(a, start, tile, axis=1), blocks
+        carry, added, out = jax.vmap(body)(carry, _tile(blocks, start, tile), is_counted)
+        by_row = jax.tree.map(
+            lambda a, b, t: jax.lax.dynamic_update_slice_in_dim(a, t + b, start, axis=1),
+            by_row,
+            added,
+            _tile(by_row, start, tile),
         )
-        carry, out = jax.vmap(body)(carry, block_tile, is_counted)
-        return rows.per_block(carry), rows.per_block(out)
+        return (rows.per_block(carry), rows.per_block(by_row)), rows.per_block(out)
 
     num_tiles = -(-rows.block_rows // tile)
-    return jax.lax.scan(step, rows.per_block(init), jnp.arange(num_tiles))
+    start = (rows.per_block(init), rows.per_block(by_row))
+    (carry, by_row), out = jax.lax.scan(step, start, jnp.arange(num_tiles))
+    return carry, by_row, out
+
+
+def _tile(blocks: PyTree, start: jax.Array, tile: int) -> PyTree:
+    return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, tile, axis=1), blocks)
 
 
 def tile_sum(terms: jax.Array, is_counted: jax.Array) -> jax.Array:

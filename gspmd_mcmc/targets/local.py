@@ -1,0 +1,210 @@
+"""Local latents: leaves of the position that have one row for each row of a plate.
+
+They lie where the plate's rows lie. Where the mesh does not divide the rows they are padded, as the
+data are, by copies of the last row; the pad has no density and no momentum, and nobody sees it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd_mcmc.placement.padding import Padded, is_padded
+from gspmd_mcmc.targets.rows import Rows
+from gspmd_mcmc.tree import PyTree, is_traced, path_str, pytree, static
+
+
+@dataclass(frozen=True)
+class Local:
+    """Which leaves of the parameters are local to a plate; hashable, metadata of the `Plate`.
+
+    Attributes
+    ----------
+    names
+        Names of entries at the top of the parameters: keys of a dict, fields of a tuple or class.
+    prefix
+        Or a prefix tree of booleans, flattened.
+    """
+
+    names: tuple[str, ...] = ()
+    prefix: tuple[Any, tuple[bool, ...]] | None = None
+
+    @classmethod
+    def read(cls, local: Any) -> "Local":
+        """Read what a user wrote: a name, names, or a prefix tree of booleans."""
+        if isinstance(local, str):
+            return cls((local,))
+        leaves, treedef = jax.tree.flatten(local)
+        if all(isinstance(x, str) for x in leaves) and isinstance(
+            local, tuple | list | set | frozenset
+        ):
+            return cls(tuple(sorted(local)) if isinstance(local, set | frozenset) else tuple(local))
+        if not all(isinstance(x, bool | np.bool_) for x in leaves):
+            raise TypeError(
+                "local: expected names of leaves, or a tree of True and False that is a prefix of the "
+                f"parameters, got {local!r}"
+            )
+        return cls((), (treedef, tuple(bool(x) for x in leaves)))
+
+    def flags(self, params: PyTree) -> list[bool]:
+        """Tell for each leaf of the parameters whether it is local."""
+        if self.prefix is not None:
+            return self._flags_of_prefix(params)
+        heads = [_name(path[0]) if path else "" for path, _ in _leaves(params)]
+        unknown = [name for name in self.names if name not in heads]
+        if unknown:
+            raise ValueError(
+                f"local: the parameters have no leaf {unknown[0]!r}; they have {sorted(set(heads))}"
+            )
+        return [head in self.names for head in heads]
+
+    def _flags_of_prefix(self, params: PyTree) -> list[bool]:
+        assert self.prefix is not None
+        treedef, flags = self.prefix
+        prefix = jax.tree.unflatten(treedef, flags)
+        try:
+            full = jax.tree.map(lambda f, sub: jax.tree.map(lambda _: f, sub), prefix, params)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"local: {prefix} is no prefix of the parameters {jax.tree.structure(params)}"
+            ) from error
+        return jax.tree.leaves(full)
+
+    def __bool__(self) -> bool:
+        return bool(self.names) or self.prefix is not None
+
+
+def _leaves(tree: PyTree) -> list:
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
+
+
+def _name(key: Any) -> str:
+    return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class RowValues:
+    """Values that have one row for each padded row of a plate: what a target keeps of local latents."""
+
+    values: jax.Array
+    rows: Rows = static()
+
+
+def is_row_values(node: Any) -> bool:
+    """Tell whether a node of a tree is `RowValues` (for ``is_leaf=``)."""
+    return isinstance(node, RowValues)
+
+
+def without(tree: PyTree, hidden: list[bool]) -> PyTree:
+    """Leave some leaves out: their dict entries go, elsewhere None takes their place."""
+    if not any(hidden):
+        return tree
+    marks = jax.tree.unflatten(jax.tree.structure(tree), hidden)
+    return _strip(tree, marks)
+
+
+def _strip(node: PyTree, marks: PyTree) -> PyTree:
+    if type(node) is not dict:
+        return jax.tree.map(lambda x, is_hidden: None if is_hidden else x, node, marks)
+    kept = {k: v for k, v in node.items() if not _all_hidden(marks[k])}
+    return {k: _strip(v, marks[k]) for k, v in kept.items()}
+
+
+def _all_hidden(marks: PyTree) -> bool:
+    flags = jax.tree.leaves(marks)
+    return bool(flags) and all(flags)
+
+
+def wrap(tree: PyTree, found: list[Rows | None]) -> PyTree:
+    """Mark the leaves that have rows as `RowValues`."""
+    leaves, treedef = jax.tree.flatten(tree)
+    wrapped = [x if rows is None else RowValues(x, rows) for x, rows in zip(leaves, found, strict=True)]
+    return jax.tree.unflatten(treedef, wrapped)
+
+
+def unwrap(tree: PyTree, axis: int = 0) -> PyTree:
+    """Turn `RowValues`, whose rows are on an axis, into arrays of the real rows."""
+    return jax.tree.map(
+        lambda x: cut_rows(x.values, x.rows, axis) if is_row_values(x) else x,
+        tree,
+        is_leaf=is_row_values,
+    )
+
+
+def kept(target: Any, position: PyTree) -> PyTree:
+    """Return what `Draws` keep of a position, rows marked as `RowValues`."""
+    return target.kept(position) if hasattr(target, "kept") else position
+
+
+def rows_of(target: Any, position: PyTree) -> list[Rows | None]:
+    """Return for each leaf the rows that it is local to, or None; targets need not have any."""
+    if hasattr(target, "local_rows"):
+        return target.local_rows(position)
+    return [None] * len(jax.tree.leaves(position, is_leaf=is_padded))
+
+
+def lay_out(target: Any, position: PyTree) -> PyTree:
+    """Turn leaves into arrays; pad local ones and lay them over their rows' mesh axes.
+
+    Raises
+    ------
+    ValueError
+        If a local leaf has another number of rows than its plate.
+    """
+    found = rows_of(target, position)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(position, is_leaf=is_padded)
+    laid = [
+        jnp.asarray(leaf) if rows is None else _lay_out_leaf(path_str(path), leaf, rows)
+        for (path, leaf), rows in zip(paths, found, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, laid)
+
+
+def _lay_out_leaf(name: str, leaf: Any, rows: Rows) -> jax.Array:
+    array = leaf.values if isinstance(leaf, Padded) else leaf
+    num_real = leaf.num_rows if isinstance(leaf, Padded) else np.shape(array)[:1]
+    sizes = (rows.num_rows,) if isinstance(leaf, Padded) else ((rows.num_rows,), (rows.num_padded,))
+    if num_real not in sizes:
+        raise ValueError(
+            f"position {name} is local to a plate of {rows}: expected a leading axis of "
+            f"{rows.num_rows}, got {f'{num_real} rows' if isinstance(leaf, Padded) else ''} shape "
+            f"{np.shape(array)}"
+        )
+    missing = rows.num_padded - np.shape(array)[0]
+    if missing:
+        array = jnp.asarray(array)
+        last = jnp.broadcast_to(array[-1:], (missing, *array.shape[1:]))
+        array = jnp.concatenate([array, last])
+    return rows.lay(array)
+
+
+def zero_pad(target: Any, momentum: PyTree) -> PyTree:
+    """Set the pad of local leaves to zero: what does not exist does not move."""
+    return _map_rows(target, momentum, lambda x, rows: jnp.where(rows.is_real(x.ndim), x, 0))
+
+
+def cut(target: Any, position: PyTree) -> PyTree:
+    """Cut the pad of local leaves off, inside a program or outside."""
+    return _map_rows(target, position, lambda x, rows: cut_rows(x, rows, 0))
+
+
+def cut_rows(array: jax.Array, rows: Rows, axis: int) -> Any:
+    """Cut the pad off an axis; outside jit that leaves an array on the host, as no mesh divides it."""
+    if rows.num_rows == rows.num_padded:
+        return array
+    array = array if is_traced(array) else np.asarray(array)
+    return array[(*(slice(None),) * axis, slice(rows.num_rows))]
+
+
+def _map_rows(target: Any, tree: PyTree, function: Callable) -> PyTree:
+    """Apply ``function(leaf, rows)`` to the local leaves that have a pad."""
+    leaves, treedef = jax.tree.flatten(tree)
+    mapped = [
+        x if rows is None or rows.num_rows == rows.num_padded else function(x, rows)
+        for x, rows in zip(leaves, rows_of(target, tree), strict=True)
+    ]
+    return jax.tree.unflatten(treedef, mapped)
