@@ -12,7 +12,9 @@ from gspmd_mcmc.sampling.start import per_chain, uniform_start
 from gspmd_mcmc.targets.checks import NonFiniteStart
 from gspmd_mcmc.targets.likelihoods import bernoulli_logits, categorical_logits, poisson_log_rate
 from gspmd_mcmc.targets.log_density import LogDensity
-from gspmd_mcmc.targets.posterior import Plate, Posterior
+from gspmd_mcmc.targets.numpyro import from_numpyro
+from gspmd_mcmc.targets.plate import Plate
+from gspmd_mcmc.targets.posterior import Posterior
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "bernoulli_logits",
     "categorical_logits",
     "find_mode",
+    "from_numpyro",
     "per_chain",
     "poisson_log_rate",
     "sample",

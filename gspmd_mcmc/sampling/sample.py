@@ -19,8 +19,8 @@ from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.sampling.progress import Report, stop_on_interrupt
 from gspmd_mcmc.sampling.warmup import Warmup
 from gspmd_mcmc.targets import checks
+from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import lay_out
-from gspmd_mcmc.targets.posterior import as_partial
 from gspmd_mcmc.tree import PyTree, path_str
 
 ACCEPTANCE_SPREAD = 0.15
@@ -33,7 +33,7 @@ class SamplingWarning(UserWarning):
 def sample(
     rng_key: jax.Array,
     target: Any,
-    initial_position: PyTree,
+    initial_position: PyTree = None,
     *,
     mesh: Mesh | None = None,
     num_chains: int = 4,
@@ -56,7 +56,8 @@ def sample(
     target
         A `Posterior` or `LogDensity`.
     initial_position
-        One of: a position without a chain axis, which is spread by uniform jitter in (-2, 2) per
+        None for a target that tells the shapes of its latents (`from_numpyro`): around its origin. Or
+        one of: a position without a chain axis, which is spread by uniform jitter in (-2, 2) per
         chain (`uniform_start` has other radii); one whose leaves have a leading axis of chains, used
         as it is (`per_chain` says so where both could be meant); a function ``rng_key -> position``,
         called per chain (draws from a prior, `Mode.laplace_start`); a `Mode`, at which all chains
@@ -104,6 +105,7 @@ def sample(
         _check_goes_on(earlier, target, kernel, num_chains)
         kernel = earlier.kernel
     kernel = HMC(target, 0.1, 32, jitter=0.5) if kernel is None else kernel
+    initial_position = _origin(target) if initial_position is None else initial_position
     if kernel.target is not target:
         raise ValueError("kernel: it was built on another target; build it on the one given here")
     if isinstance(initial_position, Mode):
@@ -172,6 +174,12 @@ def _start_from_position(
     states = starts.init_chains(kernel, jax.tree.map(jnp.copy, position), layout=layout)
     starts.require_finite(kernel, states)
     return layout, states
+
+
+def _origin(target: Any) -> PyTree:
+    if not hasattr(target, "origin"):
+        raise ValueError("initial_position: this target does not tell the shapes of its latents")
+    return target.origin()
 
 
 def _common_mesh(mesh: Mesh | None, target: Any) -> Mesh | None:

@@ -13,8 +13,8 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.sampling.layout import Layout
 from gspmd_mcmc.targets import checks
+from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import cut, lay_out
-from gspmd_mcmc.targets.posterior import as_partial
 from gspmd_mcmc.tree import PyTree, path_str
 
 MAX_TRIES = 100

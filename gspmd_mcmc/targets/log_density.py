@@ -8,7 +8,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.padding import refuse_padded
-from gspmd_mcmc.targets.posterior import as_partial, summands
+from gspmd_mcmc.targets.functions import as_partial, name_of_function, summands
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
 
@@ -49,4 +49,4 @@ class LogDensity:
         return terms, pullback(tree.ones_like(terms))[0]
 
     def __repr__(self) -> str:
-        return f"LogDensity({getattr(self.fn.func, '__name__', repr(self.fn.func))})"
+        return f"LogDensity({name_of_function(self.fn)})"

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +187,12 @@ def _row_axes(named: list[tuple[str, jax.Array]]) -> tuple[Mesh | None, tuple[st
         if here and not axes:
             axes, first = here, name
     return mesh, axes  # pyright: ignore[reportReturnType]
+
+
+def row_axes(array: Any) -> tuple[str, ...] | None:
+    """Return the mesh axes that an array's rows lie over; None if no mesh has placed it."""
+    sharding = _sharding(array)
+    return None if sharding is None else _row_entry(sharding)
 
 
 def _row_entry(sharding: NamedSharding) -> tuple[str, ...]:

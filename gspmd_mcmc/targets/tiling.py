@@ -9,11 +9,11 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.targets.local import without
 from gspmd_mcmc.targets.rows import Rows
 from gspmd_mcmc.targets.two_float import two_float_sum
 from gspmd_mcmc.tree import PyTree, path_str
@@ -43,14 +43,11 @@ class Likelihood:
 
 
 def probe(
-    log_likelihood: Callable,
-    params: PyTree,
-    is_local: list[bool],
-    is_hidden: list[bool],
-    data: PyTree,
-    rows: Rows,
+    terms_of: Callable, name: str, params: PyTree, is_local: list[bool], data: PyTree, rows: Rows
 ) -> Likelihood:
     """Trace the likelihood on a few rows: which parameters it reads, how much memory a row takes.
+
+    ``terms_of(params, block)`` is the likelihood called ``name``, on the block's rows of local leaves.
 
     Raises
     ------
@@ -64,17 +61,23 @@ def probe(
         _rows_like(a, num) if local else _like(a) for a, local in zip(leaves, is_local, strict=True)
     ]
     params = jax.tree.unflatten(treedef, shapes)
-    jaxpr, out = jax.make_jaxpr(
-        lambda x, block: log_likelihood(without(x, is_hidden), block), return_shape=True
-    )(params, tile)
-    _check_terms(log_likelihood, out, num, params)
-    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.jaxpr.outvars}
-    is_read = tuple(id(v) in used for v in jaxpr.jaxpr.invars[: len(jax.tree.leaves(params))])
+    jaxpr, out = jax.make_jaxpr(terms_of, return_shape=True)(params, tile)
+    _check_terms(name, out, num, params)
+    is_read = tuple(is_live(jaxpr.jaxpr)[: len(leaves)])
     made = [v.aval for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
     per_row = [
         math.prod(a.shape) * a.dtype.itemsize // num for a in made if num in getattr(a, "shape", ())
     ]
     return Likelihood(is_read, max(per_row, default=1))
+
+
+def is_live(jaxpr: Any) -> list[bool]:
+    """Tell for each input of a program whether an output depends on it."""
+    live = {id(v) for v in jaxpr.outvars}
+    for eqn in reversed(jaxpr.eqns):
+        if any(id(v) in live for v in eqn.outvars):
+            live |= {id(v) for v in eqn.invars}
+    return [id(v) in live for v in jaxpr.invars]
 
 
 def _like(array) -> jax.ShapeDtypeStruct:
@@ -85,9 +88,7 @@ def _rows_like(array, num: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((num, *jnp.shape(array)[1:]), jnp.result_type(array))
 
 
-def _check_terms(log_likelihood: Callable, out: PyTree, num: int, params: PyTree) -> None:
-    name = getattr(log_likelihood, "func", log_likelihood)
-    name = getattr(name, "__name__", repr(name))
+def _check_terms(name: str, out: PyTree, num: int, params: PyTree) -> None:
     if isinstance(out, jax.ShapeDtypeStruct) and out.shape == (num,):
         if not jnp.issubdtype(out.dtype, jnp.floating):
             raise TypeError(f"{name}: expected floating terms, got dtype {out.dtype}")

@@ -1,0 +1,38 @@
+"""The functions that users write, as a target holds and checks them."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.tree import PyTree
+
+
+def as_partial(function: Callable) -> Partial:
+    """Wrap a function as a pytree, so that a `Partial`'s arrays enter programs as arguments."""
+    if not callable(function):
+        raise TypeError(f"expected a function, got {type(function).__name__}")
+    return function if isinstance(function, Partial) else Partial(function)
+
+
+def name_of_function(function: Callable) -> str:
+    """Return what a function, or the one that a `Partial` binds, is called."""
+    inner = getattr(function, "func", function)
+    return getattr(inner, "__name__", repr(inner))
+
+
+def summands(function: Callable, value: PyTree) -> PyTree:
+    """Check that a log density's summands are floating arrays."""
+    name = name_of_function(function)
+    leaves = jax.tree_util.tree_leaves_with_path(value)
+    if not leaves:
+        raise TypeError(f"{name}: expected a scalar or a tree of summands, got {value!r}")
+    for path, leaf in leaves:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"{name}: expected floating summands, got dtype {jnp.result_type(leaf)} at "
+                f"{tree.path_str(path)}"
+            )
+    return jax.tree.map(jnp.asarray, value)
