@@ -139,7 +139,7 @@ class Entrant:
     def run(self, number: int) -> None:
         """Take part in a round."""
         reply = self._live().ask(do="run", calls=self.calls)
-        reply["gradients_per_s"] = reply["gradients"] / reply["seconds"]
+        reply["per_s"] = reply["units"] / reply["seconds"]
         for key in ("peak_rss_bytes", "peak_device_bytes"):
             if key in reply:
                 self.record[key] = reply.pop(key)

@@ -15,7 +15,7 @@ def summarise(records: list[dict], ours: str = "ours", floor: str = "roofline") 
         own = rates[record["contender"]]
         if not own:
             continue
-        record["gradients_per_s"] = spread(list(own.values()))
+        record["per_s"] = spread(list(own.values()))
         for key in record["rounds"][0].get("extra", {}):
             record[key] = spread([entry["extra"][key] for entry in record["rounds"]])
         if record["contender"] != ours:
@@ -25,7 +25,7 @@ def summarise(records: list[dict], ours: str = "ours", floor: str = "roofline") 
 
 
 def _rates(record: dict) -> dict[int, float]:
-    return {entry["round"]: entry["gradients_per_s"] for entry in record["rounds"]}
+    return {entry["round"]: entry["per_s"] for entry in record["rounds"]}
 
 
 def _ratios(above: dict[int, float], below: dict[int, float]) -> list[float]:

@@ -6,8 +6,6 @@ from rich.markup import escape
 from rich.table import Table
 
 COLUMNS = (
-    "contender",
-    "gradients/s (min-max)",
     "ours/this (min-max)",
     "of roofline",
     "accept",
@@ -20,9 +18,11 @@ COLUMNS = (
 READS = {"read_float32_per_s": "- read as float32", "read_uint8_per_s": "- read as uint8"}
 
 
-def show(console: Console, title: str, records: list[dict]) -> None:
+def show(console: Console, title: str, unit: str, records: list[dict]) -> None:
     """Print one configuration, best first; failures last, with their errors."""
-    table = Table(*COLUMNS, title=title, box=box.SIMPLE, title_justify="left")
+    columns = ("contender", f"{unit}/s (min-max)", *COLUMNS)
+    table = Table(*columns, title=title, box=box.SIMPLE, title_justify="left")
+    table.columns[0].min_width = 17
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for record in sorted(records, key=lambda r: -_median(r)):
@@ -35,17 +35,16 @@ def show(console: Console, title: str, records: list[dict]) -> None:
         _show_errors(console, record)
 
 
-def legend(console: Console) -> None:
-    """Say what the columns mean."""
+def legend(console: Console, rates: str) -> None:
+    """Say what the columns mean; ``rates`` says it of the rates and of the floor."""
     console.print(
-        "gradients/s: of one chain over all rows, all chains together. compile: tracing and XLA. "
-        "temp, args: the program's bytes on one device. peak: resident set of the process. "
-        "roofline: the two matrix products alone, and one read of the data for all chains."
+        f"{rates} compile: tracing and XLA. temp, args: the program's bytes on one device. peak: "
+        "resident set of the process. collectives: in the program (in its loops)."
     )
 
 
 def _median(record: dict) -> float:
-    return record["gradients_per_s"]["median"] if "gradients_per_s" in record else -1.0
+    return record["per_s"]["median"] if "per_s" in record else -1.0
 
 
 def _cells(record: dict) -> list[str]:
@@ -53,7 +52,7 @@ def _cells(record: dict) -> list[str]:
     seconds = build["trace_s"] + build["compile_s"] if "compile_s" in build else None
     return [
         record["contender"] + (" [red]FAILED[/red]" if record["failed"] else ""),
-        _spread(record.get("gradients_per_s"), ".1f"),
+        _spread(record.get("per_s"), ".1f"),
         _spread(record.get("ours_over_this"), ".2f"),
         _number(record.get("share_of_roofline", {}).get("median"), ".0%"),
         _number(rounds[-1].get("acceptance") if rounds else None, ".2f"),
@@ -61,8 +60,14 @@ def _cells(record: dict) -> list[str]:
         _megabytes(build.get("temp_bytes")),
         _megabytes(build.get("argument_bytes")),
         _megabytes(record.get("peak_rss_bytes")),
-        " ".join(f"{count} {kind}" for kind, count in build.get("collectives", {}).items()),
+        _collectives(build),
     ]
+
+
+def _collectives(build: dict) -> str:
+    in_loops = build.get("collectives_in_loops", {})
+    counts = build.get("collectives", {}).items()
+    return " ".join(f"{count} ({in_loops.get(kind, 0)}) {kind}" for kind, count in counts)
 
 
 def _show_errors(console: Console, record: dict) -> None:

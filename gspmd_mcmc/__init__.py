@@ -10,7 +10,12 @@ from gspmd_mcmc.sampling.mode import Mode, find_mode
 from gspmd_mcmc.sampling.sample import SamplingWarning, sample
 from gspmd_mcmc.sampling.start import per_chain, uniform_start
 from gspmd_mcmc.targets.checks import NonFiniteStart
-from gspmd_mcmc.targets.likelihoods import bernoulli_logits, categorical_logits, poisson_log_rate
+from gspmd_mcmc.targets.likelihoods import (
+    bernoulli_logits,
+    categorical_logits,
+    inner_products,
+    poisson_log_rate,
+)
 from gspmd_mcmc.targets.log_density import LogDensity
 from gspmd_mcmc.targets.numpyro import from_numpyro
 from gspmd_mcmc.targets.plate import Plate
@@ -26,6 +31,7 @@ __all__ = [
     "categorical_logits",
     "find_mode",
     "from_numpyro",
+    "inner_products",
     "per_chain",
     "poisson_log_rate",
     "sample",

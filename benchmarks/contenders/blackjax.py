@@ -1,11 +1,15 @@
 """BlackJAX: HMC whose log density reads row-sharded arguments; several chains by vmap."""
 
+import functools
+
 import blackjax
 import jax
 import jax.numpy as jnp
+from blackjax.mcmc.metrics import Metric
 from jax.scipy.stats import norm
 
 from benchmarks import mnist_data
+from benchmarks.contenders import factorisation
 from benchmarks.contenders.hmc_program import HmcProgram
 from benchmarks.contenders.likelihood import fastest
 from benchmarks.contenders.placing import replicate, row_mesh
@@ -20,16 +24,48 @@ def mnist(task) -> HmcProgram:
     position = replicate(mesh, mnist_data.start_position(task.chains))
 
     def log_density(params, *data):
-        prior = sum(norm.logpdf(leaf).sum() for leaf in jax.tree.leaves(params))
-        return prior + log_likelihood(params["w"], params["b"], *data)
+        return _log_prior(params) + log_likelihood(params["w"], params["b"], *data)
 
-    return _program(log_density, position, data, mesh, task)
-
-
-def _program(log_density, position, data, mesh, task) -> HmcProgram:
     size = sum(leaf.size for leaf in jax.tree.leaves(position)) // task.chains
-    inverse_mass_matrix = jnp.ones(size)
+    lay_out = functools.partial(replicate, mesh)
+    return _program(log_density, position, data, lay_out, task, jnp.ones(size))
 
+
+def movielens(task) -> HmcProgram:
+    """Matrix factorisation; a user's latents lie with the user's row."""
+    mesh = row_mesh(task.devices)
+    watched, position = factorisation.load(task, mesh)
+    log_likelihood = factorisation.log_likelihood(task, blocks=mesh.size)
+
+    def log_density(params, watched):
+        return _log_prior(params) + log_likelihood(params, watched)
+
+    lay_out = functools.partial(factorisation.lay_out, mesh, len(watched))
+    # One vector of all momenta would be gathered on every device; a metric by leaves keeps them.
+    metric = Metric(_normal_like, _kinetic_energy, check_turning=_unused, scale=_unused)
+    return _program(log_density, position, (watched,), lay_out, task, metric)
+
+
+def _normal_like(rng_key, position):
+    leaves, treedef = jax.tree.flatten(position)
+    keys = jax.random.split(rng_key, len(leaves))
+    draws = [jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(treedef, draws)
+
+
+def _kinetic_energy(momentum, position=None):
+    return 0.5 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(momentum))
+
+
+def _unused(*args, **kwargs):
+    raise NotImplementedError("HMC needs it not")
+
+
+def _log_prior(params):
+    return sum(norm.logpdf(leaf).sum() for leaf in jax.tree.leaves(params))
+
+
+def _program(log_density, position, data, lay_out, task, inverse_mass_matrix) -> HmcProgram:
     def algorithm(data):
         # Built from the arguments at hand, so that the data are traced and not constants.
         return blackjax.hmc(
@@ -52,13 +88,13 @@ def _program(log_density, position, data, mesh, task) -> HmcProgram:
         state, info = step(step_key, state)
         return rng_key, state, info.acceptance_rate
 
-    state = replicate(mesh, jax.jit(init)(position, *data))
-    carry = replicate(mesh, (jax.random.key(1), state, jnp.zeros_like(state.logdensity)))
+    state = jax.jit(init)(position, *data)
+    carry = lay_out((jax.random.key(1), state, jnp.zeros_like(state.logdensity)))
     return HmcProgram(
         transition=jax.jit(transition, out_shardings=jax.tree.map(lambda x: x.sharding, carry)),
         carry=carry,
         data=data,
-        gradients=task.chains * task.leapfrogs,
+        units=task.units,
         acceptance=lambda carry: carry[2],
         evaluate=lambda: (state.logdensity, state.logdensity_grad),
         devices=task.devices,

@@ -23,8 +23,8 @@ class HmcProgram:
         A jitted (or pmapped) ``transition(carry, *data) -> carry``: one HMC step of every chain.
     carry, data
         Its arguments, placed. Data are arguments: closed over, they would be copied to each device.
-    gradients
-        Gradients of one chain that a transition takes, times chains.
+    units
+        What a transition counts: gradients or leapfrogs.
     acceptance
         ``acceptance(carry)``: the last transition's acceptance rate.
     evaluate
@@ -34,7 +34,7 @@ class HmcProgram:
     transition: Any
     carry: Any
     data: tuple
-    gradients: int
+    units: int
     acceptance: Callable
     evaluate: Callable
     devices: int
@@ -47,7 +47,9 @@ class HmcProgram:
         self.compiled = lowered.compile()
         compiled = time.perf_counter()
         report = {"trace_s": traced - start, "compile_s": compiled - traced}
-        report["collectives"] = collectives(self.compiled.as_text())
+        hlo = self.compiled.as_text()
+        report["collectives"] = collectives(hlo)
+        report["collectives_in_loops"] = collectives(loops(hlo))
         if self.devices > 1 and not report["collectives"].get("all-reduce"):
             raise RuntimeError("no all-reduce on several devices: the data are not sharded")
         return report | memory(self.compiled)
@@ -60,7 +62,7 @@ class HmcProgram:
         jax.block_until_ready(self.carry)
         seconds = time.perf_counter() - start
         acceptance = float(np.mean(self.acceptance(self.carry)))
-        return {"seconds": seconds, "gradients": calls * self.gradients, "acceptance": acceptance}
+        return {"seconds": seconds, "units": calls * self.units, "acceptance": acceptance}
 
     def check(self) -> dict:
         """Return the log density and its gradient at the start."""
@@ -73,6 +75,22 @@ def collectives(hlo: str) -> dict[str, int]:
     """Count the collective operations in a compiled program's text."""
     found = re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", hlo)
     return dict(Counter(found))
+
+
+def loops(hlo: str) -> str:
+    """Return the text of what a compiled program does in its loops, each body once.
+
+    A transition's outermost loop is over its leapfrogs, so a collective that stands in the body runs
+    once a leapfrog; one that stands in a loop over tiles inside it runs for every tile.
+    """
+    bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\n((?:.*\n)*?)\}", hlo, re.MULTILINE))
+    found, waiting = {}, re.findall(r"body=%?([\w.\-]+)", hlo)
+    while waiting:
+        name = waiting.pop()
+        if name in bodies and name not in found:
+            found[name] = bodies[name]
+            waiting += re.findall(r"(?:calls|to_apply|body)=%?([\w.\-]+)", bodies[name])
+    return "".join(found.values())
 
 
 def memory(compiled) -> dict[str, int]:

@@ -6,12 +6,17 @@ the same 20 leapfrogs at the same speed by ``num_steps`` as by ``trajectory_leng
 the step size is rounded up in float32.
 """
 
+import functools
+import math
+
 import jax
+import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import HMC
 
 from benchmarks import mnist_data
+from benchmarks.contenders import factorisation
 from benchmarks.contenders.hmc_program import HmcProgram
 from benchmarks.contenders.likelihood import fastest
 from benchmarks.contenders.placing import replicate, row_mesh
@@ -31,10 +36,30 @@ def mnist(task) -> HmcProgram:
         # Never slower than `dist.Categorical`, and about 20 % faster with four chains.
         numpyro.factor("labels", log_likelihood(w, b, *data))
 
-    return _program(model, position, data, mesh, task)
+    return _program(model, position, data, functools.partial(replicate, mesh), task)
 
 
-def _program(model, position, data, mesh, task) -> HmcProgram:
+def movielens(task) -> HmcProgram:
+    """Matrix factorisation; a user's latents lie with the user's row."""
+    mesh = row_mesh(task.devices)
+    watched, position = factorisation.load(task, mesh)
+    log_likelihood = factorisation.log_likelihood(task, blocks=mesh.size)
+    shapes = {name: leaf.shape[1:] for name, leaf in position.items()}
+
+    def model(watched):
+        params = {
+            name: numpyro.sample(name, dist.Normal(0, 1).expand(shape).to_event(len(shape)))
+            for name, shape in shapes.items()
+        }
+        numpyro.factor("watched", log_likelihood(params, watched))
+
+    # One vector of all momenta would be gathered on every device; a metric of each site keeps them.
+    metric = {(name,): jnp.ones(math.prod(shape)) for name, shape in shapes.items()}
+    lay_out = functools.partial(factorisation.lay_out, mesh, len(watched))
+    return _program(model, position, (watched,), lay_out, task, metric)
+
+
+def _program(model, position, data, lay_out, task, inverse_mass_matrix=None) -> HmcProgram:
     kernel = HMC(
         model,
         step_size=task.step_size,
@@ -42,11 +67,12 @@ def _program(model, position, data, mesh, task) -> HmcProgram:
         trajectory_length=None,
         adapt_step_size=False,
         adapt_mass_matrix=False,
+        inverse_mass_matrix=inverse_mass_matrix,
     )
     rng_key = jax.random.key(1)
     if task.chains > 1:
         rng_key = jax.random.split(rng_key, task.chains)
-    state = replicate(mesh, kernel.init(rng_key, 0, position, data, {}))
+    state = lay_out(kernel.init(rng_key, 0, position, data, {}))
 
     def transition(state, *data):
         return kernel.sample(state, data, {})
@@ -55,7 +81,7 @@ def _program(model, position, data, mesh, task) -> HmcProgram:
         transition=jax.jit(transition, out_shardings=jax.tree.map(lambda x: x.sharding, state)),
         carry=state,
         data=data,
-        gradients=task.chains * task.leapfrogs,
+        units=task.units,
         acceptance=lambda state: state.accept_prob,
         evaluate=lambda: (-state.potential_energy, jax.tree.map(lambda g: -g, state.z_grad)),
         devices=task.devices,

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec
 
 import gspmd_mcmc as gm
 from benchmarks import mnist_data
+from benchmarks.contenders import factorisation
 from benchmarks.contenders.hmc_program import HmcProgram
 from benchmarks.contenders.placing import replicate
 
@@ -38,6 +39,29 @@ def mnist(task) -> HmcProgram:
     return _program(kernel, position, mesh, task)
 
 
+def movie_log_prior(params):
+    return norm.logpdf(params["V"]), norm.logpdf(params["v"])
+
+
+def user_log_density(params, block):
+    logits = gm.inner_products(params["U"], params["V"], params["u"], params["v"])
+    likelihood = jnp.sum(gm.bernoulli_logits(logits, block), axis=1)
+    return likelihood + jnp.sum(norm.logpdf(params["U"]), axis=1) + norm.logpdf(params["u"])
+
+
+def movielens(task) -> HmcProgram:
+    """Matrix factorisation; a user's latents lie with the user's row."""
+    mesh = gm.make_mesh(data=task.devices)
+    watched, position = factorisation.load(task, mesh)
+    plate = gm.Plate(user_log_density, watched, local=("U", "u"))
+    kernel = gm.HMC(
+        gm.Posterior(movie_log_prior, plate),
+        step_size=task.step_size,
+        num_integration_steps=task.leapfrogs,
+    )
+    return _program(kernel, position, mesh, task)
+
+
 def _program(kernel, position, mesh, task) -> HmcProgram:
     init, step = type(kernel).init, type(kernel).step
     if task.chains > 1:
@@ -59,7 +83,7 @@ def _program(kernel, position, mesh, task) -> HmcProgram:
         transition=jax.jit(transition, out_shardings=jax.tree.map(lambda x: x.sharding, carry)),
         carry=carry,
         data=(kernel,),
-        gradients=task.chains * task.leapfrogs,
+        units=task.units,
         acceptance=lambda carry: carry[2],
         evaluate=lambda: (state.log_density, state.log_density_grad),
         devices=task.devices,

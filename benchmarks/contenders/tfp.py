@@ -9,10 +9,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from tensorflow_probability.substrates import jax as tfp
 
-from benchmarks import mnist_data
+from benchmarks import mnist_data, movielens_data
+from benchmarks.contenders import factorisation
 from benchmarks.contenders.hmc_program import HmcProgram
 from benchmarks.contenders.placing import one_hot, place, replicate, row_mesh, scaled
 
@@ -21,6 +23,7 @@ DISTRIBUTIONS = ("tfp-nightly",)
 tfd = tfp.distributions
 Root = tfp.experimental.distribute.JointDistributionCoroutine.Root
 JointDistribution = tfp.experimental.distribute.JointDistributionCoroutine
+IncrementLogProb = tfp.experimental.distributions.IncrementLogProb
 Sharded = tfp.experimental.distribute.Sharded
 
 
@@ -28,7 +31,7 @@ def mnist(task) -> HmcProgram:
     """Multinomial logistic regression."""
     mesh = row_mesh(task.devices)
     start = mnist_data.start_position(task.chains)
-    position = replicate(mesh, [start["w"], start["b"]])
+    position = {name: replicate(mesh, start[name]) for name in ("w", "b")}
     data = _shards(mnist_data.load(task.data_dir), mesh, task.devices)
     logits = _rows_first if task.chains == 1 else _classes_first
 
@@ -66,18 +69,65 @@ def _shards(data: mnist_data.Mnist, mesh, devices: int) -> tuple[jax.Array, jax.
     )
 
 
-def _program(log_density, position, data, mesh, task) -> HmcProgram:
-    in_axes = (None, *(0 for _ in data))
-    pmap = functools.partial(jax.pmap, axis_name="data", in_axes=in_axes, out_axes=None)
+def movielens(task) -> HmcProgram:
+    """Matrix factorisation: users' latents are `Sharded` parts of the position, movies' are not."""
+    mesh = row_mesh(task.devices)
+    watched = movielens_data.load(task.data_dir)
+    start = movielens_data.start_position(watched, task.chains)
+    shards = {name: _by_device(leaf, name in "Uu", task.devices) for name, leaf in start.items()}
+    by_device = watched.reshape(task.devices, -1, watched.shape[1])
+    data = _place_shards(mesh, by_device)
+    position = {name: _place_shards(mesh, leaf) for name, leaf in shards.items()}
+    shapes = [leaf.shape[2:] for leaf in shards.values()]
+    log_likelihood = factorisation.log_likelihood(task, blocks=1)
+
+    def log_density(*parts_and_watched):
+        *parts, watched = parts_and_watched
+
+        def model():
+            params = {}
+            for name, shape in zip(shards, shapes, strict=True):
+                prior = tfd.Sample(tfd.Normal(0.0, 1.0), shape)
+                prior = Sharded(prior, shard_axis_name="data") if name in "Uu" else prior
+                # What is yielded has its gradient summed over devices; the part itself has not.
+                params[name] = yield Root(prior)
+            # The likelihood in the form that all peers share.
+            terms = IncrementLogProb(log_likelihood(params, watched))
+            yield Sharded(terms, shard_axis_name="data")
+
+        return JointDistribution(model).log_prob((*parts, jnp.zeros(0)))
+
+    shard_axes = [["data"] if name in "Uu" else [] for name in shards]
+    return _program(log_density, position, (data,), mesh, task, shard_axes)
+
+
+def _by_device(leaf: np.ndarray, is_sharded: bool, devices: int) -> np.ndarray:
+    """Return [devices, chains, ...]: each device's users, or a copy for each device."""
+    if not is_sharded:
+        return np.broadcast_to(leaf, (devices, *leaf.shape))
+    chains, users, *rest = leaf.shape
+    return leaf.reshape(chains, devices, users // devices, *rest).swapaxes(0, 1)
+
+
+def _place_shards(mesh, values: np.ndarray) -> jax.Array:
+    return place(mesh, PartitionSpec("data"), values.shape, lambda index: values[index])
+
+
+def _program(log_density, position, data, mesh, task, shard_axes=None) -> HmcProgram:
+    """With ``shard_axes``, everything that is carried has a leading axis of devices."""
+    axis = None if shard_axes is None else 0
+    in_axes = (axis, *(0 for _ in data))
+    pmap = functools.partial(jax.pmap, axis_name="data", in_axes=in_axes, out_axes=axis)
 
     def kernel(data):
-        def target(w, b):
-            return log_density(w, b, *data)
+        def target(*parts):
+            return log_density(*parts, *data)
 
         return tfp.mcmc.HamiltonianMonteCarlo(
             jax.vmap(target) if task.chains > 1 else target,
             step_size=task.step_size,
             num_leapfrog_steps=task.leapfrogs,
+            experimental_shard_axis_names=shard_axes,
         )
 
     def init(position, *data):
@@ -88,15 +138,32 @@ def _program(log_density, position, data, mesh, task) -> HmcProgram:
         rng_key, step_key = jax.random.split(rng_key)
         return rng_key, *kernel(data).one_step(position, results, seed=step_key)
 
-    results = pmap(init)(position, *data)
-    accepted = results.accepted_results
-    w_grad, b_grad = accepted.grads_target_log_prob
+    parts = list(position.values())
+    results = pmap(init)(parts, *data)
+    rng_key = jax.random.key(1)
+    if shard_axes is None:
+        carry = replicate(mesh, (rng_key, parts, results))
+    else:
+        carry = jax.device_put(jnp.broadcast_to(rng_key, mesh.size), parts[0].sharding), parts, results
     return HmcProgram(
         transition=pmap(transition),
-        carry=replicate(mesh, (jax.random.key(1), position, results)),
+        carry=carry,
         data=data,
-        gradients=task.chains * task.leapfrogs,
+        units=task.units,
         acceptance=lambda carry: jnp.exp(jnp.minimum(0, carry[2].log_accept_ratio)),
-        evaluate=lambda: (accepted.target_log_prob, {"w": w_grad, "b": b_grad}),
+        evaluate=lambda: _evaluate(results.accepted_results, list(position), shard_axes),
         devices=task.devices,
     )
+
+
+def _evaluate(accepted, names, shard_axes):
+    log_density, grads = accepted.target_log_prob, accepted.grads_target_log_prob
+    if shard_axes is None:
+        return log_density, dict(zip(names, grads, strict=True))
+    parts = zip(names, grads, shard_axes, strict=True)
+    return log_density[0], {name: _whole(np.asarray(grad), axes) for name, grad, axes in parts}
+
+
+def _whole(part: np.ndarray, axes: list) -> np.ndarray:
+    """Undo `_by_device`."""
+    return np.concatenate(part, axis=1) if axes else part[0]

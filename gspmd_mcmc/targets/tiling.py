@@ -18,9 +18,10 @@ from gspmd_mcmc.targets.rows import Rows
 from gspmd_mcmc.targets.two_float import two_float_sum
 from gspmd_mcmc.tree import PyTree, path_str
 
-# Bytes of a tile's largest intermediate. On a CPU a tile fits the caches of the cores that work on it;
-# elsewhere tiles are large, as each costs a few kernel launches, and only bound the memory.
-TILE_BYTES_A_CORE = 3 << 20
+# Bytes of a tile's largest intermediate, of one chain. On a CPU a tile fits the caches of the cores that
+# work on it; elsewhere tiles are large, as each costs a few kernel launches, and only bound the memory.
+# So they are where data lie over a second mesh axis: each tile then ends in a sum over that axis.
+TILE_BYTES_A_CORE = 5 << 18
 TILE_BYTES_ELSEWHERE = 256 << 20
 MOST_CORES = 2  # what was measured; more would only take more memory
 PROBE_ROWS = 127
@@ -109,7 +110,7 @@ def tile_rows(likelihood: Likelihood, rows: Rows, asked: int | None) -> int:
 
 
 def _tile_bytes(rows: Rows) -> int:
-    if rows.platform != "cpu":
+    if rows.platform != "cpu" or any(entry for spec in rows.specs for entry in spec):
         return TILE_BYTES_ELSEWHERE
     num_devices = rows.mesh.size if rows.mesh is not None else 1
     cores = (os.cpu_count() or 1) // num_devices
