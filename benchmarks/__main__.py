@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-BENCHMARKS = {name: f"benchmarks.{name}" for name in ("mnist", "movielens", "precision")}
+BENCHMARKS = {name: f"benchmarks.{name}" for name in ("energy", "mnist", "movielens", "precision")}
 
 
 def main(argv: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import resource
 import sys
 from pathlib import Path
@@ -65,10 +66,17 @@ def peak_rss_mb() -> float:
 
 
 def write_summary(console: Console, out: Path, summary: dict[str, Any]) -> None:
-    """Print every number of a run and write it to ``summary.json``."""
+    """Print every number of a run and write it to ``summary.json``; what is not finite is null there.
+
+    Lists are written, not printed: a demo has shown them in a form of its own.
+    """
+    summary = {
+        n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in summary.items()
+    }
     table = Table(title="summary", show_header=False)
     for name, value in summary.items():
-        table.add_row(name, f"{value:.5g}" if isinstance(value, float) else str(value))
+        if not isinstance(value, list):
+            table.add_row(name, f"{value:.5g}" if isinstance(value, float) else str(value))
     console.print(table)
     (out / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
     console.print(f"wrote {out / 'summary.json'}")

@@ -1,5 +1,7 @@
 """Likelihood terms: values, gradients and second derivatives against JAX's own."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,3 +46,95 @@ def test_the_gradient_alone_takes_no_logarithm():
     value = jax.jit(lambda x: gm.categorical_logits(x, labels).sum())
     assert " log(" not in str(gradient.lower(logits).compile().as_text())
     assert " log(" in str(value.lower(logits).compile().as_text())
+
+
+def bernoulli(logits, labels):
+    """In NumPy's float64: log(1 / (1 + exp(-l))) for a one, of -l for a zero."""
+    signed = np.where(np.asarray(labels, bool), 1, -1) * np.asarray(logits, np.float64)
+    return np.minimum(signed, 0) - np.log1p(np.exp(-np.abs(signed)))
+
+
+EXTREMES = np.array([-100, -30, -5, -0.1, 0, 0.1, 5, 30, 100], np.float32)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.bool_, np.float32, np.int32])
+@pytest.mark.parametrize("label", [0, 1])
+def test_bernoulli_logits_at_the_extremes(label, dtype):
+    """Tiny terms are as exact as large ones, down to the least number that float32 has."""
+    labels = jnp.full(EXTREMES.shape, label, dtype)
+    got = gm.bernoulli_logits(jnp.asarray(EXTREMES), labels)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, bernoulli(EXTREMES, labels), rtol=2e-6, atol=1e-38)
+    slope = jax.grad(lambda x: gm.bernoulli_logits(x, labels).sum())(jnp.asarray(EXTREMES))
+    sign = 2 * label - 1
+    expected = sign / (1 + np.exp(np.float64(sign * EXTREMES)))
+    np.testing.assert_allclose(slope, expected, rtol=2e-6, atol=1e-7)
+
+
+def test_softplus_that_is_taken_from_the_logit_loses_tiny_terms():
+    def careless(logits):
+        return logits - jnp.maximum(logits, 0) - jnp.log(1 + jnp.exp(-jnp.abs(logits)))
+
+    with pytest.raises(AssertionError, match="Not equal"):
+        np.testing.assert_allclose(careless(EXTREMES), bernoulli(EXTREMES, 1), rtol=2e-6, atol=1e-38)
+
+
+def test_bernoulli_logits_broadcasts_labels():
+    logits = jnp.ones((3, 2))
+    got = gm.bernoulli_logits(logits, jnp.array([[1, 0]], jnp.uint8))
+    np.testing.assert_allclose(got, bernoulli(np.ones((3, 2)), np.array([[1, 0]])), rtol=1e-6)
+
+
+def test_second_derivatives_of_bernoulli_logits():
+    labels = jnp.ones(EXTREMES.shape, jnp.uint8)
+    gradient = jax.grad(lambda x: gm.bernoulli_logits(x, labels).sum())
+    _, got = jax.jvp(gradient, (jnp.asarray(EXTREMES),), (jnp.ones(EXTREMES.shape),))
+    s = 1 / (1 + np.exp(-np.float64(EXTREMES)))
+    np.testing.assert_allclose(got, -s * (1 - s), rtol=1e-5, atol=1e-7)
+
+
+def test_fractional_labels_of_bernoulli_logits_have_a_derivative():
+    label = jnp.float32(0.3)
+    got = jax.grad(gm.bernoulli_logits, argnums=1)(jnp.float32(1.7), label)
+    np.testing.assert_allclose(got, 1.7, rtol=1e-6)
+
+
+def logarithms(likelihood):
+    """Whether the program of its gradient has a logarithm, and that of its value."""
+    x, labels = jnp.zeros(8), jnp.ones(8, jnp.uint8)
+    programs = [
+        jax.jit(f(lambda x: likelihood(x, labels).sum())) for f in (jax.grad, lambda value: value)
+    ]
+    texts = [program.lower(x).compile().as_text() or "" for program in programs]
+    return [any(f" {op}(" in text for op in ("log", "log-plus-one")) for text in texts]
+
+
+def test_the_gradient_of_bernoulli_logits_takes_no_logarithm():
+    assert logarithms(gm.bernoulli_logits) == [False, True]
+
+
+def test_the_gradient_of_log_sigmoid_does_take_one():
+    assert logarithms(lambda x, labels: jax.nn.log_sigmoid(x) * labels) == [True, True]
+
+
+COUNTS = np.array([0, 1, 2, 5, 17, 100], np.uint8)
+LOG_RATES = np.array([-3, 0.5, 1, 1.5, 3, 4.6], np.float32)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.float32])
+def test_poisson_log_rate_equals_its_formula(dtype):
+    log_factorial = np.array([math.lgamma(float(n) + 1) for n in COUNTS])
+    rate = np.exp(np.float64(LOG_RATES))
+    expected = COUNTS * np.float64(LOG_RATES) - rate - log_factorial
+    log_rates, counts = jnp.asarray(LOG_RATES), jnp.asarray(COUNTS, dtype)
+    got = gm.poisson_log_rate(log_rates, counts)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
+    slope = jax.grad(lambda x: gm.poisson_log_rate(x, counts).sum())(log_rates)
+    np.testing.assert_allclose(slope, COUNTS - rate, rtol=1e-5, atol=1e-4)
+
+
+def test_poisson_probabilities_sum_to_one():
+    counts = jnp.arange(60)
+    total = jnp.sum(jnp.exp(gm.poisson_log_rate(jnp.full(60, jnp.log(12.5)), counts)))
+    np.testing.assert_allclose(total, 1, rtol=1e-5)

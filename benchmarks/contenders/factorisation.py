@@ -5,9 +5,9 @@ Three forms, from what one writes down first to what one can do by hand:
 - `textbook`: one expression.
 - `whole`, which the peers have unless another is asked for: the biases are two more columns of the
   product, and softplus has its derivative written down; half of the time of the first.
-- `streamed`: this package's own way, written by hand into a peer's log density: tiles of rows that stay in
-  cache, made anew for the gradient, the movies repeated for each block (without which every tile would
-  end in an all-reduce).
+- `streamed`: this package's own way, written by hand into a peer's log density: tiles of rows that
+  stay in cache, made anew for the gradient, the movies repeated for each block (without which every
+  tile would end in an all-reduce).
 
 Momenta and metric as one vector, as is the peers' default, cost gathers: theirs are by leaves here.
 """

@@ -243,7 +243,7 @@ def _metric(target: Any, inverse_mass_matrix: PyTree | None) -> PyTree | None:
     """Check the variances, and lay them out as positions are."""
     if inverse_mass_matrix is None:
         return None
-    metric = local.lay_out(target, inverse_mass_matrix)
+    metric = local.lay_out(target, inverse_mass_matrix, "HMC: inverse_mass_matrix")
     for path, leaf in jax.tree_util.tree_leaves_with_path(metric):
         if not is_traced(leaf) and not jnp.all(leaf > 0):
             raise ValueError(

@@ -110,7 +110,8 @@ def _blame_term(target: PyTree, position: PyTree, path, count: int) -> str:
     if not (isinstance(target, Posterior) and path[0].key == "plates"):
         return f"its summand {path_str(path)} has {count} values that are NaN or infinite there"
     plate = target.plates[path[1].idx]
-    rows = np.asarray(plate.log_likelihood_rows(target.params(position)))
+    params = target.params(position)
+    rows = np.asarray(plate.log_likelihood_rows(params, target.hidden_from(plate, params)))
     bad = np.flatnonzero(~np.isfinite(rows))
     return f"{plate}: {bad.size} rows have a term that is NaN or infinite, the first is row {bad[0]}"
 

@@ -34,14 +34,12 @@ class Local:
 
     @classmethod
     def read(cls, local: Any) -> "Local":
-        """Read what a user wrote: a name, names, or a prefix tree of booleans."""
-        if isinstance(local, str):
-            return cls((local,))
+        """Read what a user wrote: nothing, a name, names, or a prefix tree of booleans."""
+        local = (local,) if isinstance(local, str) else local
+        local = tuple(sorted(local)) if isinstance(local, set | frozenset) else local
         leaves, treedef = jax.tree.flatten(local)
-        if all(isinstance(x, str) for x in leaves) and isinstance(
-            local, tuple | list | set | frozenset
-        ):
-            return cls(tuple(sorted(local)) if isinstance(local, set | frozenset) else tuple(local))
+        if not leaves or (isinstance(local, tuple | list) and all(isinstance(x, str) for x in leaves)):
+            return cls(tuple(leaves))
         if not all(isinstance(x, bool | np.bool_) for x in leaves):
             raise TypeError(
                 "local: expected names of leaves, or a tree of True and False that is a prefix of the "
@@ -147,7 +145,7 @@ def rows_of(target: Any, position: PyTree) -> list[Rows | None]:
     return [None] * len(jax.tree.leaves(position, is_leaf=is_padded))
 
 
-def lay_out(target: Any, position: PyTree) -> PyTree:
+def lay_out(target: Any, position: PyTree, what: str = "position") -> PyTree:
     """Turn leaves into arrays; pad local ones and lay them over their rows' mesh axes.
 
     Raises
@@ -158,7 +156,7 @@ def lay_out(target: Any, position: PyTree) -> PyTree:
     found = rows_of(target, position)
     paths, treedef = jax.tree_util.tree_flatten_with_path(position, is_leaf=is_padded)
     laid = [
-        jnp.asarray(leaf) if rows is None else _lay_out_leaf(path_str(path), leaf, rows)
+        jnp.asarray(leaf) if rows is None else _lay_out_leaf(f"{what} {path_str(path)}", leaf, rows)
         for (path, leaf), rows in zip(paths, found, strict=True)
     ]
     return jax.tree.unflatten(treedef, laid)
@@ -170,9 +168,8 @@ def _lay_out_leaf(name: str, leaf: Any, rows: Rows) -> jax.Array:
     sizes = (rows.num_rows,) if isinstance(leaf, Padded) else ((rows.num_rows,), (rows.num_padded,))
     if num_real not in sizes:
         raise ValueError(
-            f"position {name} is local to a plate of {rows}: expected a leading axis of "
-            f"{rows.num_rows}, got {f'{num_real} rows' if isinstance(leaf, Padded) else ''} shape "
-            f"{np.shape(array)}"
+            f"{name} is local to a plate of {rows}: expected a leading axis of {rows.num_rows}, got "
+            f"{leaf if isinstance(leaf, Padded) else f'shape {np.shape(array)}'}"
         )
     missing = rows.num_padded - np.shape(array)[0]
     if missing:

@@ -100,9 +100,10 @@ class Plate:
         grad, out = self._with_grad(params, hidden, tiling.tile_sum)
         return jnp.swapaxes(out, 0, 1), grad
 
-    def log_likelihood_rows(self, params: PyTree) -> jax.Array:
+    def log_likelihood_rows(self, params: PyTree, hidden: Sequence[bool] | None = None) -> jax.Array:
         """Return the terms of the real rows, each apart, shape [rows] (for LOO and the like)."""
-        return self.log_likelihood(lay_out(self, params), self.data)[: self.rows.num_rows]
+        visible = without(lay_out(self, params), hidden or [])
+        return self.log_likelihood(visible, self.data)[: self.rows.num_rows]
 
     def local_rows(self, params: PyTree) -> list[Rows | None]:
         """Return for each leaf the plate's rows if it is local to the plate, else None."""
@@ -144,11 +145,13 @@ class Plate:
         split, tile = self._plan(params, hidden)
 
         def body(carry, block_tile, is_counted):
-            data, local = block_tile
+            data, local = self._less_pad(split, block_tile, is_counted)
             terms, pullback = jax.vjp(
                 lambda read, local: self._terms(split, read, data, local), split.read, local
             )
-            shared_grads, local_grads = pullback(is_counted.astype(terms.dtype))
+            shared_grads, local_grads = self._less_pad_grads(
+                split, pullback(is_counted.astype(terms.dtype)), is_counted
+            )
             return tree.add(carry, shared_grads), local_grads, tile_out(terms, is_counted)
 
         zeros = [jnp.zeros((self.rows.num_blocks, *leaf.shape), leaf.dtype) for leaf in split.read]
@@ -157,6 +160,31 @@ class Plate:
         sums, by_row, out = tiling.stream(body, zeros, no_grads, (data, local), self.rows, tile)
         shared_grads = [jnp.sum(s, axis=0) for s in sums]
         return split.merge(shared_grads, [self.rows.join(g) for g in by_row], jnp.zeros_like), out
+
+    def _has_stale_pad(self, split: "_Split") -> bool:
+        """Tell whether there are latents that stay behind while the real ones move."""
+        return bool(split.local) and self.rows.num_rows != self.rows.num_padded
+
+    def _less_pad(self, split: "_Split", block_tile: tuple, is_counted: jax.Array) -> tuple:
+        """Put a real row of the tile, where it has one, in the place of each row that does not count.
+
+        The latents of the pad do not move, so that the likelihood may become undefined there, and zero
+        times NaN would spoil the gradient of what all rows share.
+        """
+        if not self._has_stale_pad(split):
+            return block_tile
+        real = jnp.argmax(is_counted)
+
+        def fill(x):
+            return jnp.where(is_counted.reshape(-1, *(1,) * (x.ndim - 1)), x, x[real][None])
+
+        return jax.tree.map(fill, block_tile)
+
+    def _less_pad_grads(self, split: "_Split", grads: tuple, is_counted: jax.Array) -> tuple:
+        """Drop the gradient of a tile that is all pad; else that of its pad is zero already."""
+        if not self._has_stale_pad(split):
+            return grads
+        return tree.where(jnp.any(is_counted), grads, jax.tree.map(jnp.zeros_like, grads))
 
     def __repr__(self) -> str:
         return f"Plate({name_of_function(self.log_likelihood)}, {self.rows})"

@@ -133,7 +133,7 @@ class Posterior:
     def terms(self, position: PyTree) -> PyTree:
         """Return a tree of arrays whose elements add up to the log density."""
         params, log_jacobians = self._shared_params(position)
-        plates = tuple(p.terms(params, self._hidden(p, params)) for p in self.plates)
+        plates = tuple(p.terms(params, self.hidden_from(p, params)) for p in self.plates)
         return {"prior": self._prior(params), "jacobians": log_jacobians, "plates": plates}
 
     def grad(self, position: PyTree) -> PyTree:
@@ -141,7 +141,7 @@ class Posterior:
         (params, _), pullback = self._linearise(position)
         _, grads = self._prior_and_grad(params)
         for plate in self.plates:
-            grads = tree.add(grads, plate.grad(params, self._hidden(plate, params)))
+            grads = tree.add(grads, plate.grad(params, self.hidden_from(plate, params)))
         return pullback(grads)
 
     def terms_and_grad(self, position: PyTree) -> tuple[PyTree, PyTree]:
@@ -150,22 +150,31 @@ class Posterior:
         prior, grads = self._prior_and_grad(params)
         plates = []
         for plate in self.plates:
-            terms, plate_grads = plate.terms_and_grad(params, self._hidden(plate, params))
+            terms, plate_grads = plate.terms_and_grad(params, self.hidden_from(plate, params))
             plates.append(terms)
             grads = tree.add(grads, plate_grads)
         terms = {"prior": prior, "jacobians": log_jacobians, "plates": tuple(plates)}
         return terms, pullback(grads)
 
-    def _hidden(self, plate: Plate, params: PyTree) -> list[bool]:
+    def hidden_from(self, plate: Plate, params: PyTree) -> list[bool]:
         """Mark the leaves that are local to other plates only: no function sees those."""
         of_any, own = self.local_rows(params), plate.local_rows(params)
         return [a is not None and b is None for a, b in zip(of_any, own, strict=True)]
 
     def _prior(self, params: PyTree) -> PyTree:
-        shared = without(params, [rows is not None for rows in self.local_rows(params)])
+        is_local = [rows is not None for rows in self.local_rows(params)]
+        shared = without(params, is_local)
         if not jax.tree.leaves(shared):
             return ()
-        return summands(self.log_prior, self.log_prior(shared))
+        try:
+            return summands(self.log_prior, self.log_prior(shared))
+        except KeyError as error:
+            if not any(is_local) or error.args[0] not in params:
+                raise
+            raise ValueError(
+                f"log_prior: {error.args[0]!r} is local to a plate, and log_prior sees shared latents "
+                "only; write its prior in the plate's log_likelihood, a term a row"
+            ) from error
 
     def _prior_and_grad(self, params: PyTree) -> tuple[PyTree, PyTree]:
         prior, pullback = jax.vjp(self._prior, params)

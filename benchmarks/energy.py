@@ -1,0 +1,138 @@
+"""The energy error of float32 trajectories at MovieLens' full size, against float64.
+
+``python -m benchmarks energy --data-dir DIR [--out FILE.json] [--steps N]``. From a point that is typical
+of the posterior (a few HMC steps after a start around the mode) trajectories of 20 leapfrogs are taken in
+float32. Of the very same two ends the Hamiltonian's difference is computed in float64 by NumPy. Beside
+it: what the kernel accepts by, sums of differences of terms; and the naive difference of two float32 log
+densities, each summed as one.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import environment, movielens_data
+
+DEVICES, LEAPFROGS = 8, 20
+
+
+def main(argv: list[str]) -> int:
+    """Print and write the errors of both differences; return the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks energy", description=__doc__)
+    parser.add_argument("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=int, default=8, help="trajectories")
+    options = parser.parse_args(argv)
+    if not options.data_dir:
+        parser.error("--data-dir or GSPMD_MCMC_DATA must name the folder that holds ml-1m/")
+    rows = measure(movielens_data.load(options.data_dir), options.steps)
+    _show(Console(), rows)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        document = {"benchmark": "energy", "machine": environment.record(), "trajectories": rows}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def measure(watched: np.ndarray, num_steps: int) -> list[dict]:
+    """Return the three differences of each trajectory, in nats."""
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    import gspmd_mcmc as gm
+    from gspmd_mcmc.kernels import metrics
+    from gspmd_mcmc.kernels.integrators import PhasePoint
+
+    mesh = gm.make_mesh(data=DEVICES)
+    plate = gm.Plate(user_terms, gm.place(watched, mesh, P("data")), local=("U", "u"))
+    target = gm.Posterior(movie_prior, plate)
+    start = {name: leaf[0] for name, leaf in movielens_data.start_position(watched, 1).items()}
+    mode = gm.find_mode(jax.random.key(0), target, start, max_steps=150, tolerance=5.0, num_probes=16)
+    draws = gm.sample(
+        jax.random.key(1),
+        target,
+        mode.laplace_start(),
+        num_chains=1,
+        num_warmup=20,
+        num_samples=1,
+        kernel=gm.HMC(target, 0.1, LEAPFROGS, inverse_mass_matrix=mode.inverse_mass_matrix),
+        warmup=gm.WindowAdaptation(adapt_mass_matrix=False),
+    )
+    kernel, state = draws.kernel, jax.tree.map(lambda x: x[0], draws.state)
+    trajectory, step = jax.jit(type(kernel).trajectory), jax.jit(type(kernel).step)
+
+    def exact_log_density(position):
+        return movielens_data.reference(watched, {n: np.asarray(x) for n, x in position.items()})[0]
+
+    rows = []
+    for i in range(num_steps):
+        rng_key = jax.random.fold_in(jax.random.key(2), i)
+        # The momentum that the step draws from this key.
+        momentum = metrics.sample_momentum(
+            jax.random.split(rng_key)[0], kernel.inverse_mass_matrix, state.position
+        )
+        begin = PhasePoint(state.position, momentum, state.log_density_grad)
+        end = trajectory(kernel, begin)
+        after, info = step(kernel, rng_key, state)
+        naive = np.float32(_plain(target, end.position)) - np.float32(_plain(target, begin.position))
+        kinetic = _kinetic(kernel, end.momentum) - _kinetic(kernel, momentum)
+        exact = kinetic - (exact_log_density(end.position) - exact_log_density(begin.position))
+        rows.append(
+            {
+                "exact": exact,
+                "by_differences": float(info.energy_error),
+                "naive": float(kinetic - float(naive)),
+            }
+        )
+        state = after
+    return rows
+
+
+def movie_prior(params):
+    """N(0, 1) of the movies, up to a constant."""
+    return -0.5 * params["V"] ** 2, -0.5 * params["v"] ** 2
+
+
+def user_terms(params, watched):
+    """Terms of users, with their N(0, 1), up to a constant."""
+    import gspmd_mcmc as gm
+
+    logits = gm.inner_products(params["U"], params["V"], params["u"], params["v"])
+    prior = -0.5 * jnp.sum(params["U"] ** 2, axis=1) - 0.5 * params["u"] ** 2
+    return jnp.sum(gm.bernoulli_logits(logits, watched), axis=1) + prior
+
+
+@jax.jit
+def _plain(target, position):
+    """Return the log density as one float32 sum of every term."""
+    prior = sum(jnp.sum(x) for x in movie_prior(position))
+    return prior + jnp.sum(user_terms(position, target.plates[0].data))
+
+
+def _kinetic(kernel, momentum) -> float:
+    metric = kernel.inverse_mass_matrix
+    return sum(
+        0.5 * float(np.sum(np.asarray(metric[n], np.float64) * np.asarray(p, np.float64) ** 2))
+        for n, p in momentum.items()
+    )
+
+
+def _show(console: Console, rows: list[dict]) -> None:
+    table = Table(title=f"energy error of trajectories of {LEAPFROGS} leapfrogs, nats")
+    for column in ("float64", "sum of differences", "its error", "naive", "its error"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        ours, naive = row["by_differences"] - row["exact"], row["naive"] - row["exact"]
+        cells = (row["exact"], row["by_differences"], ours, row["naive"], naive)
+        table.add_row(*(f"{x:.4f}" for x in cells))
+    console.print(table)
+    worst = {name: max(abs(r[name] - r["exact"]) for r in rows) for name in ("by_differences", "naive")}
+    console.print(
+        f"largest error: {worst['by_differences']:.4f} by differences, {worst['naive']:.4f} naive"
+    )

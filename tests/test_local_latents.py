@@ -1,0 +1,769 @@
+"""Local latents: a user's embedding lives with the user's row, streamed, padded and sent nowhere."""
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+from gspmd_mcmc import tree
+from gspmd_mcmc.kernels import metrics
+from gspmd_mcmc.kernels.integrators import PhasePoint
+from gspmd_mcmc.sampling.chunks import advance
+from gspmd_mcmc.sampling.layout import read_layout
+from gspmd_mcmc.sampling.start import init_chains
+from gspmd_mcmc.targets import local
+from gspmd_mcmc.views.communication import KINDS, communication
+
+USERS, MOVIES, WIDTH, CHAINS = 61, 12, 3, 4
+KEY = jax.random.key(0)
+
+MESHES = {
+    "1": {"data": 1},
+    "2": {"data": 2},
+    "4": {"data": 4},
+    "8": {"data": 8},
+    "7": {"data": 7},
+    "2x4": {"chains": 2, "data": 4},
+    "4x2": {"chains": 4, "data": 2},
+    "2x2x2": {"chains": 2, "data": 2, "model": 2},
+    "rows over both": {"data": 4, "model": 2},
+}
+SPECS = {"2x2x2": P("data", "model"), "rows over both": P(("data", "model"))}
+
+
+# Compiling is most of what these tests take; slow machine code will do.
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def mesh_of(name):
+    sizes = MESHES[name]
+    return gm.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+# A factorisation: who watched what. U and u belong to users, V and v to movies, which all users share;
+# the likelihood does not read the scale of V.
+
+
+def log_prior(x):
+    precision = jnp.exp(-2 * x["scale"])
+    return {
+        "V": -0.5 * precision * x["V"] ** 2 - x["scale"],
+        "v": -0.5 * x["v"] ** 2,
+        "scale": -50 * x["scale"] ** 2,
+    }
+
+
+def log_likelihood(x, rows):
+    logits = x["U"] @ x["V"].T + x["u"][:, None] + x["v"][None]
+    prior = jnp.sum(x["U"] ** 2, axis=1) + x["u"] ** 2
+    return jnp.sum(gm.bernoulli_logits(logits, rows["watched"]), axis=1) - 0.5 * prior
+
+
+def exact(x, watched):
+    """Log density and its gradient in NumPy's float64, all users at once, one chain."""
+    x = jax.tree.map(lambda a: np.asarray(a, np.float64), x)
+    logits = x["U"] @ x["V"].T + x["u"][:, None] + x["v"]
+    precision = np.exp(-2 * x["scale"])
+    log_density = (watched * logits - np.logaddexp(0, logits)).sum()
+    log_density -= 0.5 * sum((x[n] ** 2).sum() for n in "Uuv") + 50 * x["scale"] ** 2
+    log_density -= 0.5 * precision * (x["V"] ** 2).sum() + x["V"].size * x["scale"]
+    residual = watched - 1 / (1 + np.exp(-logits))
+    return log_density, {
+        "U": residual @ x["V"] - x["U"],
+        "u": residual.sum(axis=1) - x["u"],
+        "V": residual.T @ x["U"] - precision * x["V"],
+        "v": residual.sum(axis=0) - x["v"],
+        "scale": precision * (x["V"] ** 2).sum() - x["V"].size - 100 * x["scale"],
+    }
+
+
+@cache
+def views(num_users=USERS, num_movies=MOVIES):
+    seen = np.random.default_rng(0).uniform(size=(num_users, num_movies)) < 0.3
+    return seen.astype(np.uint8)
+
+
+def factorisation(name, num_users=USERS, likelihood=log_likelihood, watched=None, tile_rows=None):
+    watched = views(num_users) if watched is None else watched
+    data = gm.place({"watched": watched}, mesh_of(name), SPECS.get(name, P("data")))
+    plate = gm.Plate(likelihood, data, local=("U", "u"), tile_rows=tile_rows)
+    return gm.Posterior(log_prior, plate)
+
+
+def start(num_users=USERS, chains=(CHAINS,)):
+    """Position, leaves [*chains, ...], of the default float."""
+    rng = np.random.default_rng(1)
+    shapes = {"U": (num_users, WIDTH), "V": (MOVIES, WIDTH), "u": (num_users,), "v": (MOVIES,)}
+    shapes |= {"scale": ()}
+    return {n: jnp.asarray(0.3 * rng.normal(size=(*chains, *s))) for n, s in shapes.items()}
+
+
+def chains_on(name, target, position, **options):
+    """Return the layout of the chains, and a kernel's states there."""
+    layout = read_layout(mesh_of(name), target, position, CHAINS, has_chains=True)
+    kernel = gm.HMC(target, 0.1, 10, **options)
+    return layout, kernel, init_chains(kernel, position, layout=layout)
+
+
+def check_close(got, expected, tolerance):
+    for name in expected:
+        a, b = np.asarray(got[name], np.float64), np.asarray(expected[name], np.float64)
+        apart = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert a.shape == b.shape and apart <= tolerance, f"{name} differs by {apart}"
+
+
+def shard_shapes(x):
+    return jax.tree.map(lambda leaf: {s.data.shape for s in leaf.addressable_shards}, x)
+
+
+# Log density and gradient.
+
+
+@partial(jit, static_argnames="layout")
+def evaluate(target, positions, *, layout):
+    """Log density and gradient of each chain, in one pass and each alone."""
+
+    def one(x):
+        terms, grad = target.terms_and_grad(x)
+        return (tree.total(terms), grad), (tree.total(target.terms(x)), target.grad(x))
+
+    return layout.vmap(one, (0,))(positions)
+
+
+def check_against_exact(name, target, position, tolerance):
+    layout, _, states = chains_on(name, target, position)
+    of_chains = [
+        exact({n: a[c, :USERS] if n in "Uu" else a[c] for n, a in position.items()}, views())
+        for c in range(CHAINS)
+    ]
+    expected = {k: np.stack([grad[k] for _, grad in of_chains]) for k in of_chains[0][1]}
+    expected["log density"] = np.array([value for value, _ in of_chains])
+    for value, grad in evaluate(target, states.position, layout=layout):
+        got = {n: g[:, :USERS] if n in "Uu" else g for n, g in grad.items()}
+        check_close(got | {"log density": value}, expected, tolerance)
+
+
+TILES = [("1", None), ("1", 5), ("8", None), ("7", 5), ("2x4", 7), ("rows over both", 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "tile_rows", "is_double"), [(*t, True) for t in TILES] + [("1", 5, False), ("8", 3, False)]
+)
+def test_log_density_and_gradient_are_those_of_all_users_at_once(name, tile_rows, is_double):
+    """With tiles of 3, 5 and 7 rows the last one overlaps, and 61 users are padded."""
+    with jax.enable_x64(is_double):
+        tolerance = 1e-12 if is_double else 1e-5
+        check_against_exact(name, factorisation(name, tile_rows=tile_rows), start(), tolerance)
+
+
+def counts_pad_rows(target):
+    (plate,) = target.plates
+    rows = replace(plate.rows, num_rows=plate.rows.num_padded)
+    return tree.replace(target, plates=(tree.replace(plate, rows=rows),))
+
+
+def test_counting_pad_users_is_rejected():
+    with pytest.raises(AssertionError, match="differs by"):
+        check_against_exact("8", counts_pad_rows(factorisation("8")), padded(start(), 64), 1e-5)
+
+
+def padded(position, num_rows):
+    def pad(leaf):
+        widths = [(0, 0), (0, num_rows - leaf.shape[1]), *[(0, 0)] * (leaf.ndim - 2)]
+        return jnp.pad(leaf, widths, mode="edge")
+
+    return {n: pad(leaf) if n in "Uu" else leaf for n, leaf in position.items()}
+
+
+# The ways to say which latents are local, and positions of several kinds.
+
+
+class OfUsers(NamedTuple):
+    U: jax.Array
+    u: jax.Array
+
+
+class Fields(NamedTuple):
+    users: OfUsers
+    movies: dict
+    scale: jax.Array
+
+
+def flat(x):
+    return x
+
+
+def as_fields(x):
+    return Fields(OfUsers(x["U"], x["u"]), {n: x[n] for n in "Vv"}, x["scale"])
+
+
+def of_fields(x):
+    return {"U": x.users.U, "u": x.users.u, "scale": x.scale, **x.movies}
+
+
+def as_tuple(x):
+    return (x["scale"], [x["U"], x["u"]], (x["V"], x["v"]))
+
+
+def of_tuple(x):
+    scale, (U, u), (V, v) = x
+    return {"U": U, "u": u, "V": V, "v": v, "scale": scale}
+
+
+def as_nested(x):
+    return {"users": {"U": x["U"], "more": {"u": x["u"]}}, "V": x["V"], "rest": (x["v"], x["scale"])}
+
+
+def of_nested(x):
+    users = x.get("users", {"U": None, "more": {"u": None}})
+    v, scale = x["rest"]
+    return {"U": users["U"], "u": users["more"]["u"], "V": x["V"], "v": v, "scale": scale}
+
+
+NO = {"V": False, "v": False, "scale": False}
+WAYS = {
+    "names": (("U", "u"), flat, flat),
+    "list": (["u", "U"], flat, flat),
+    "set": ({"u", "U"}, flat, flat),
+    "prefix": ({"U": True, "u": np.True_} | NO, flat, flat),
+    "field": ("users", as_fields, of_fields),
+    "prefix of fields": (Fields(True, False, False), as_fields, of_fields),  # pyright: ignore
+    "prefix of a tuple": ((False, True, False), as_tuple, of_tuple),
+    "whole tree of a tuple": ((False, [True, True], (False, False)), as_tuple, of_tuple),
+    "name of nested": ("users", as_nested, of_nested),
+    "prefix of nested": (
+        {"users": {"U": True, "more": True}, "V": False, "rest": False},
+        as_nested,
+        of_nested,
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_local_may_be_said_in_several_ways(way):
+    said, pack, unpack = WAYS[way]
+    seen_by_prior = []
+
+    def prior(x):
+        seen_by_prior.append({n: a for n, a in unpack(x).items() if a is not None})
+        return log_prior(unpack(x))
+
+    data = gm.place({"watched": views()}, mesh_of("8"), P("data"))
+    plate = gm.Plate(lambda x, rows: log_likelihood(unpack(x), rows), data, local=said)
+    state = init(gm.HMC(gm.Posterior(prior, plate), 0.1, 1), pack(start(chains=())))
+    grad = jax.tree.map(lambda a: a[:USERS] if a.shape[:1] == (64,) else a, state.log_density_grad)
+    check_close(unpack(grad), exact(start(chains=()), views())[1], 1e-5)
+    assert all(seen.keys() == NO.keys() for seen in seen_by_prior) and seen_by_prior
+
+
+# Several plates.
+
+
+def ratings(x, rows):
+    assert set(x) == {"U", "u", "V", "v", "scale", "unread"}, "not its own latents"
+    return log_likelihood(x, rows)
+
+
+def sales(x, rows):
+    assert set(x) == {"w", "V", "v", "scale", "unread"}, "not its own latents"
+    mean = x["w"] @ x["V"].T + x["v"][None]
+    return jnp.sum(gm.poisson_log_rate(mean, rows["sold"]), axis=1) - 0.5 * jnp.sum(x["w"] ** 2, axis=1)
+
+
+def ages(x, rows):
+    """Reads U, which is local to another plate of the same users too."""
+    assert set(x) == {"U", "V", "v", "scale", "unread"}, "not its own latents"
+    return -0.5 * (rows["age"] - jnp.sum(x["U"], axis=1)) ** 2
+
+
+def shared_prior(x):
+    assert set(x) == {"V", "v", "scale", "unread"}, "not the shared latents"
+    return log_prior(x), -0.5 * x["unread"] ** 2
+
+
+SOLD = np.random.default_rng(2).poisson(1.0, size=(23, MOVIES))
+AGE = np.random.default_rng(3).normal(size=USERS)
+
+
+@pytest.mark.parametrize("name", ["1", "7", "2x4"])
+def test_each_plate_sees_the_shared_latents_and_its_own(name):
+    with jax.enable_x64(True):
+        mesh = mesh_of(name)
+        plates = [
+            gm.Plate(ratings, gm.place({"watched": views()}, mesh, P("data")), local=("U", "u")),
+            gm.Plate(sales, gm.place({"sold": SOLD}, mesh, P("data")), local="w", tile_rows=3),
+            gm.Plate(ages, gm.place({"age": AGE}, mesh, P("data")), local={"U": True, **OTHERS}),
+        ]
+        rng = np.random.default_rng(4)
+        more = {"w": 0.3 * rng.normal(size=(CHAINS, 23, WIDTH)), "unread": rng.normal(size=(CHAINS, 5))}
+        position = start() | jax.tree.map(jnp.asarray, more)
+        target = gm.Posterior(shared_prior, *plates)
+        layout, _, states = chains_on(name, target, position)
+        expected_value, expected = jax.vmap(jax.value_and_grad(all_at_once))(position)
+        num_rows = {"U": USERS, "u": USERS, "w": 23}
+        for value, grad in evaluate(target, states.position, layout=layout):
+            got = {n: g[:, : num_rows[n]] if n in num_rows else g for n, g in grad.items()}
+            check_close(got | {"log density": value}, expected | {"log density": expected_value}, 1e-12)
+
+
+OTHERS = NO | {"u": False, "w": False, "unread": False}
+
+
+def all_at_once(x):
+    def of(*names):
+        return {n: x[n] for n in ("V", "v", "scale", "unread", *names)}
+
+    plates = (
+        ratings(of("U", "u"), {"watched": views()}),
+        sales(of("w"), {"sold": SOLD}),
+        ages(of("U"), {"age": AGE}),
+    )
+    return tree.total((shared_prior(of()), plates))
+
+
+# What a step sends, and where things lie.
+
+GRADIENT_BYTES = 4 * MOVIES * (WIDTH + 1)  # of V and v, in float32
+step = jit(gm.HMC.step)
+init = jit(gm.HMC.init)
+
+
+def with_unread(x):
+    return x | {"unread": jnp.zeros((CHAINS, 1000))}
+
+
+def prior_of_unread(x):
+    return log_prior(x), -0.5 * x["unread"] ** 2
+
+
+def communication_of_chains(name, target, position):
+    layout, kernel, states = chains_on(name, target, position)
+    program = jit(partial(advance, layout=layout))
+    return communication(program, kernel, KEY, jnp.int32(0), states)
+
+
+def bytes_in_loops(found):
+    return sum(c.num_bytes for c in found.collectives if c.loops)
+
+
+def check_sends_shared_gradients_only(found, num_chains):
+    assert {k: found.count(k) for k in KINDS if k != "all-reduce"} == dict.fromkeys(KINDS[1:], 0)
+    assert found.per_iteration("all-reduce") == 1
+    assert bytes_in_loops(found) == num_chains * GRADIENT_BYTES, "bytes of a leapfrog"
+    outside = sum(c.num_bytes for c in found.collectives if not c.loops)
+    assert outside <= 100 * num_chains, "bytes outside the trajectory"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chains", "tile_rows"), [("8", 4, None), ("7", 4, 3), ("2x4", 2, 3)]
+)
+def test_a_leapfrog_sends_the_gradients_of_shared_latents_that_the_likelihood_reads(
+    name, num_chains, tile_rows
+):
+    """Neither the scale nor the unread latent adds to them, nor do all the users."""
+    target = tree.replace(
+        factorisation(name, tile_rows=tile_rows), log_prior=jax.tree_util.Partial(prior_of_unread)
+    )
+    found = communication_of_chains(name, target, with_unread(start()))
+    check_sends_shared_gradients_only(found, num_chains)
+
+
+def test_one_step_of_a_loop_of_one_s_own_sends_as_little():
+    kernel = gm.HMC(factorisation("8"), 0.1, 10)
+    state = init(kernel, start(chains=()))
+    check_sends_shared_gradients_only(communication(step, kernel, KEY, state), 1)
+
+
+def looks_users_up(x, rows):
+    of_rows = x | {"U": x["U"][rows["user"]], "u": x["u"][rows["user"]]}
+    return log_likelihood(of_rows, rows)
+
+
+def users_looked_up():
+    rows = {"watched": views(), "user": np.arange(USERS, dtype=np.int32)}
+    return gm.Plate(looks_users_up, gm.place(rows, mesh_of("8"), P("data")))
+
+
+def test_users_that_are_shared_and_looked_up_are_sent_whole():
+    def prior(x):
+        return log_prior(x), jnp.zeros(())
+
+    target = gm.Posterior(prior, users_looked_up())
+    found = communication_of_chains("8", target, start())
+    with pytest.raises(AssertionError, match="bytes of a leapfrog"):
+        check_sends_shared_gradients_only(found, CHAINS)
+    assert bytes_in_loops(found) == CHAINS * 4 * (MOVIES + USERS) * (WIDTH + 1)
+
+
+@jit
+def momentum_and_steps(kernel, rng_key, state):
+    """A momentum, the end of its trajectory, and the state after two steps."""
+    momentum = metrics.sample_momentum(rng_key, kernel.inverse_mass_matrix, state.position)
+    momentum = local.zero_pad(kernel.target, momentum)
+    start = PhasePoint(state.position, momentum, state.log_density_grad)
+    after, _ = jax.lax.scan(lambda x, key: kernel.step(key, x), state, jax.random.split(rng_key))
+    return momentum, kernel.trajectory(start), after
+
+
+def test_each_device_holds_its_own_users_before_and_after_a_step():
+    metric = jax.tree.map(jnp.ones_like, start(chains=()))
+    kernel = gm.HMC(factorisation("8"), 0.1, 3, metric)
+    state = init(kernel, start(chains=()))
+    momentum, end, after = momentum_and_steps(kernel, KEY, state)
+    held = [state.position, state.log_density_grad, kernel.inverse_mass_matrix, momentum]
+    held += [end.momentum, end.position, after.position, after.log_density_grad]
+    for x in held:
+        assert {n: shard_shapes(x[n]) for n in "Uu"} == {"U": {(8, WIDTH)}, "u": {(8,)}}
+    for name in "Uu":
+        is_zero = np.all(np.asarray(momentum[name]).reshape(64, -1) == 0, axis=1)
+        np.testing.assert_array_equal(is_zero, np.arange(64) >= USERS)
+
+
+def check_no_device_makes_all_users(target):
+    kernel = gm.HMC(target, 0.1, 3)
+    state = init(kernel, start(chains=()))
+    text = step.lower(kernel, KEY, state).compile().as_text() or ""
+    assert not any(f"[{rows},{WIDTH}]" in text for rows in (USERS, 64)), "all users on a device"
+
+
+def test_no_device_makes_an_array_of_all_users():
+    check_no_device_makes_all_users(factorisation("8"))
+
+
+def test_where_users_are_shared_each_device_makes_them_all():
+    with pytest.raises(AssertionError, match="all users on a device"):
+        check_no_device_makes_all_users(gm.Posterior(log_prior, users_looked_up()))
+
+
+# Movies over the axis "model" as well.
+
+
+def movies_over_model(position, mesh):
+    specs = {n: P("chains", "model") if n in "Vv" else P("chains") for n in position}
+    return gm.place(position, mesh, specs)
+
+
+@pytest.mark.parametrize("tile_rows", [None, 3])
+def test_movies_may_lie_over_another_axis_than_users(tile_rows):
+    with jax.enable_x64(True):
+        position = movies_over_model(start(), mesh_of("2x2x2"))
+        target = factorisation("2x2x2", tile_rows=tile_rows)
+        check_against_exact("2x2x2", target, position, 1e-12)
+        _, _, states = chains_on("2x2x2", target, position)
+        shapes = {"U": {(2, 31, WIDTH)}, "u": {(2, 31)}, "V": {(2, 6, WIDTH)}, "v": {(2, 6)}}
+        assert {n: shard_shapes(states.position[n]) for n in shapes} == shapes
+
+
+@pytest.mark.parametrize(("tile_rows", "num_tiles", "tile"), [(3, 11, 3), (16, 2, 16)])
+def test_movies_over_model_cost_one_all_reduce_a_tile(tile_rows, num_tiles, tile):
+    """Each tile sums the gradient of its users over "model"; each leapfrog that of the movies over
+    "data", and that of the scale, whose prior sums over movies, over "model".
+    """
+    target = factorisation("2x2x2", tile_rows=tile_rows)
+    found = communication_of_chains("2x2x2", target, movies_over_model(start(), mesh_of("2x2x2")))
+    assert {c.kind for c in found.collectives} == {"all-reduce"}
+    in_leapfrogs = sorted((c.loops, c.num_bytes) for c in found.collectives if c.loops[:1] == (None,))
+    num_chains, scale_bytes = 2, 2 * 4
+    assert in_leapfrogs == [
+        ((None,), scale_bytes),
+        ((None,), num_chains * GRADIENT_BYTES // 2),
+        ((None, num_tiles), num_chains * tile * (WIDTH + 1) * 4),
+    ]
+
+
+# The same chain on every mesh.
+
+
+@partial(jit, static_argnames="layout")
+def run(kernel, states, *, layout):
+    """Ten steps of all chains."""
+
+    def one(states, i):
+        return advance(kernel, KEY, i, states, layout)
+
+    return jax.lax.scan(one, states, jnp.arange(10))
+
+
+VARIANCES = {"U": 0.3, "u": 0.2, "V": 0.05, "v": 0.05, "scale": 0.01}
+
+
+def chain(name, num_users=USERS, **options):
+    """Return positions and infos of 4 chains after 10 steps, and the pad before and after."""
+    target = factorisation(name, num_users, tile_rows=150, **options)
+    x = start(num_users)
+    metric = {n: jnp.full(leaf.shape[1:], VARIANCES[n], leaf.dtype) for n, leaf in x.items()}
+    layout, kernel, states = chains_on(name, target, x, inverse_mass_matrix=metric)
+    kernel = kernel.with_step_size(0.4 if num_users == USERS else 0.2)
+    after, infos = run(kernel, states, layout=layout)
+    pads = [s.position["U"][:, num_users:] for s in (states, after)]
+    position = {n: a[:, :num_users] if n in "Uu" else a for n, a in after.position.items()}
+    return jax.tree.map(np.asarray, (position, infos, pads))
+
+
+@cache
+def chain_on_one_device(num_users, is_double):
+    with jax.enable_x64(is_double):
+        return chain("1", num_users)
+
+
+def check_same_chain(name, is_double, num_users=USERS, **options):
+    expected, expected_infos, _ = chain_on_one_device(num_users, is_double)
+    with jax.enable_x64(is_double):
+        got, infos, (pad_before, pad_after) = chain(name, num_users, **options)
+    assert got["U"].dtype == (np.float64 if is_double else np.float32)
+    assert np.any(infos.is_accepted) and not np.all(infos.is_accepted)
+    np.testing.assert_array_equal(infos.is_accepted, expected_infos.is_accepted)
+    errors = infos.energy_error, expected_infos.energy_error
+    np.testing.assert_allclose(*errors, rtol=1e-4, atol=1e-9 if is_double else 0.02)
+    check_close(got, expected, 1e-9 if is_double else 1e-4)
+    np.testing.assert_array_equal(pad_before, pad_after, "the pad moved")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_double"),
+    [(name, True) for name in ("2", "4", "8", "7", "2x4", "4x2")] + [("8", False)],
+)
+def test_a_chain_is_the_same_on_every_mesh(name, is_double):
+    """With it its energy errors; and the pad stays where it was."""
+    check_same_chain(name, is_double)
+
+
+def test_a_chain_of_6040_users_is_the_same_on_7_devices():
+    check_same_chain("7", False, num_users=6040)
+
+
+def test_a_pad_that_moves_is_rejected(monkeypatch):
+    monkeypatch.setattr(local, "zero_pad", lambda target, momentum: momentum)
+    with pytest.raises(AssertionError, match="the pad moved"):
+        check_same_chain("8", False, likelihood=lambda x, rows: log_likelihood(x, rows))
+
+
+def test_a_chain_whose_last_user_watched_something_else_is_rejected():
+    watched = views().copy()
+    watched[-1] = 1 - watched[-1]
+    with pytest.raises(AssertionError, match="not equal|differs by"):
+        check_same_chain("8", False, watched=watched)
+
+
+# `sample`: nobody sees the pad.
+
+
+@cache
+def target_on(name):
+    return factorisation(name)
+
+
+@cache
+def kernel_on(name):
+    """Its metric has no pad."""
+    metric = {n: jnp.full(x.shape, VARIANCES[n]) for n, x in start(chains=()).items()}
+    return gm.HMC(target_on(name), 0.3, 5, metric, jitter=0.5)
+
+
+def sample(name, initial, num_samples=6, **options) -> gm.Draws:
+    options = {"kernel": kernel_on(name), "num_warmup": 0, "progress": False} | options
+    return gm.sample(KEY, target_on(name), initial, num_samples=num_samples, **options)
+
+
+@cache
+def draws_on(name):
+    return sample(name, start())
+
+
+@cache
+def mode_on(name):
+    return gm.find_mode(KEY, target_on(name), start(chains=()), tolerance=1e-4)
+
+
+def test_draws_have_every_user_and_no_pad():
+    """The same as on one device."""
+    draws, expected = draws_on("8"), draws_on("1")
+    assert draws.position["U"].shape == (CHAINS, 6, USERS, WIDTH)
+    assert draws.state.position["U"].shape == (CHAINS, 64, WIDTH)
+    assert draws.kernel.inverse_mass_matrix["u"].shape == (64,)
+    check_close(draws.position, expected.position, 1e-4)
+    np.testing.assert_array_equal(draws.stats["is_accepted"], expected.stats["is_accepted"])
+
+
+def sum_and_count(position, info):
+    return {"sum": jnp.sum(position["U"], axis=0), "count": jnp.zeros(position["u"].shape)}
+
+
+def test_collect_sees_every_user_and_no_pad():
+    kept = sample("8", start(), collect=sum_and_count).position
+    assert kept["count"].shape == (CHAINS, 6, USERS)
+    np.testing.assert_allclose(kept["sum"], draws_on("8").position["U"].sum(axis=2), rtol=1e-4)
+
+
+def test_a_run_goes_on_from_draws_and_from_their_padded_positions():
+    first = sample("8", start(), num_samples=4)
+    rest = sample("8", first, num_samples=2, kernel=None)
+    both = np.concatenate([first.position["U"], rest.position["U"]], axis=1)
+    np.testing.assert_array_equal(both, draws_on("8").position["U"])
+    again = sample("8", gm.per_chain(first.state.position), num_samples=0)
+    jax.tree.map(np.testing.assert_array_equal, again.state.position, first.state.position)
+
+
+def test_draws_of_users_that_the_mesh_divides_stay_with_their_users():
+    target = factorisation("2x4", 64)
+    draws = gm.sample(
+        KEY,
+        target,
+        start(64),
+        kernel=gm.HMC(target, 0.1, 2),
+        num_warmup=0,
+        num_samples=3,
+        progress=False,
+    )
+    assert {n: shard_shapes(draws.position[n]) for n in "Uu"} == {
+        "U": {(2, 3, 16, WIDTH)},
+        "u": {(2, 3, 16)},
+    }
+
+
+def drawn(rng_key):
+    return tree.normal_like(rng_key, start(chains=()))
+
+
+STARTS = {
+    "one position": lambda: start(chains=()),
+    "a position a chain": start,
+    "uniform": lambda: gm.uniform_start(start(chains=()), 0.5),
+    "drawn": lambda: drawn,
+    "mode": lambda: mode_on("8"),
+    "laplace": lambda: mode_on("8").laplace_start(),
+}
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_the_pad_of_a_start_copies_the_last_user(kind):
+    position = sample("8", STARTS[kind](), num_samples=0).state.position
+    for name in "Uu":
+        x = np.asarray(position[name])
+        np.testing.assert_array_equal(x[:, USERS:], np.repeat(x[:, USERS - 1 : USERS], 3, axis=1))
+        assert np.ptp(x[:, :USERS], axis=1).min() > 0
+
+
+def test_the_mode_of_uneven_users_is_a_mode():
+    mode = mode_on("8")
+    value, grad = exact(mode.position, views())
+    gain = sum((g**2 / np.asarray(mode.curvature[n])).sum() for n, g in grad.items()) / 2
+    assert mode.is_converged and gain < 1e-2
+    assert mode.curvature["U"].shape == (USERS, WIDTH)
+    np.testing.assert_allclose(mode.log_density, value, rtol=1e-5)
+    np.testing.assert_allclose(mode.log_density, mode_on("1").log_density, atol=1e-3)
+
+
+# The posterior of a model that has a formula: mu ~ N(0, 1), theta ~ N(mu, 1) and y ~ N(theta, 1).
+
+Y = np.random.default_rng(6).normal(0.5, 1.4, size=37).astype(np.float32)
+Y[-1] = 5  # the row that the pad copies
+
+
+def normal_prior(x):
+    return -0.5 * x["mu"] ** 2
+
+
+def normal_rows(x, y):
+    return -0.5 * (y - x["theta"]) ** 2 - 0.5 * (x["theta"] - x["mu"][None]) ** 2
+
+
+def posterior_moments():
+    variance_of_mu = 1 / (1 + len(Y) / 2)
+    mu = variance_of_mu * Y.sum() / 2
+    return {"mu": mu, "theta": (Y + mu) / 2}, {
+        "mu": variance_of_mu,
+        "theta": 1 / 2 + variance_of_mu / 4,
+    }
+
+
+def largest_z(x, mean, variance, num_batches=25):
+    """Largest error of mean and variance in Monte Carlo standard errors, by means of batches."""
+    scores = []
+    for moment, truth in ((x, mean), ((x - mean) ** 2, variance)):
+        batches = moment.reshape(CHAINS * num_batches, -1, *x.shape[2:]).mean(axis=1)
+        error = batches.std(axis=0, ddof=1) / np.sqrt(len(batches))
+        scores.append(np.abs((batches.mean(axis=0) - truth) / error).max())
+    return max(scores)
+
+
+@cache
+def hierarchy(counts_pad=False):
+    target = gm.Posterior(
+        normal_prior, gm.Plate(normal_rows, gm.place(Y, mesh_of("8"), P("data")), local="theta")
+    )
+    target = counts_pad_rows(target) if counts_pad else target
+    theta = np.zeros(40 if counts_pad else 37, np.float32)
+    return gm.sample(
+        KEY,
+        target,
+        {"mu": jnp.float32(0), "theta": jnp.asarray(theta)},
+        kernel=gm.HMC(target, 0.1, 4, jitter=0.5),
+        num_warmup=150,
+        num_samples=750,
+        progress=False,
+    )
+
+
+def check_posterior(draws):
+    """Over 76 scores a bound of 5 is crossed by chance in under one run of ten thousand."""
+    mean, variance = posterior_moments()
+    for name in mean:
+        x = np.asarray(draws.position[name], np.float64)
+        x = x[:, :, : len(Y)] if name == "theta" else x
+        z = largest_z(x, mean[name], variance[name])
+        assert z < 5, f"{name} is off by {z} standard errors"
+
+
+def test_draws_have_the_posterior_s_means_and_variances():
+    check_posterior(hierarchy())
+
+
+def test_a_pad_with_a_density_and_a_momentum_is_rejected():
+    with pytest.raises(AssertionError, match="mu is off by"):
+        check_posterior(hierarchy(counts_pad=True))
+
+
+def test_after_warm_up_each_device_holds_its_own_rows():
+    draws = hierarchy()
+    kernel, state = draws.kernel, draws.state
+    assert shard_shapes(kernel.inverse_mass_matrix["theta"]) == {(5,)}
+    assert shard_shapes(state.position["theta"]) == {(CHAINS, 5)}
+    assert shard_shapes(state.log_density_grad["theta"]) == {(CHAINS, 5)}
+    assert abs(np.mean(kernel.inverse_mass_matrix["theta"][:37]) - 0.5) < 0.1
+
+
+# A pad that stays behind.
+
+
+def delay_prior(x):
+    return -0.5 * x["first"] ** 2
+
+
+def delays(x, y):
+    """What comes later than the first by a Weibull delay of shape 3/2, and is seen with noise."""
+    delay = x["time"] - x["first"][None]
+    return 0.5 * jnp.log(delay) - delay**1.5 - 50 * (y - x["time"]) ** 2
+
+
+def chain_of_delays(name):
+    seen = gm.place(np.full(9, 4, np.float32), mesh_of(name), P("data"))
+    target = gm.Posterior(delay_prior, gm.Plate(delays, seen, local="time"))
+    position = {"first": jnp.zeros(CHAINS), "time": jnp.full((CHAINS, 9), 0.5)}
+    layout, kernel, states = chains_on(name, target, position)
+    after, infos = run(kernel.with_step_size(0.02), states, layout=layout)
+    return np.asarray(after.position["first"]), np.asarray(infos.energy_error)
+
+
+def test_a_pad_that_is_left_behind_does_not_stop_a_chain():
+    first, energy_errors = chain_of_delays("1")
+    assert np.all(first > 0.5), "the first must pass where the pad stays"
+    got, got_errors = chain_of_delays("8")
+    np.testing.assert_allclose(got, first, rtol=1e-3)
+    np.testing.assert_allclose(got_errors, energy_errors, atol=0.1)
