@@ -47,6 +47,8 @@ options = common.parse(
 )
 devices = common.start_devices(options.devices)
 dataset = movielens_data.load_movielens(options.data_dir)
+if options.quick:
+    dataset = dataclasses.replace(dataset, watched=dataset.watched[:1001, :600])
 num_users, num_movies = dataset.watched.shape
 console.print(f"data: {dataset.source}")
 
@@ -360,7 +362,7 @@ def plot_scores(axes):
         values = [results[name][k] for name in names]
         bars = axis.barh(labels, values, color=colors)
         axis.bar_label(bars, fmt="%.3f" if k == 0 else "%.4f", padding=3)
-        axis.margins(x=0.25)
+        axis.margins(x=0.35)
         axis.set(title=f"{title}, hidden cells")
 
 

@@ -315,9 +315,9 @@ def plot_levels(axis):
 
 
 figure = plt.figure(figsize=(15, 9), layout="constrained")
-top, bottom = figure.subfigures(2, 1, height_ratios=[1, 1.1])
+top, bottom = figure.subfigures(2, 1, height_ratios=[1, 1.1], squeeze=False)[:, 0]
 plot_shards(top.subplots())
-left, middle, right = np.ravel(bottom.subfigures(1, 3, width_ratios=[1.2, 0.8, 1.2]))
+left, middle, right = bottom.subfigures(1, 3, width_ratios=[1.2, 0.8, 1.2], squeeze=False)[0]
 plot_line(left.subplots())
 marginals = middle.subplots(3, 1)
 for panel, name in zip(marginals, TRUTH, strict=True):

@@ -16,6 +16,18 @@ MNIST_KEYS = {
     *("largest_constant_bytes", "peak_rss_mb", "wall_seconds"),
 }
 
+PREDICTIONS = ("bma", "single", "mode", "popularity")
+MOVIELENS_KEYS = {
+    *("devices", "mesh", "data", "users", "movies", "num_chains", "num_warmup", "num_samples"),
+    *("acceptance_rate", "num_divergent", "energy_error_sd", "leapfrogs", "leapfrogs_per_second"),
+    *("all_reduces_per_leapfrog", "all_reduce_bytes_per_leapfrog", "all_gathers"),
+    *("peak_temp_mb_per_device", "peak_rss_mb", "rhat_log_density", "rhat_logit_median"),
+    *("rhat_logit_max", "rhat_bias_max", "recommendations_most", "recommendations_least"),
+    *(f"recall_at_20_{name}" for name in PREDICTIONS),
+    *(f"heldout_log_lik_{name}" for name in PREDICTIONS),
+    "wall_seconds",
+}
+
 
 def run_demo(name: str, out: Path, *options: str) -> subprocess.CompletedProcess:
     environment = {k: v for k, v in os.environ.items() if k != "GSPMD_MCMC_DATA"}
@@ -41,3 +53,19 @@ def test_a_folder_without_the_data_is_an_error(tmp_path):
     assert done.returncode != 0
     assert "none" in done.stderr
     assert not (tmp_path / "summary.json").exists()
+
+
+def test_movielens_offline_on_uneven_rows(tmp_path):
+    done = run_demo("movielens", tmp_path, "--quick", "--devices", "4")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "synthetic" in done.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary) == MOVIELENS_KEYS
+    assert (summary["data"], summary["devices"], summary["users"]) == ("synthetic", 4, 1001)
+    assert (summary["all_reduces_per_leapfrog"], summary["all_gathers"]) == (1, 0)
+    # The gradient of what users share, of both chains: embeddings and biases of 600 movies.
+    assert summary["all_reduce_bytes_per_leapfrog"] == 2 * 600 * (20 + 1) * 4
+    assert summary["recall_at_20_mode"] > summary["recall_at_20_popularity"]
+    assert summary["heldout_log_lik_mode"] > summary["heldout_log_lik_popularity"]
+    assert len(summary["recommendations_least"]) == 20
+    assert (tmp_path / "movielens.png").stat().st_size > 50_000

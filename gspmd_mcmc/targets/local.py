@@ -4,7 +4,7 @@ They lie where the plate's rows lie. Where the mesh does not divide the rows the
 data are, by copies of the last row; the pad has no density and no momentum, and nobody sees it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ def is_row_values(node: Any) -> bool:
     return isinstance(node, RowValues)
 
 
-def without(tree: PyTree, hidden: list[bool]) -> PyTree:
+def without(tree: PyTree, hidden: Sequence[bool]) -> PyTree:
     """Leave some leaves out: their dict entries go, elsewhere None takes their place."""
     if not any(hidden):
         return tree
@@ -193,8 +193,8 @@ def cut_rows(array: jax.Array, rows: Rows, axis: int) -> Any:
     """Cut the pad off an axis; outside jit that leaves an array on the host, as no mesh divides it."""
     if rows.num_rows == rows.num_padded:
         return array
-    array = array if is_traced(array) else np.asarray(array)
-    return array[(*(slice(None),) * axis, slice(rows.num_rows))]
+    real = (*(slice(None),) * axis, slice(rows.num_rows))
+    return array[real] if is_traced(array) else np.asarray(array)[real]
 
 
 def _map_rows(target: Any, tree: PyTree, function: Callable) -> PyTree:

@@ -120,10 +120,9 @@ class _Bound:
 
     def trace(self) -> dict[str, dict]:
         """Run the model in the abstract, on everything, from NumPyro's own start."""
-        from numpyro.infer import init_to_uniform
-
-        found = {}
-        jax.eval_shape(lambda x: found.update(self.call(x, init_to_uniform)), unpadded(self.arrays))
+        start = importlib.import_module("numpyro.infer").init_to_uniform
+        found: dict[str, dict] = {}
+        jax.eval_shape(lambda x: found.update(self.call(x, start)), unpadded(self.arrays))
         return found
 
 
@@ -174,7 +173,7 @@ class _Evaluate:
         out = log_prob(site["fn"], site["value"])
         if site["scale"] is not None:
             # A plate of a fixed size takes a block for a subsample, and scales it up.
-            taken = sizes[plate] / trace[plate]["args"][0] if plate in sizes else 1.0
+            taken = sizes[plate] / trace[plate]["args"][0] if plate and plate in sizes else 1.0
             out = site["scale"] * taken * out
         return jnp.moveaxis(out, self.row_axis[name], 0) if plate else out
 
@@ -325,7 +324,7 @@ def _with_derived(bound: _Bound, blocks: Blocks, target: Posterior, sites: dict)
     return tree.replace(target, latents=latents, derived=derived)
 
 
-def _derived(evaluate: _Evaluate, names: tuple, arrays: dict, params: dict) -> dict[str, jax.Array]:
+def _derived(evaluate: Any, names: tuple, arrays: dict, params: dict) -> dict[str, jax.Array]:
     trace = evaluate.trace(params, unpadded(arrays), {})
     return {name: jnp.asarray(trace[name]["value"]) for name in names}
 
@@ -342,7 +341,7 @@ def _check_support(bound: _Bound, blocks: Blocks, target: Posterior) -> None:
             )
 
 
-def _inside(evaluate: _Evaluate, arrays: dict, params: dict) -> dict[str, jax.Array]:
+def _inside(evaluate: Any, arrays: dict, params: dict) -> dict[str, jax.Array]:
     """Count each observed site's values outside the support."""
     trace = evaluate.trace(params, arrays, {})
     observed = {n: s for n, s in trace.items() if s["type"] == "sample" and n not in params}
@@ -358,8 +357,7 @@ def _num_outside(distribution: Any, value: jax.Array) -> jax.Array:
 
 def _check_against_numpyro(bound: _Bound, blocks: Blocks, target: Posterior) -> None:
     """Compare log density and gradient with NumPyro's at a point, everything at once."""
-    from numpyro.infer.util import potential_energy
-
+    potential_energy = importlib.import_module("numpyro.infer.util").potential_energy
     arrays = unpadded(bound.arrays)
 
     def theirs(position, arrays):
