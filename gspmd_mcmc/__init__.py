@@ -10,6 +10,11 @@ from gspmd_mcmc.sampling.mode import Mode, find_mode
 from gspmd_mcmc.sampling.sample import SamplingWarning, sample
 from gspmd_mcmc.sampling.start import per_chain, uniform_start
 from gspmd_mcmc.targets.checks import NonFiniteStart
+from gspmd_mcmc.targets.joint import (
+    JointDistributionCoroutine,
+    JointDistributionNamed,
+    JointDistributionSequential,
+)
 from gspmd_mcmc.targets.likelihoods import (
     bernoulli_logits,
     categorical_logits,
@@ -20,6 +25,7 @@ from gspmd_mcmc.targets.log_density import LogDensity
 from gspmd_mcmc.targets.numpyro import from_numpyro
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
+from gspmd_mcmc.targets.sharded import Sharded
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,11 +45,15 @@ __all__ = [
     "HMC",
     "HMCInfo",
     "HMCState",
+    "JointDistributionCoroutine",
+    "JointDistributionNamed",
+    "JointDistributionSequential",
     "LogDensity",
     "NonFiniteStart",
     "Padded",
     "Plate",
     "Posterior",
+    "Sharded",
     "make_mesh",
     "place",
 ]

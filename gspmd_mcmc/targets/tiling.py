@@ -18,9 +18,9 @@ from gspmd_mcmc.targets.rows import Rows
 from gspmd_mcmc.targets.two_float import two_float_sum
 from gspmd_mcmc.tree import PyTree, path_str
 
-# Bytes of a tile's largest intermediate, of one chain. On a CPU a tile fits the caches of the cores that
-# work on it; elsewhere tiles are large, as each costs a few kernel launches, and only bound the memory.
-# So they are where data lie over a second mesh axis: each tile then ends in a sum over that axis.
+# Bytes of a tile's largest intermediate, of one chain. On a CPU a tile fits the caches of the cores
+# that work on it; elsewhere tiles are large, as each costs a few kernel launches, and only bound the
+# memory. So they are where data lie over a second mesh axis: each tile then ends in a sum over it.
 TILE_BYTES_A_CORE = 5 << 18
 TILE_BYTES_ELSEWHERE = 256 << 20
 MOST_CORES = 2  # what was measured; more would only take more memory

@@ -1,0 +1,294 @@
+"""Distributions over the rows of a mesh axis: every device holds its rows of a sample.
+
+One `Sharded` is the whole distribution, not a device's part of it: its sample is one global array, and
+its log probability is the sum over all rows. The compiler puts in the reduction.
+"""
+
+import inspect
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gspmd_mcmc.placement.mesh import require_auto
+from gspmd_mcmc.placement.padding import Padded, padded_rows
+from gspmd_mcmc.tree import PyTree, is_staging, pytree, set_fields, static
+
+
+@pytree
+@dataclass(frozen=True, eq=False, init=False)
+class Sharded:
+    """A distribution whose rows lie over a mesh axis.
+
+    It is a pytree: pass it into a program, ``jax.jit(gm.Sharded.log_prob)(sharded, value)``, or make it
+    there, of parameters that are being traced. Chains come by `jax.vmap`.
+
+    Parameters
+    ----------
+    distribution
+        Anything with ``sample(rng_key, sample_shape)`` (or ``sample(sample_shape, seed=rng_key)``) and
+        ``log_prob(value)``: NumPyro's, TFP's on JAX, your own class. On every device, and of all rows.
+    axis
+        Name of the mesh axis that the rows lie over, or names.
+    mesh
+        The mesh, of Auto axes (`make_mesh`). To sample takes one; joint distributions lend theirs.
+    num_rows
+        How many rows, drawn independently: a sample is [num_rows, ...] with the shape of the
+        distribution's own sample behind. None where the distribution has its rows itself: they are the
+        first axis of its batch shape, or, if that is empty, of whatever is sampled.
+    name
+        What a joint distribution calls it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``distribution`` is none, ``num_rows`` is less than 1, or the mesh has no such axis or has
+        axes that are not Auto.
+    """
+
+    distribution: Any
+    axis: str | tuple[str, ...] = static()
+    mesh: Mesh | None = static()
+    num_rows: int | None = static()
+    name: str | None = static()
+
+    def __init__(
+        self,
+        distribution: Any,
+        axis: str | tuple[str, ...] = "data",
+        *,
+        mesh: Mesh | None = None,
+        num_rows: int | None = None,
+        name: str | None = None,
+    ):
+        if not is_distribution(distribution) or isinstance(distribution, Sharded):
+            raise TypeError(
+                f"Sharded: expected a distribution, with sample and log_prob, got {shown(distribution)}"
+            )
+        _check_num_rows(num_rows)
+        _check_axis(axis, mesh)
+        axis = axis if isinstance(axis, str) else tuple(axis)
+        num_rows = None if num_rows is None else int(num_rows)
+        set_fields(self, distribution=distribution, axis=axis, mesh=mesh, num_rows=num_rows, name=name)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the mesh axes that the rows lie over."""
+        return (self.axis,) if isinstance(self.axis, str) else self.axis
+
+    def sample(self, rng_key: jax.Array, sample_shape: int | tuple[int, ...] = ()) -> Any:
+        """Draw one global sample, laid over the mesh.
+
+        Parameters
+        ----------
+        rng_key
+            A typed key, ``jax.random.key(seed)``.
+        sample_shape
+            Independent samples, in front: [*sample_shape, num_rows, ...].
+
+        Returns
+        -------
+        jax.Array or Padded
+            The same values on every mesh, but for the last digit where the distribution computes them
+            in several steps: what is drawn depends on the key and the global shape. Rows that the mesh
+            does not divide come back as `Padded`, copies of the last row at the end; so they do inside
+            a program, where `Padded` is a pytree like any other, and under `jax.vmap` over keys.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If there is no mesh, the key is none, the sample has no rows, or it has rows that the mesh
+            does not divide behind a ``sample_shape`` (draw those by `jax.vmap` over keys).
+        """
+        check_key(rng_key)
+        shape = (sample_shape,) if isinstance(sample_shape, int) else tuple(sample_shape)
+        if self.mesh is None:
+            raise ValueError(
+                "Sharded: to sample takes a mesh: Sharded(..., mesh=gm.make_mesh(...)), or that of a "
+                "joint distribution"
+            )
+        _check_axis(self.axis, self.mesh)
+        return (_draw_laid if _is_plain(self) else _jit_draw)(self, rng_key, shape)
+
+    def log_prob(self, value: Any) -> jax.Array:
+        """Sum the log probability over all rows: one scalar, the same on every device.
+
+        Parameters
+        ----------
+        value
+            A sample without ``sample_shape`` (vmap over those): an array, placed or not, or `Padded`,
+            whose copies do not count.
+
+        Raises
+        ------
+        ValueError
+            If the value has other rows or another shape than the distribution.
+        """
+        value = value if isinstance(value, Padded) else jnp.asarray(value)
+        check_value("Sharded.log_prob", self, value)
+        return (_total if _is_plain(self, value) else _jit_total)(self, value)
+
+    def draw(self, rng_key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
+        """Draw the values alone: neither laid over a mesh nor padded."""
+        rows = () if self.num_rows is None else (self.num_rows,)
+        return draw(self.distribution, rng_key, (*sample_shape, *rows))
+
+
+def is_distribution(thing: Any) -> bool:
+    """Tell whether something can be sampled and has a log probability; a class does not count."""
+    has_both = callable(getattr(thing, "sample", None)) and callable(getattr(thing, "log_prob", None))
+    return has_both and not isinstance(thing, type)
+
+
+def draw(distribution: Any, rng_key: jax.Array, sample_shape: tuple[int, ...]) -> jax.Array:
+    """Sample any distribution."""
+    with jax.numpy_rank_promotion("allow"):  # NumPyro's own code relies on it
+        if "seed" in inspect.signature(distribution.sample).parameters:  # TFP's way
+            return jnp.asarray(distribution.sample(sample_shape, seed=rng_key))
+        return jnp.asarray(distribution.sample(rng_key, sample_shape))
+
+
+def log_prob(distribution: Any, value: jax.Array) -> jax.Array:
+    """Log probability under any distribution, of the shape that it gives it."""
+    with jax.numpy_rank_promotion("allow"):
+        return jnp.asarray(distribution.log_prob(value))
+
+
+def check_key(rng_key: Any) -> None:
+    """Raise unless this is one typed key."""
+    dtype = getattr(rng_key, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng_key.shape:
+        raise TypeError(
+            f"rng_key: expected one typed key, jax.random.key(seed), got {type(rng_key).__name__} "
+            f"of dtype {dtype} and shape {np.shape(rng_key)}"
+        )
+
+
+def check_value(what: str, part: Any, value: Any) -> None:
+    """Raise where a value has another shape than one sample of a part, as far as that is known.
+
+    It would broadcast against the distribution, and the sum count some values twice.
+    """
+    if isinstance(value, Padded) and not isinstance(part, Sharded):
+        raise ValueError(f"{what}: got {value} for a part that is not Sharded; nothing masks its pad")
+    values = value.values if isinstance(value, Padded) else value
+    rows = value.num_rows if isinstance(value, Padded) else (*jnp.shape(values), None)[0]
+    shape = (rows, *jnp.shape(values)[1:]) if jnp.ndim(values) else ()
+    expected = _shapes(part)
+    if not any(_matches(shape, pattern) for pattern in expected):
+        shown = " or ".join(_shape_str(pattern) for pattern in expected)
+        raise ValueError(
+            f"{what}: expected one value of shape {shown}, got {_shape_str(shape)}. Of many samples, "
+            "take jax.vmap"
+        )
+
+
+def unpad(value: Any) -> Any:
+    """Return the real rows of a value, inside a program or outside."""
+    return value.values[: value.num_rows] if isinstance(value, Padded) else value
+
+
+def shown(thing: Any) -> str:
+    """Say in words what was found where a distribution was expected."""
+    is_class = isinstance(thing, type)
+    return f"the class {thing.__name__}, not one of it" if is_class else f"a {type(thing).__name__}"
+
+
+def _shapes(part: Any) -> list[tuple]:
+    """Shapes that one sample can have; None is an axis of any length, an ellipsis any axes."""
+    is_sharded = isinstance(part, Sharded)
+    distribution = part.distribution if is_sharded else part
+    rows = part.num_rows if is_sharded else None
+    if not (hasattr(distribution, "batch_shape") and hasattr(distribution, "event_shape")):
+        return [(rows, ...) if is_sharded else (...,)]
+    batch, event = tuple(distribution.batch_shape), tuple(distribution.event_shape)
+    if not is_sharded or (rows is None and batch):
+        return [(*batch, *event)]
+    if rows is None and event:
+        return [(None, *event), event]
+    return [(rows, *batch, *event)]
+
+
+def _matches(shape: tuple, pattern: tuple) -> bool:
+    if pattern[-1:] == (...,):
+        pattern = pattern[:-1]
+        shape = shape[: len(pattern)]
+    return len(shape) == len(pattern) and all(
+        n is None or n == m for n, m in zip(pattern, shape, strict=True)
+    )
+
+
+def _shape_str(pattern: tuple) -> str:
+    return f"[{', '.join('rows' if n is None else '...' if n is ... else str(n) for n in pattern)}]"
+
+
+def _check_num_rows(num_rows: Any) -> None:
+    if num_rows is None:
+        return
+    if isinstance(num_rows, bool) or not isinstance(num_rows, int | np.integer) or num_rows < 1:
+        raise ValueError(f"Sharded: num_rows: expected an integer of at least 1, got {num_rows!r}")
+
+
+def _check_axis(axis: Any, mesh: Mesh | None) -> None:
+    """Raise unless this is a name or names, of axes that the mesh has if there is one."""
+    axes = (axis,) if isinstance(axis, str) else axis
+    if not isinstance(axes, tuple | list) or not axes or not all(isinstance(a, str) for a in axes):
+        raise TypeError(f"Sharded: axis: expected the name of a mesh axis, or names, got {axis!r}")
+    if mesh is None:
+        return
+    require_auto(mesh)
+    unknown = [a for a in axes if a not in mesh.shape]
+    if unknown:
+        raise ValueError(f"Sharded: the mesh {dict(mesh.shape)} has no axis {unknown[0]!r}")
+
+
+def _is_plain(*args: PyTree) -> bool:
+    """Tell whether a function runs as it is: in a program already, or with what is no array."""
+    return is_staging() or not all(
+        hasattr(x, "dtype") or isinstance(x, bool | int | float) for x in jax.tree.leaves(args)
+    )
+
+
+def _total(sharded: Sharded, value: Any) -> jax.Array:
+    # Cutting the pad off is free inside a program, and leaves nothing to mask.
+    return jnp.sum(log_prob(sharded.distribution, unpad(value)))
+
+
+def _draw_laid(sharded: Sharded, rng_key: jax.Array, sample_shape: tuple[int, ...]) -> Any:
+    """Draw in a program, so that every device draws its own rows."""
+    values = sharded.draw(rng_key, sample_shape)
+    has_rows = sharded.num_rows is not None or bool(getattr(sharded.distribution, "batch_shape", ()))
+    return _lay(sharded, values, len(sample_shape) if has_rows else 0)
+
+
+def _lay(sharded: Sharded, values: jax.Array, row_axis: int) -> Any:
+    """Pad the rows and lay them over the mesh."""
+    if values.ndim <= row_axis:
+        raise ValueError("Sharded: a scalar has no rows to lay over the mesh: give num_rows=")
+    assert sharded.mesh is not None
+    num_blocks = math.prod(sharded.mesh.shape[a] for a in sharded.axes)
+    num_rows = values.shape[row_axis]
+    num_pad = padded_rows(num_rows, num_blocks) - num_rows
+    if num_pad and row_axis:
+        raise ValueError(
+            f"Sharded: {num_rows} rows behind sample_shape {values.shape[:row_axis]} do not divide "
+            f"over {num_blocks} devices; draw each sample by itself, jax.vmap(sharded.sample)(keys)"
+        )
+    spec = P(*(None,) * row_axis, sharded.axes)
+    constrain = partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(sharded.mesh, spec))
+    if not num_pad:
+        return constrain(values)
+    # With zeros first, and the copies then: to concatenate them would gather all rows.
+    zeros = constrain(jnp.pad(values, [(0, num_pad), *[(0, 0)] * (values.ndim - 1)]))
+    is_real = (jnp.arange(num_rows + num_pad) < num_rows).reshape(-1, *(1,) * (values.ndim - 1))
+    return Padded(constrain(jnp.where(is_real, zeros, values[-1:])), num_rows)
+
+
+_jit_total = jax.jit(_total)
+_jit_draw = jax.jit(_draw_laid, static_argnums=2)
