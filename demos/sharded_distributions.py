@@ -24,12 +24,6 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.targets.joint import (
-    JointDistributionCoroutine,
-    JointDistributionNamed,
-    JointDistributionSequential,
-)
-from gspmd_mcmc.targets.sharded import Sharded
 from gspmd_mcmc.views.communication import communication
 
 matplotlib.use("agg")
@@ -40,7 +34,7 @@ console = Console()
 options = common.parse("Distributions over devices", "out/sharded_distributions")
 devices = common.start_devices(options.devices)
 mesh = gm.make_mesh(data=len(devices), devices=devices)
-Root = JointDistributionCoroutine.Root
+Root = gm.JointDistributionCoroutine.Root
 
 # %% [markdown]
 # ## One distribution, its rows over the devices
@@ -51,12 +45,12 @@ Root = JointDistributionCoroutine.Root
 NOTEBOOK_SAMPLE = np.array(
     [1.2152631, 0.7818249, 0.32549605, 0.6828047, 1.3973192, -0.57830244, 0.37862757, 2.7706041]
 )
-sharded = Sharded(dist.Normal(0.0, 1.0), mesh=mesh, num_rows=8)
+sharded = gm.Sharded(dist.Normal(0.0, 1.0), mesh=mesh, num_rows=8)
 placed = gm.place(NOTEBOOK_SAMPLE, mesh, P("data"))
 sharded_log_prob = float(sharded.log_prob(placed))
-report = communication(Sharded.log_prob, sharded, placed)
+report = communication(gm.Sharded.log_prob, sharded, placed)
 sent = [f"{c.kind} of {c.num_bytes} bytes" for c in report.collectives]
-console.print(f"Sharded(Normal(0, 1)).log_prob: {sharded_log_prob:.6f}, the notebook -13.734921")
+console.print(f"gm.Sharded(Normal(0, 1)).log_prob: {sharded_log_prob:.6f}, the notebook -13.734921")
 console.print(f"over {len(devices)} devices it sends: {', '.join(sent) or 'nothing'}")
 
 # %% [markdown]
@@ -74,7 +68,7 @@ def values_of(sample):
 counts = [n for n in (1, 2, 4, 8) if n <= len(devices)]
 meshes = {n: gm.make_mesh(data=n, devices=devices[:n]) for n in counts}
 samples = {
-    n: Sharded(dist.Normal(0.0, 1.0), mesh=m, num_rows=1003).sample(jax.random.key(0))
+    n: gm.Sharded(dist.Normal(0.0, 1.0), mesh=m, num_rows=1003).sample(jax.random.key(0))
     for n, m in meshes.items()
 }
 apart = {n: float(np.abs(values_of(s) - values_of(samples[1])).max()) for n, s in samples.items()}
@@ -95,7 +89,7 @@ for n, sample in samples.items():
 def log_prob_of(parameters, value):
     """Log probability of rows under parameters that they share: made anew inside the program."""
     location, scale = parameters
-    return Sharded(dist.Normal(location, scale)).log_prob(value)
+    return gm.Sharded(dist.Normal(location, scale)).log_prob(value)
 
 
 away = values_of(samples[1]).astype(float) - np.float32(0.3)
@@ -120,7 +114,7 @@ NOTEBOOK_VALUE = (
         [0.8690128, -0.83167845, 1.2209264, 0.88412696, 0.76478404, -0.66208494, -0.0129658, 0.7391483]
     ),
 )
-rows = Sharded(dist.Normal(0.0, 1.0), num_rows=8)
+rows = gm.Sharded(dist.Normal(0.0, 1.0), num_rows=8)
 
 
 def two_parts():
@@ -130,9 +124,9 @@ def two_parts():
 
 
 forms = {
-    "sequential": JointDistributionSequential([dist.Normal(0.0, 1.0), rows], mesh=mesh),
-    "named": JointDistributionNamed({"var0": dist.Normal(0.0, 1.0), "var1": rows}, mesh=mesh),
-    "coroutine": JointDistributionCoroutine(two_parts, mesh=mesh),
+    "sequential": gm.JointDistributionSequential([dist.Normal(0.0, 1.0), rows], mesh=mesh),
+    "named": gm.JointDistributionNamed({"var0": dist.Normal(0.0, 1.0), "var1": rows}, mesh=mesh),
+    "coroutine": gm.JointDistributionCoroutine(two_parts, mesh=mesh),
 }
 joint_log_probs = {}
 for form, joint in forms.items():
@@ -158,15 +152,15 @@ def regression(x):
     intercept = yield Root(dist.Normal(0.0, 2.0), name="intercept")
     slope = yield Root(dist.Normal(0.0, 2.0), name="slope")
     spread = yield Root(dist.HalfNormal(1.0), name="spread")
-    level = yield Sharded(dist.Normal(intercept + slope * x, spread), name="level")
-    yield Sharded(dist.Normal(level, NOISE), name="y")
+    level = yield gm.Sharded(dist.Normal(intercept + slope * x, spread), name="level")
+    yield gm.Sharded(dist.Normal(level, NOISE), name="y")
 
 
 rng = np.random.default_rng(0)
 x = np.sort(rng.uniform(-2, 2, num_rows)).astype(np.float32)
 level = TRUTH["intercept"] + TRUTH["slope"] * x + TRUTH["spread"] * rng.normal(size=num_rows)
 y = (level + NOISE * rng.normal(size=num_rows)).astype(np.float32)
-joint = JointDistributionCoroutine(regression, gm.place(x, mesh, P("data")), mesh=mesh)
+joint = gm.JointDistributionCoroutine(regression, gm.place(x, mesh, P("data")), mesh=mesh)
 prior = joint.sample(jax.random.key(2))
 target = joint.condition(y=gm.place(y, mesh, P("data")))
 console.print(f"{joint}, conditioned: {target}")

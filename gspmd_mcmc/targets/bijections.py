@@ -5,18 +5,35 @@ value it returns the constrained one, ``log_abs_det_jacobian(x, y)`` has one num
 ``inv`` goes back. `numpyro.distributions.biject_to` makes one for a support.
 """
 
+import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
-from gspmd_mcmc.tree import PyTree, path_str
+from gspmd_mcmc.tree import PyTree, is_traced, path_str
 
 
 def is_bijection(node: Any) -> bool:
     """Tell whether a node of a tree is a bijection (for ``is_leaf=``)."""
     return hasattr(node, "log_abs_det_jacobian")
+
+
+def bijection_onto(what: str, support: Any) -> Any:
+    """Return NumPyro's bijection onto a support.
+
+    Raises
+    ------
+    ValueError
+        If the support depends on values that are not known yet; the message begins with ``what``.
+    """
+    if any(is_traced(x) for x in jax.tree.leaves(support)):
+        raise ValueError(
+            f"{what}: its support {support} depends on another latent or on data. Sample it on a fixed "
+            "support, and scale it in the model"
+        )
+    return importlib.import_module("numpyro.distributions").biject_to(support)
 
 
 def bijection_at(bijections: PyTree, path: KeyPath) -> Any:

@@ -5,11 +5,9 @@ their values: to sample sends what it draws, to evaluate what is given, and a po
 block.
 """
 
-import importlib
 import inspect
-import keyword
 from collections import namedtuple
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -17,23 +15,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.placement.mesh import require_auto
 from gspmd_mcmc.placement.padding import is_padded, refuse_padded
-from gspmd_mcmc.placement.place import place
-from gspmd_mcmc.targets import numpyro, sharded
-from gspmd_mcmc.targets.bijections import constrain
-from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates
+from gspmd_mcmc.targets import sharded
 from gspmd_mcmc.targets.checks import CONSTANT_BYTES
+from gspmd_mcmc.targets.conditioning import condition
 from gspmd_mcmc.targets.functions import as_partial, name_of_function
-from gspmd_mcmc.targets.plate import Plate
+from gspmd_mcmc.targets.joint_parts import (
+    END,
+    check_name,
+    check_part,
+    checked_mesh,
+    hold,
+    in_order,
+    name_of_part,
+    num_taken,
+    required,
+    run,
+    send,
+    taken_by,
+    trace,
+)
 from gspmd_mcmc.targets.posterior import Posterior
-from gspmd_mcmc.targets.rows import row_axes
 from gspmd_mcmc.targets.sharded import Sharded, check_key, check_value, is_distribution, shown, unpad
 from gspmd_mcmc.tree import is_staging, pytree, set_fields, static
 
@@ -61,7 +67,7 @@ class _Joint:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the parts, in the order they are drawn."""
-        return tuple(_trace(self, {}, lambda name, part, value: None))
+        return tuple(trace(self, {}, lambda name, part, value: None))
 
     def sample(self, rng_key: jax.Array, sample_shape: int | tuple[int, ...] = ()) -> Any:
         """Draw all parts.
@@ -153,7 +159,7 @@ class _Joint:
             If no part has that name, a value does not fit it, no part is left, one left is discrete, or
             blocks of rows cannot be evaluated apart (``CannotStream``).
         """
-        return _condition(self, observed)
+        return condition(self, observed)
 
     def _arrays(self, value: Any) -> dict[Any, Any]:
         _check_not_constant(self)
@@ -166,7 +172,7 @@ class _Joint:
             return unpad(out[name])
 
         out: dict[str, Any] = {}
-        _run(self, visit)
+        run(self, visit)
         return self._pack(out)
 
     def __repr__(self) -> str:
@@ -202,19 +208,19 @@ class JointDistributionSequential(_Joint):
                 f"JointDistributionSequential: expected a list of parts, got {shown(parts)}"
             )
         for i, part in enumerate(parts):
-            _check_part(f"part {i}", part)
-            if not is_distribution(part) and len(_required(part)) > i:
+            check_part(f"part {i}", part)
+            if not is_distribution(part) and len(required(part)) > i:
                 raise ValueError(
-                    f"part {i} takes {_required(part)}, but there are only {i} parts before it"
+                    f"part {i} takes {required(part)}, but there are only {i} parts before it"
                 )
-        set_fields(self, parts=tuple(map(_hold, parts)), mesh=_checked(mesh))
+        set_fields(self, parts=tuple(map(hold, parts)), mesh=checked_mesh(mesh))
 
     def _parts(self) -> Parts:
         values: list[Any] = []
         for i, part in enumerate(self.parts):
-            taken = () if is_distribution(part) else values[: _num_taken(part, i)]
+            taken = () if is_distribution(part) else values[: num_taken(part, i)]
             distribution = part if is_distribution(part) else part(*taken)
-            values.insert(0, (yield _name(distribution, i), distribution))
+            values.insert(0, (yield name_of_part(distribution, i), distribution))
 
     def _pack(self, by_name: dict[str, Any]) -> list[Any]:
         return list(by_name.values())
@@ -251,21 +257,21 @@ class JointDistributionNamed(_Joint):
         if not isinstance(parts, dict):
             raise TypeError(f"JointDistributionNamed: expected a dict of parts, got {shown(parts)}")
         for name, part in parts.items():
-            _check_name(name)
-            _check_part(repr(name), part)
-        order = _in_order({name: _taken(part, parts) for name, part in parts.items()})
+            check_name(name)
+            check_part(repr(name), part)
+        order = in_order({name: taken_by(part, parts) for name, part in parts.items()})
         set_fields(
             self,
-            parts=tuple(_hold(parts[name]) for name in order),
+            parts=tuple(hold(parts[name]) for name in order),
             order=order,
             written=tuple(parts),
-            mesh=_checked(mesh),
+            mesh=checked_mesh(mesh),
         )
 
     def _parts(self) -> Parts:
         values: dict[str, Any] = {}
         for name, part in zip(self.order, self.parts, strict=True):
-            taken = {other: values[other] for other in _taken(part, self.order)}
+            taken = {other: values[other] for other in taken_by(part, self.order)}
             values[name] = yield name, part if is_distribution(part) else part(**taken)
 
     def _pack(self, by_name: dict[str, Any]) -> dict[str, Any]:
@@ -323,7 +329,7 @@ class JointDistributionCoroutine(_Joint):
     def __init__(self, model: Callable, *args: Any, mesh: Mesh | None = None):
         bound = as_partial(model)
         model = Partial(bound.func, *bound.args, *args, **bound.keywords)
-        set_fields(self, model=_hold(model), mesh=_checked(mesh))
+        set_fields(self, model=hold(model), mesh=checked_mesh(mesh))
 
     def _parts(self) -> Parts:
         generator = self.model()
@@ -332,41 +338,15 @@ class JointDistributionCoroutine(_Joint):
                 f"{name_of_function(self.model)}: expected a generator function, which yields its "
                 f"parts; it returned {shown(generator)}"
             )
-        part, index = next(generator, _END), 0
-        while part is not _END:
+        part, index = next(generator, END), 0
+        while part is not END:
             name = part.name if isinstance(part, Root) else None
             distribution = part.distribution if isinstance(part, Root) else part
-            name = _name(distribution, index) if name is None else name
-            part, index = _send(generator, (yield name, distribution)), index + 1
+            name = name_of_part(distribution, index) if name is None else name
+            part, index = send(generator, (yield name, distribution)), index + 1
 
     def _pack(self, by_name: dict[str, Any]) -> Any:
         return _value_class(tuple(by_name))(*by_name.values())
-
-
-_END: Any = object()
-
-
-def _send(generator: Any, value: Any) -> Any:
-    try:
-        return generator.send(value)
-    except StopIteration:
-        return _END
-
-
-def _run(joint: _Joint, visit: Callable[[int, str, Any], Any]) -> None:
-    """Go through the parts: ``visit(index, name, part)`` returns the value that later ones see."""
-    seen: list[str] = []
-    parts = jax.tree.map(_released, joint, is_leaf=_is_held)._parts()
-    found = next(parts, _END)
-    while found is not _END:
-        name, part = found
-        _check_found(name, part, seen)
-        if isinstance(part, Sharded) and part.mesh is None:
-            part = tree.replace(part, mesh=joint.mesh)
-        seen.append(name)
-        found = _send(parts, visit(len(seen) - 1, name, part))
-    if not seen:
-        raise ValueError("the joint distribution has no parts")
 
 
 def _log_prob_each(joint: _Joint, given: dict[Any, Any]) -> dict[str, jax.Array]:
@@ -380,7 +360,7 @@ def _log_prob_each(joint: _Joint, given: dict[Any, Any]) -> dict[str, jax.Array]
 
     out: dict[str, jax.Array] = {}
     rest = set(given)
-    _run(joint, visit)
+    run(joint, visit)
     if rest:
         raise ValueError(f"value: expected the parts {list(out)}, got {_counted(given)}")
     return out
@@ -410,44 +390,6 @@ _jit_log_prob = jax.jit(_log_prob)
 _jit_log_prob_parts = jax.jit(_log_prob_parts)
 
 
-# What a joint distribution holds: arrays are leaves, all else is metadata of the pytree.
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True, eq=False)
-class _Constant:
-    """Something that is no array, such as a number that shapes depend on, kept out of the leaves."""
-
-    value: Any
-
-    def _key(self) -> Any:
-        is_plain = isinstance(self.value, bool | int | float | complex | str)
-        return (type(self.value), self.value) if is_plain else id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Constant) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-
-def _hold(part: Any) -> Any:
-    part = part if is_distribution(part) else as_partial(part)
-    return jax.tree.map(_held, part, is_leaf=is_padded)
-
-
-def _held(x: Any) -> Any:
-    return x if is_padded(x) or hasattr(x, "dtype") else _Constant(x)
-
-
-def _is_held(x: Any) -> bool:
-    return is_padded(x) or isinstance(x, _Constant)
-
-
-def _released(x: Any) -> Any:
-    return x.value if isinstance(x, _Constant) else unpad(x)
-
-
 def _check_not_constant(joint: _Joint) -> None:
     """Raise if the joint's arrays are being written into a program, whole on every device."""
     held = [x for x in jax.tree.leaves(joint) if not tree.is_traced(x)] if is_staging() else []
@@ -460,288 +402,6 @@ def _check_not_constant(joint: _Joint) -> None:
         )
 
 
-# The parts as they are written: checks, names, and what functions take.
-
-
-def _checked(mesh: Mesh | None) -> Mesh | None:
-    if mesh is not None:
-        require_auto(mesh)
-    return mesh
-
-
-def _check_part(what: str, part: Any) -> None:
-    if not is_distribution(part) and (isinstance(part, type) or not callable(part)):
-        raise TypeError(
-            f"{what}: expected a distribution, or a function that returns one, got {shown(part)}"
-        )
-
-
-def _check_name(name: Any) -> None:
-    is_word = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
-    if not is_word or name.startswith("_"):
-        raise ValueError(f"expected the name of a part to be an identifier, got {name!r}")
-
-
-def _check_found(name: str, part: Any, seen: list[str]) -> None:
-    _check_name(name)
-    if not is_distribution(part):
-        raise TypeError(
-            f"part {name!r}: expected a distribution, Sharded(distribution) or (of a coroutine) "
-            f"Root(distribution), got {shown(part)}"
-        )
-    if name in seen:
-        raise ValueError(f"two parts are called {name!r}; give them names: Sharded(..., name=...)")
-
-
-def _name(distribution: Any, index: int) -> str:
-    name = distribution.name if isinstance(distribution, Sharded) else None
-    return f"var{index}" if name is None else name
-
-
-def _parameters(part: Any) -> list[inspect.Parameter]:
-    return [] if is_distribution(part) else list(inspect.signature(part).parameters.values())
-
-
-def _required(part: Any) -> list[str]:
-    """Names of the values that a function takes by place."""
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in _parameters(part) if p.kind in by_place and p.default is p.empty]
-
-
-def _num_taken(part: Any, most: int) -> int:
-    takes_all = any(p.kind is p.VAR_POSITIONAL for p in _parameters(part))
-    return most if takes_all else len(_required(part))
-
-
-def _taken(part: Any, names: Iterable[str]) -> list[str]:
-    """Names of the parts that a function takes; of arguments with a default, those that are parts."""
-    return [p.name for p in _parameters(part) if p.name in names or p.default is p.empty]
-
-
-def _in_order(takes: dict[str, list[str]]) -> tuple[str, ...]:
-    """Order parts as they are written, but each after those that it takes."""
-    for name, others in takes.items():
-        unknown = [other for other in others if other not in takes]
-        if unknown:
-            raise ValueError(f"{name!r} takes {unknown[0]!r}, which is none of {list(takes)}")
-    order: list[str] = []
-    while len(order) < len(takes):
-        ready = [n for n in takes if n not in order and set(takes[n]) <= set(order)]
-        if not ready:
-            circle = {n: takes[n] for n in takes if n not in order}
-            raise ValueError(f"parts take each other in a circle: {circle}")
-        order.append(ready[0])
-    return tuple(order)
-
-
 @cache
 def _value_class(names: tuple[str, ...]) -> Any:
     return namedtuple("Values", names)  # pyright: ignore[reportUntypedNamedTuple]
-
-
-# The posterior of some parts, given the others.
-
-
-@dataclass(frozen=True)
-class _Fact:
-    """What conditioning knows of a part.
-
-    Attributes
-    ----------
-    value
-        Shape and dtype of its value.
-    rows
-        Number of rows, mesh axes and mesh, if it is `Sharded`.
-    bijection
-        Of a latent's support; None where that is all of real space, or unknown.
-    """
-
-    value: jax.ShapeDtypeStruct
-    rows: tuple[int, tuple[str, ...], Mesh | None] | None
-    bijection: Any = None
-
-    @property
-    def plate(self) -> str | None:
-        """Name of the plate that the part's rows form."""
-        return None if self.rows is None else f"{'x'.join(self.rows[1])}[{self.rows[0]}]"
-
-    @property
-    def latent(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the unconstrained value."""
-        shape = self.value.shape
-        shape = shape if self.bijection is None else self.bijection.inverse_shape(shape)
-        return jax.ShapeDtypeStruct(tuple(shape), self.value.dtype)
-
-
-def _trace(joint: _Joint, observed: dict[str, Any], fact: Callable) -> dict[str, Any]:
-    """Run the model in the abstract, on what is observed; give ``fact(name, part, value)`` by name."""
-
-    def model(key: jax.Array, observed: dict[str, Any]) -> None:
-        def visit(index: int, name: str, part: Any) -> Any:
-            if name in observed:
-                check_value(f"observed {name!r}", part, observed[name])
-            value = unpad(observed[name]) if name in observed else _draw(part, key)
-            found[name] = fact(name, part, value)
-            return value
-
-        _run(joint, visit)
-
-    found: dict[str, Any] = {}
-    jax.eval_shape(model, jax.random.key(0), observed)
-    return found
-
-
-def _draw(part: Any, rng_key: jax.Array) -> jax.Array:
-    return part.draw(rng_key) if isinstance(part, Sharded) else sharded.draw(part, rng_key, ())
-
-
-def _condition(joint: _Joint, observed: dict[str, Any]) -> Posterior:
-    observed = {
-        n: x if is_padded(x) or hasattr(x, "dtype") else np.asarray(x) for n, x in observed.items()
-    }
-    facts = _trace(joint, observed, partial(_fact, observed))
-    latent = [name for name in facts if name not in observed]
-    unknown = [name for name in observed if name not in facts]
-    if unknown or not latent:
-        what = f"there is no part {unknown[0]!r}" if unknown else "no part is left to sample"
-        raise ValueError(f"condition: {what}; the parts are {list(facts)}")
-    blocks = _blocks(joint, observed, facts)
-    sites = tuple((name, facts[name].latent) for name in latent)
-    target = tree.replace(blocks.posterior(), latents=sites)
-    for plate, name in zip(target.plates, blocks.num_rows, strict=True):
-        _check_rows_apart(target, plate, name)
-    return target
-
-
-def _fact(observed: dict[str, Any], name: str, part: Any, value: jax.Array) -> _Fact:
-    is_sharded = isinstance(part, Sharded)
-    if is_sharded and not value.ndim:
-        raise ValueError(f"part {name!r} is Sharded and not observed: give it num_rows=")
-    rows = (value.shape[0], part.axes, part.mesh) if is_sharded else None
-    shape = jax.ShapeDtypeStruct(value.shape, value.dtype)
-    if name in observed:
-        return _Fact(shape, rows)
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ValueError(
-            f"part {name!r} is discrete and not observed: HMC moves through continuous space. Sum it "
-            "out of the log density, or observe it"
-        )
-    return _Fact(shape, rows, _bijection(name, part.distribution if is_sharded else part))
-
-
-def _bijection(name: str, distribution: Any) -> Any:
-    """Return the bijection onto the support of a NumPyro distribution."""
-    if not _is_numpyro(distribution):
-        return None
-    dist = importlib.import_module("numpyro.distributions")
-    support = distribution.support
-    if any(tree.is_traced(x) for x in jax.tree.leaves(support)):
-        raise ValueError(
-            f"part {name!r}: its support {support} depends on another part or on data. Sample it on a "
-            "fixed support, and scale it in the model"
-        )
-    bijection = dist.biject_to(support)
-    return None if type(bijection) is dist.transforms.IdentityTransform else bijection
-
-
-def _is_numpyro(distribution: Any) -> bool:
-    return type(distribution).__module__.startswith("numpyro.")
-
-
-def _blocks(joint: _Joint, observed: dict[str, Any], facts: dict[str, _Fact]) -> Blocks:
-    plates = {f.plate: f.rows for f in facts.values() if f.rows is not None and f.plate is not None}
-    num_rows = {plate: rows for plate, (rows, _, _) in plates.items()}
-    observed = {name: _placed(x, facts[name].rows) for name, x in sorted(observed.items())}
-    of_joint = _owners(joint, plates)
-    joint = _with_placed_rows(joint, [None if p is None else plates[p] for p in of_joint])
-    owners = [*of_joint, *(facts[name].plate for name in observed)]
-    bare = {
-        p: _placed(np.arange(r[0], dtype=np.int32), r) for p, r in plates.items() if p not in owners
-    }
-    return Blocks(
-        name=type(joint).__name__,
-        evaluate=_evaluate,
-        sites=tuple(
-            Site(name, fact.plate, None if name in observed else fact.latent)
-            for name, fact in facts.items()
-        ),
-        args={"joint": joint, "observed": observed, "rows": bare},
-        plate_of_leaf=(*owners, *sorted(bare)),
-        num_rows=num_rows,
-        bijections={n: f.bijection for n, f in facts.items() if f.bijection is not None},
-    )
-
-
-def _placed(value: Any, rows: tuple | None) -> Any:
-    """Place an array on the mesh of its rows, if there is one and none has it yet."""
-    if rows is None or rows[2] is None or is_padded(value) or row_axes(value) is not None:
-        return value if is_padded(value) else jnp.asarray(value)
-    return place(value, rows[2], P(rows[1]))
-
-
-def _with_placed_rows(joint: _Joint, rows: list[tuple | None]) -> _Joint:
-    leaves, treedef = jax.tree.flatten(joint, is_leaf=is_padded)
-    placed = [x if r is None else _placed(x, r) for x, r in zip(leaves, rows, strict=True)]
-    return jax.tree.unflatten(treedef, placed)
-
-
-def _owners(joint: _Joint, plates: dict[str, tuple]) -> list[str | None]:
-    """Find for each array that a joint holds the plate whose rows it has: arguments of functions only.
-
-    A distribution cannot be cut to a block of rows from outside.
-    """
-    num_rows = {name: rows for name, (rows, _, _) in plates.items()}
-    axes = {name: over for name, (_, over, _) in plates.items()}
-    owners: list[str | None] = []
-    for x in jax.tree.leaves(joint, is_leaf=lambda x: is_padded(x) or isinstance(x, Partial)):
-        owners += rows_of_plates(x, num_rows, axes) if isinstance(x, Partial) else [None]
-    return owners
-
-
-def _evaluate(values: dict, args: dict, sizes: dict, wanted: tuple) -> dict[str, jax.Array]:
-    """Log probabilities of the wanted parts, by row of `Sharded` ones, on any block of rows."""
-
-    def visit(index: int, name: str, part: Any) -> Any:
-        if name in wanted:
-            out[name] = _terms(part, given[name])
-        return given[name]
-
-    given = args["observed"] | values
-    out: dict[str, jax.Array] = {}
-    _run(args["joint"], visit)
-    return out
-
-
-def _terms(part: Any, value: jax.Array) -> jax.Array:
-    distribution = part.distribution if isinstance(part, Sharded) else part
-    with jax.numpy_rank_promotion("allow"):
-        cheap = numpyro.log_prob(distribution, value) if _is_numpyro(distribution) else None
-    terms = sharded.log_prob(distribution, value) if cheap is None else cheap
-    if isinstance(part, Sharded) and terms.shape[:1] != value.shape[:1]:
-        raise ValueError(
-            f"{shown(distribution)}: expected a log probability for each of {value.shape[0]} rows, got "
-            f"shape {terms.shape}; its event may span the rows"
-        )
-    return terms
-
-
-def _check_rows_apart(target: Posterior, plate: Plate, name: str) -> None:
-    """Raise where a row's term depends on the other rows of its block: on how many there are, say."""
-    num = min(4, plate.rows.num_rows)
-    if num < 2:
-        return
-    block = [jnp.asarray(np.asarray(x[:num])) for x in plate.data]
-    local = {n for n, _ in target.latents if n in plate.local.names}
-    hidden = {n for p in target.plates for n in p.local.names} - local
-    shapes = {
-        n: jax.ShapeDtypeStruct((num, *x.shape[1:]) if n in local else x.shape, x.dtype)
-        for n, x in target.latents
-        if n not in hidden
-    }
-    noise = tree.normal_like(jax.random.key(0), shapes)
-    params = constrain(target.bijections, noise, [True] * len(noise))[0]
-    whole = plate.log_likelihood(params, block)[1:]
-    rest = {n: x[1:] if n in local else x for n, x in params.items()}
-    part = plate.log_likelihood(rest, [x[1:] for x in block])
-    if not np.allclose(whole, part, rtol=1e-3, atol=1e-3, equal_nan=True):
-        raise CannotStream(name, "the term of a row depends on the other rows of its block")

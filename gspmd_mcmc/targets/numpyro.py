@@ -21,6 +21,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.padding import is_padded
+from gspmd_mcmc.targets.bijections import bijection_onto
 from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates, unpadded
 from gspmd_mcmc.targets.likelihoods import bernoulli_logits, categorical_logits
 from gspmd_mcmc.targets.local import cut, lay_out
@@ -300,12 +301,7 @@ def _bijection(name: str, site: dict) -> Any:
             f"site {name!r} is discrete ({type(site['fn']).__name__}) and not observed: HMC moves "
             "through continuous space. Sum it out of the likelihood, or observe it"
         )
-    if any(tree.is_traced(x) for x in jax.tree.leaves(support)):
-        raise ValueError(
-            f"site {name!r}: its support {support} depends on another latent or on data in the model. "
-            "Sample it on a fixed support, and scale it there"
-        )
-    return importlib.import_module("numpyro.distributions").biject_to(support)
+    return bijection_onto(f"site {name!r}", support)
 
 
 def _latent(site: dict, bijection: Any, row_axis: int | None) -> jax.ShapeDtypeStruct:

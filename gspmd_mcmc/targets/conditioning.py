@@ -1,0 +1,198 @@
+"""The posterior of some parts of a joint distribution, given the others."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.placement.padding import is_padded
+from gspmd_mcmc.placement.place import place
+from gspmd_mcmc.targets import numpyro, sharded
+from gspmd_mcmc.targets.bijections import bijection_onto, constrain
+from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates
+from gspmd_mcmc.targets.joint_parts import run, trace
+from gspmd_mcmc.targets.plate import Plate
+from gspmd_mcmc.targets.posterior import Posterior
+from gspmd_mcmc.targets.rows import row_axes
+from gspmd_mcmc.targets.sharded import Sharded, shown
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """What conditioning knows of a part.
+
+    Attributes
+    ----------
+    value
+        Shape and dtype of its value.
+    rows
+        Number of rows, mesh axes and mesh, if it is `Sharded`.
+    bijection
+        Of a latent's support; None where that is all of real space, or unknown.
+    """
+
+    value: jax.ShapeDtypeStruct
+    rows: tuple[int, tuple[str, ...], Mesh | None] | None
+    bijection: Any = None
+
+    @property
+    def plate(self) -> str | None:
+        """Name of the plate that the part's rows form."""
+        return None if self.rows is None else f"{'x'.join(self.rows[1])}[{self.rows[0]}]"
+
+    @property
+    def latent(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the unconstrained value."""
+        shape = self.value.shape
+        shape = shape if self.bijection is None else self.bijection.inverse_shape(shape)
+        return jax.ShapeDtypeStruct(tuple(shape), self.value.dtype)
+
+
+def condition(joint: Any, observed: dict[str, Any]) -> Posterior:
+    """Observe some parts of a joint distribution (`JointDistributionSequential.condition`)."""
+    observed = {
+        n: x if is_padded(x) or hasattr(x, "dtype") else np.asarray(x) for n, x in observed.items()
+    }
+    facts = trace(joint, observed, partial(_fact, observed))
+    latent = [name for name in facts if name not in observed]
+    unknown = [name for name in observed if name not in facts]
+    if unknown or not latent:
+        what = f"there is no part {unknown[0]!r}" if unknown else "no part is left to sample"
+        raise ValueError(f"condition: {what}; the parts are {list(facts)}")
+    blocks = _blocks(joint, observed, facts)
+    sites = tuple((name, facts[name].latent) for name in latent)
+    target = tree.replace(blocks.posterior(), latents=sites)
+    for plate, name in zip(target.plates, blocks.num_rows, strict=True):
+        _check_rows_apart(target, plate, name)
+    return target
+
+
+def _fact(observed: dict[str, Any], name: str, part: Any, value: jax.Array) -> _Fact:
+    is_sharded = isinstance(part, Sharded)
+    if is_sharded and not value.ndim:
+        raise ValueError(f"part {name!r} is Sharded and not observed: give it num_rows=")
+    rows = (value.shape[0], part.axes, part.mesh) if is_sharded else None
+    shape = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    if name in observed:
+        return _Fact(shape, rows)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(
+            f"part {name!r} is discrete and not observed: HMC moves through continuous space. Sum it "
+            "out of the log density, or observe it"
+        )
+    return _Fact(shape, rows, _bijection(name, part.distribution if is_sharded else part))
+
+
+def _bijection(name: str, distribution: Any) -> Any:
+    """Return the bijection onto the support of a NumPyro distribution."""
+    return bijection_onto(f"part {name!r}", distribution.support) if _is_numpyro(distribution) else None
+
+
+def _is_numpyro(distribution: Any) -> bool:
+    return type(distribution).__module__.startswith("numpyro.")
+
+
+def _blocks(joint: Any, observed: dict[str, Any], facts: dict[str, _Fact]) -> Blocks:
+    plates = {f.plate: f.rows for f in facts.values() if f.rows is not None and f.plate is not None}
+    num_rows = {plate: rows for plate, (rows, _, _) in plates.items()}
+    observed = {name: _placed(x, facts[name].rows) for name, x in sorted(observed.items())}
+    of_joint = _owners(joint, plates)
+    joint = _with_placed_rows(joint, [None if p is None else plates[p] for p in of_joint])
+    owners = [*of_joint, *(facts[name].plate for name in observed)]
+    bare = {
+        p: _placed(np.arange(r[0], dtype=np.int32), r) for p, r in plates.items() if p not in owners
+    }
+    return Blocks(
+        name=type(joint).__name__,
+        evaluate=_evaluate,
+        sites=tuple(
+            Site(name, fact.plate, None if name in observed else fact.latent)
+            for name, fact in facts.items()
+        ),
+        args={"joint": joint, "observed": observed, "rows": bare},
+        plate_of_leaf=(*owners, *sorted(bare)),
+        num_rows=num_rows,
+        bijections={n: f.bijection for n, f in facts.items() if f.bijection is not None},
+    )
+
+
+def _placed(value: Any, rows: tuple | None) -> Any:
+    """Place an array on the mesh of its rows, if there is one and none has it yet."""
+    if rows is None or rows[2] is None or is_padded(value) or row_axes(value) is not None:
+        return value if is_padded(value) else jnp.asarray(value)
+    return place(value, rows[2], P(rows[1]))
+
+
+def _with_placed_rows(joint: Any, rows: list[tuple | None]) -> Any:
+    leaves, treedef = jax.tree.flatten(joint, is_leaf=is_padded)
+    placed = [x if r is None else _placed(x, r) for x, r in zip(leaves, rows, strict=True)]
+    return jax.tree.unflatten(treedef, placed)
+
+
+def _owners(joint: Any, plates: dict[str, tuple]) -> list[str | None]:
+    """Find for each array that a joint holds the plate whose rows it has: arguments of functions only.
+
+    A distribution cannot be cut to a block of rows from outside.
+    """
+    num_rows = {name: rows for name, (rows, _, _) in plates.items()}
+    axes = {name: over for name, (_, over, _) in plates.items()}
+    owners: list[str | None] = []
+    for x in jax.tree.leaves(joint, is_leaf=lambda x: is_padded(x) or isinstance(x, Partial)):
+        owners += rows_of_plates(x, num_rows, axes) if isinstance(x, Partial) else [None]
+    return owners
+
+
+def _evaluate(values: dict, args: dict, sizes: dict, wanted: tuple) -> dict[str, jax.Array]:
+    """Log probabilities of the wanted parts, by row of `Sharded` ones, on any block of rows."""
+
+    def visit(index: int, name: str, part: Any) -> Any:
+        if name in wanted:
+            out[name] = _terms(part, given[name])
+        return given[name]
+
+    given = args["observed"] | values
+    out: dict[str, jax.Array] = {}
+    run(args["joint"], visit)
+    return out
+
+
+def _terms(part: Any, value: jax.Array) -> jax.Array:
+    distribution = part.distribution if isinstance(part, Sharded) else part
+    with jax.numpy_rank_promotion("allow"):
+        cheap = numpyro.log_prob(distribution, value) if _is_numpyro(distribution) else None
+    terms = sharded.log_prob(distribution, value) if cheap is None else cheap
+    if isinstance(part, Sharded) and terms.shape[:1] != value.shape[:1]:
+        raise ValueError(
+            f"{shown(distribution)}: expected a log probability for each of {value.shape[0]} rows, got "
+            f"shape {terms.shape}; its event may span the rows"
+        )
+    return terms
+
+
+def _check_rows_apart(target: Posterior, plate: Plate, name: str) -> None:
+    """Raise where a row's term depends on the other rows of its block: on how many there are, say."""
+    num = min(4, plate.rows.num_rows)
+    if num < 2:
+        return
+    block = [jnp.asarray(np.asarray(x[:num])) for x in plate.data]
+    local = {n for n, _ in target.latents if n in plate.local.names}
+    hidden = {n for p in target.plates for n in p.local.names} - local
+    shapes = {
+        n: jax.ShapeDtypeStruct((num, *x.shape[1:]) if n in local else x.shape, x.dtype)
+        for n, x in target.latents
+        if n not in hidden
+    }
+    noise = tree.normal_like(jax.random.key(0), shapes)
+    params = constrain(target.bijections, noise, [True] * len(noise))[0]
+    whole = plate.log_likelihood(params, block)[1:]
+    rest = {n: x[1:] if n in local else x for n, x in params.items()}
+    part = plate.log_likelihood(rest, [x[1:] for x in block])
+    if not np.allclose(whole, part, rtol=1e-3, atol=1e-3, equal_nan=True):
+        raise CannotStream(name, "the term of a row depends on the other rows of its block")

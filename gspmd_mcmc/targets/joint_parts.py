@@ -1,0 +1,183 @@
+"""Parts of a joint distribution: how they are held, checked, ordered, and gone through."""
+
+import inspect
+import keyword
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.placement.mesh import require_auto
+from gspmd_mcmc.placement.padding import is_padded
+from gspmd_mcmc.targets import sharded
+from gspmd_mcmc.targets.functions import as_partial
+from gspmd_mcmc.targets.sharded import Sharded, check_value, is_distribution, shown, unpad
+
+END: Any = object()
+
+
+def send(generator: Any, value: Any) -> Any:
+    """Send a generator a value; return what it yields next, or `END`."""
+    try:
+        return generator.send(value)
+    except StopIteration:
+        return END
+
+
+def run(joint: Any, visit: Callable[[int, str, Any], Any]) -> None:
+    """Go through the parts: ``visit(index, name, part)`` returns the value that later ones see."""
+    seen: list[str] = []
+    parts = jax.tree.map(_released, joint, is_leaf=_is_held)._parts()
+    found = next(parts, END)
+    while found is not END:
+        name, part = found
+        _check_found(name, part, seen)
+        if isinstance(part, Sharded) and part.mesh is None:
+            part = tree.replace(part, mesh=joint.mesh)
+        seen.append(name)
+        found = send(parts, visit(len(seen) - 1, name, part))
+    if not seen:
+        raise ValueError("the joint distribution has no parts")
+
+
+def trace(joint: Any, observed: dict[str, Any], fact: Callable) -> dict[str, Any]:
+    """Run the model in the abstract, on what is observed; give ``fact(name, part, value)`` by name."""
+
+    def model(key: jax.Array, observed: dict[str, Any]) -> None:
+        def visit(index: int, name: str, part: Any) -> Any:
+            if name in observed:
+                check_value(f"observed {name!r}", part, observed[name])
+            value = unpad(observed[name]) if name in observed else _draw(part, key)
+            found[name] = fact(name, part, value)
+            return value
+
+        run(joint, visit)
+
+    found: dict[str, Any] = {}
+    jax.eval_shape(model, jax.random.key(0), observed)
+    return found
+
+
+def _draw(part: Any, rng_key: jax.Array) -> jax.Array:
+    return part.draw(rng_key) if isinstance(part, Sharded) else sharded.draw(part, rng_key, ())
+
+
+# What a joint distribution holds: arrays are leaves, all else is metadata of the pytree.
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """Something that is no array, such as a number that shapes depend on, kept out of the leaves."""
+
+    value: Any
+
+    def _key(self) -> Any:
+        is_plain = isinstance(self.value, bool | int | float | complex | str)
+        return (type(self.value), self.value) if is_plain else id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+def hold(part: Any) -> Any:
+    """Return a part as a pytree whose leaves are its arrays."""
+    part = part if is_distribution(part) else as_partial(part)
+    return jax.tree.map(_held, part, is_leaf=is_padded)
+
+
+def _held(x: Any) -> Any:
+    return x if is_padded(x) or hasattr(x, "dtype") else Constant(x)
+
+
+def _is_held(x: Any) -> bool:
+    return is_padded(x) or isinstance(x, Constant)
+
+
+def _released(x: Any) -> Any:
+    return x.value if isinstance(x, Constant) else unpad(x)
+
+
+# The parts as they are written: checks, names, and what functions take.
+
+
+def checked_mesh(mesh: Mesh | None) -> Mesh | None:
+    """Return the mesh, if it has Auto axes."""
+    if mesh is not None:
+        require_auto(mesh)
+    return mesh
+
+
+def check_part(what: str, part: Any) -> None:
+    """Raise unless a part is a distribution, or a function."""
+    if not is_distribution(part) and (isinstance(part, type) or not callable(part)):
+        raise TypeError(
+            f"{what}: expected a distribution, or a function that returns one, got {shown(part)}"
+        )
+
+
+def check_name(name: Any) -> None:
+    """Raise unless a name can be a keyword of `condition`."""
+    is_word = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+    if not is_word or name.startswith("_"):
+        raise ValueError(f"expected the name of a part to be an identifier, got {name!r}")
+
+
+def _check_found(name: str, part: Any, seen: list[str]) -> None:
+    check_name(name)
+    if not is_distribution(part):
+        raise TypeError(
+            f"part {name!r}: expected a distribution, Sharded(distribution) or (of a coroutine) "
+            f"Root(distribution), got {shown(part)}"
+        )
+    if name in seen:
+        raise ValueError(f"two parts are called {name!r}; give them names: Sharded(..., name=...)")
+
+
+def name_of_part(distribution: Any, index: int) -> str:
+    """Return the name that a part was given, or its number's."""
+    name = distribution.name if isinstance(distribution, Sharded) else None
+    return f"var{index}" if name is None else name
+
+
+def _parameters(part: Any) -> list[inspect.Parameter]:
+    return [] if is_distribution(part) else list(inspect.signature(part).parameters.values())
+
+
+def required(part: Any) -> list[str]:
+    """Names of the values that a function takes by place."""
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in _parameters(part) if p.kind in by_place and p.default is p.empty]
+
+
+def num_taken(part: Any, most: int) -> int:
+    """How many of the values before it a function takes."""
+    takes_all = any(p.kind is p.VAR_POSITIONAL for p in _parameters(part))
+    return most if takes_all else len(required(part))
+
+
+def taken_by(part: Any, names: Iterable[str]) -> list[str]:
+    """Names of the parts that a function takes; of arguments with a default, those that are parts."""
+    return [p.name for p in _parameters(part) if p.name in names or p.default is p.empty]
+
+
+def in_order(takes: dict[str, list[str]]) -> tuple[str, ...]:
+    """Order parts as they are written, but each after those that it takes."""
+    for name, others in takes.items():
+        unknown = [other for other in others if other not in takes]
+        if unknown:
+            raise ValueError(f"{name!r} takes {unknown[0]!r}, which is none of {list(takes)}")
+    order: list[str] = []
+    while len(order) < len(takes):
+        ready = [n for n in takes if n not in order and set(takes[n]) <= set(order)]
+        if not ready:
+            circle = {n: takes[n] for n in takes if n not in order}
+            raise ValueError(f"parts take each other in a circle: {circle}")
+        order.append(ready[0])
+    return tuple(order)
