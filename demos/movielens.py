@@ -206,10 +206,12 @@ def scores(probabilities, cells):
     as there could be: 20, or all the watched ones among the hidden. Users without any do not count.
     """
     hidden, watched = is_hidden(cells), is_watched(cells) * is_hidden(cells)
-    _, best = jax.lax.top_k(jnp.where(hidden, probabilities, -1.0), TOP)
-    hits = jnp.sum(jnp.take_along_axis(watched, best, axis=1), axis=1, dtype=jnp.int32)
+    # A sort stays on the users' devices; top_k would gather all users on each.
+    ranked = jnp.sort(jnp.where(hidden, probabilities, -1.0), axis=1, descending=True)
+    is_first = hidden & (probabilities >= ranked[:, TOP - 1 : TOP])
+    hits = jnp.sum(watched * is_first, axis=1, dtype=jnp.int32)
     possible = jnp.minimum(jnp.sum(watched, axis=1, dtype=jnp.int32), TOP)
-    recall = jnp.sum(hits / jnp.maximum(possible, 1)) / jnp.sum(possible > 0)
+    recall = jnp.sum(jnp.minimum(hits, possible) / jnp.maximum(possible, 1)) / jnp.sum(possible > 0)
     p = jnp.clip(probabilities, 1e-6, 1 - 1e-6)
     log_lik = jnp.where(is_watched(cells) == 1, jnp.log(p), jnp.log1p(-p))
     return recall, jnp.sum(jnp.where(hidden, log_lik, 0.0)) / jnp.sum(hidden)

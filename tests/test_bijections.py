@@ -257,10 +257,10 @@ def of_rows(x, concentration):
     return jnp.sum((concentration - 1) * jnp.log(x["q"]), axis=1)
 
 
-# Above 1, so that the density without Jacobians is proper: of another gamma or Dirichlet distribution.
-SHAPE, RATE = np.asarray([1.5, 4.0], np.float32), np.asarray([1.0, 2.0], np.float32)
-CONCENTRATION = np.asarray([1.7, 2.0, 4.0], np.float32)
-OF_ROWS = np.asarray([[1.5, 2, 3], [4, 1.5, 1.5], [2, 2, 2]], np.float32)
+# Well above 1: without Jacobians these are other gamma and Dirichlet distributions.
+SHAPE, RATE = np.asarray([3.0, 4.0], np.float32), np.asarray([1.0, 2.0], np.float32)
+CONCENTRATION = np.asarray([2.0, 2.5, 4.0], np.float32)
+OF_ROWS = np.asarray([[2.0, 2, 3], [4, 2, 2], [2, 3, 2]], np.float32)
 
 
 class ExpWithoutJacobian(transforms.ExpTransform):
@@ -332,14 +332,10 @@ def test_moments_are_those_of_gamma_and_dirichlet_distributions(draws):
     check_moments(draws)
 
 
-@pytest.mark.parametrize(
-    ("positive", "simplex"),
-    [(ExpWithoutJacobian(), SIMPLEX), (POSITIVE, StickBreakingWithoutJacobian())],
-    ids=["positive", "simplex"],
-)
-def test_moments_without_a_jacobian_are_rejected(positive, simplex):
+def test_moments_without_jacobians_are_rejected():
+    wrong = draws_under(ExpWithoutJacobian(), StickBreakingWithoutJacobian())
     with pytest.raises(AssertionError, match="standard errors"):
-        check_moments(draws_under(positive, simplex))
+        check_moments(wrong)
 
 
 # Errors.
