@@ -1,10 +1,10 @@
 """The energy error of float32 trajectories at MovieLens' full size, against float64.
 
 ``python -m benchmarks energy --data-dir DIR [--out FILE.json] [--steps N]``. From a point that is
-typical of the posterior (a few HMC steps after a start around the mode) trajectories of 20 leapfrogs are
-taken in float32. Of the very same two ends the Hamiltonian's difference is computed in float64 by NumPy.
-Beside it: what the kernel accepts by, sums of differences of terms; and the naive difference of two
-float32 log densities, each summed as one.
+typical of the posterior (a few HMC steps after a start around the mode) trajectories of 20
+leapfrogs are taken in float32. Of the very same two ends the Hamiltonian's difference is computed
+in float64 by NumPy. Beside it: what the kernel accepts by, sums of differences of terms; and the
+naive difference of two float32 log densities, each summed as one.
 """
 
 import argparse

@@ -20,6 +20,8 @@ def test_code_blocks_run_one_after_the_other(tmp_path):
     assert "20001 rows + 3 pad over data=4" in done.stdout
     assert "1 all-reduce a leapfrog" in done.stdout
     assert "0 all-gathers" in done.stdout
+    assert "(4, 100, 1001) P('chains', 'data')" in done.stdout
+    assert "'rate': 'float32[4, 100, 1001]'" in done.stdout
     means = re.findall(r"^w\[\d\]\s+(-?[\d.]+)", done.stdout, re.MULTILINE)
     for mean, truth in zip(means, (1.0, -0.5, 0.0), strict=True):
         assert abs(float(mean) - truth) < 0.1
