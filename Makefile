@@ -16,7 +16,7 @@ demo: .venv/.installed
 	$(BIN)/python demos/mnist_logistic.py --out out/mnist_logistic
 
 test: .venv/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/.installed
 	$(BIN)/ruff check .
@@ -31,7 +31,7 @@ format: .venv/.installed
 test-oldest:
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --editable '.[test]' jax==0.9.0 jaxlib==0.9.0
-	.venv-oldest/bin/python -m pytest
+	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile
 
 # TFP, NumPyro and BlackJAX, which the benchmarks compare with; no dependency of ours.
 peers:
@@ -40,6 +40,7 @@ peers:
 
 bench: .venv/.installed peers
 	$(BIN)/python -m benchmarks mnist --out out/benchmark_mnist.json
+	$(BIN)/python -m benchmarks movielens --out out/benchmark_movielens.json
 
 clean:
 	rm -rf .venv .venv-peers .venv-oldest out build *.egg-info

@@ -44,6 +44,11 @@ def bijection_at(bijections: PyTree, path: KeyPath) -> Any:
             return node
         children = dict(_children(node))
         node = children.get(str(key))
+    if node is not None and not is_bijection(node):
+        raise TypeError(
+            f"bijections{path_str(path)}: expected a NumPyro transform, got {type(node).__name__}; of a "
+            "constraint it is numpyro.distributions.biject_to(constraint)"
+        )
     return node
 
 

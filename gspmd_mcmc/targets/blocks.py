@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import Partial
+from jax.tree_util import DictKey, Partial
 
 from gspmd_mcmc.placement.padding import Padded, is_padded
 from gspmd_mcmc.targets.bijections import constrain
@@ -143,7 +143,8 @@ class Blocks:
             for s in self.sites
             if s.latent is not None and s.plate is not None
         }
-        return leaves, constrain(self.bijections, zeros, [True] * len(zeros))[0]
+        constrained = jax.jit(lambda of, x: constrain(of, x, [True] * len(x))[0])
+        return leaves, constrained(self.bijections, zeros)
 
     def _check_apart(self, plate: str | None, standins: tuple[list, dict]) -> None:
         """Try a plate's block (or the prior) in the abstract: it runs, and reads no stand-in."""
@@ -191,7 +192,9 @@ class Blocks:
 
     def _names(self) -> list[str]:
         paths = jax.tree_util.tree_leaves_with_path(self.args, is_leaf=is_padded)
-        return [path_str(path) for path, _ in paths]
+        return [
+            p[0].key if len(p) == 1 and isinstance(p[0], DictKey) else path_str(p) for p, _ in paths
+        ]
 
     def _tree(self, leaves: list) -> PyTree:
         return jax.tree.unflatten(jax.tree.structure(self.args, is_leaf=is_padded), leaves)

@@ -53,7 +53,8 @@ def from_numpyro(
         row is read in another, or outside of the plate) is evaluated at once, with a warning.
     check
         Whether to compare log density and gradient with NumPyro's own, of everything at once, at one
-        point; it takes the memory that NumPyro takes.
+        point; it takes the memory that NumPyro takes. It alone finds rows that are coupled within a
+        block (``x - x.mean()``) or arrays that the model closes over: without it those are wrong.
 
     Returns
     -------
@@ -218,14 +219,14 @@ def _sharded_plates(sites: dict, plates: dict[str, Any], arrays: dict) -> dict[s
     """Return name to rows and mesh axes of the plates that are to be sharded."""
     of_model = {name: site["args"] for name, site in sites.items() if site["type"] == "plate"}
     axes = {a for x in arrays.values() for a in _mesh_axes(x)}
-    for name, over in plates.items():
-        if name not in of_model:
-            raise ValueError(f"plates: the model has no plate {name!r}; it has {sorted(of_model)}")
-        size, subsample = of_model[name]
+    for name, (size, subsample) in of_model.items():
         if subsample not in (None, size):
             raise ValueError(
                 f"plates: {name!r} draws {subsample} of its {size} rows; HMC needs all of them"
             )
+    for name, over in plates.items():
+        if name not in of_model:
+            raise ValueError(f"plates: the model has no plate {name!r}; it has {sorted(of_model)}")
         unknown = set((over,) if isinstance(over, str) else over) - axes
         if axes and unknown:
             raise ValueError(
@@ -298,7 +299,7 @@ def _bijection(name: str, site: dict) -> Any:
     support = site["fn"].support
     if support.is_discrete:
         raise ValueError(
-            f"site {name!r} is discrete ({type(site['fn']).__name__}) and not observed: HMC moves "
+            f"site {name!r} is discrete (support {support}) and not observed: HMC moves "
             "through continuous space. Sum it out of the likelihood, or observe it"
         )
     return bijection_onto(f"site {name!r}", support)
@@ -327,8 +328,8 @@ def _derived(evaluate: Any, names: tuple, arrays: dict, params: dict) -> dict[st
 
 def _check_support(bound: _Bound, blocks: Blocks, target: Posterior) -> None:
     """Raise where an observation lies outside its distribution's support."""
-    params = cut(target, target.params(lay_out(target, target.origin())))
-    inside = jax.jit(partial(_inside, blocks.evaluate))(unpadded(bound.arrays), params)
+    position = lay_out(target, target.origin())
+    inside = jax.jit(partial(_inside, blocks.evaluate))(unpadded(bound.arrays), target, position)
     for name, count in inside.items():
         if int(count):
             raise ValueError(
@@ -337,8 +338,9 @@ def _check_support(bound: _Bound, blocks: Blocks, target: Posterior) -> None:
             )
 
 
-def _inside(evaluate: Any, arrays: dict, params: dict) -> dict[str, jax.Array]:
+def _inside(evaluate: Any, arrays: dict, target: Posterior, position: dict) -> dict[str, jax.Array]:
     """Count each observed site's values outside the support."""
+    params = cut(target, target.params(position))
     trace = evaluate.trace(params, arrays, {})
     observed = {n: s for n, s in trace.items() if s["type"] == "sample" and n not in params}
     with jax.numpy_rank_promotion("allow"):

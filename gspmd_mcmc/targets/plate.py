@@ -82,11 +82,12 @@ class Plate:
         """
         split, tile = self._plan(params, hidden)
 
-        def body(carry, block_tile, is_counted):
-            terms = self._terms(split, split.read, *block_tile)
+        def body(carry, read, block_tile, is_counted):
+            terms = self._terms(split, read, *block_tile)
             return carry, (), tiling.tile_sum(terms, is_counted)
 
-        _, _, out = tiling.stream(body, (), (), self._blocks(split), self.rows, tile)
+        blocks = self._blocks(split)
+        _, _, out = tiling.stream(body, (), (), split.read, blocks, self.rows, tile)
         return jnp.swapaxes(out, 0, 1)
 
     def grad(self, params: PyTree, hidden: Sequence[bool] | None = None) -> PyTree:
@@ -144,10 +145,10 @@ class Plate:
         """
         split, tile = self._plan(params, hidden)
 
-        def body(carry, block_tile, is_counted):
+        def body(carry, read, block_tile, is_counted):
             data, local = self._less_pad(split, block_tile, is_counted)
             terms, pullback = jax.vjp(
-                lambda read, local: self._terms(split, read, data, local), split.read, local
+                lambda read, local: self._terms(split, read, data, local), read, local
             )
             shared_grads, local_grads = self._less_pad_grads(
                 split, pullback(is_counted.astype(terms.dtype)), is_counted
@@ -155,9 +156,9 @@ class Plate:
             return tree.add(carry, shared_grads), local_grads, tile_out(terms, is_counted)
 
         zeros = [jnp.zeros((self.rows.num_blocks, *leaf.shape), leaf.dtype) for leaf in split.read]
-        data, local = self._blocks(split)
-        no_grads = [jnp.zeros_like(leaf) for leaf in local]
-        sums, by_row, out = tiling.stream(body, zeros, no_grads, (data, local), self.rows, tile)
+        blocks = self._blocks(split)
+        no_grads = [jnp.zeros_like(leaf) for leaf in blocks[1]]
+        sums, by_row, out = tiling.stream(body, zeros, no_grads, split.read, blocks, self.rows, tile)
         shared_grads = [jnp.sum(s, axis=0) for s in sums]
         return split.merge(shared_grads, [self.rows.join(g) for g in by_row], jnp.zeros_like), out
 

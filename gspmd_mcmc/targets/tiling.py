@@ -118,19 +118,28 @@ def _tile_bytes(rows: Rows) -> int:
 
 
 def stream(
-    body: Callable, init: PyTree, by_row: PyTree, blocks: PyTree, rows: Rows, tile: int
+    body: Callable,
+    init: PyTree,
+    by_row: PyTree,
+    shared: PyTree,
+    blocks: PyTree,
+    rows: Rows,
+    tile: int,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Scan the tiles of all blocks at once.
 
     Parameters
     ----------
     body
-        ``body(carry, block_tile, is_counted) -> carry, by_row, out`` for one tile of one block:
+        ``body(carry, shared, block_tile, is_counted) -> carry, by_row, out`` for one tile of one block:
         ``is_counted`` [tile] is False on padding and on rows that an earlier tile has counted.
     init
         What each block's carry starts from; leaves [blocks, ...].
     by_row
         What is added to row by row; leaves [blocks, rows of a block, ...].
+    shared
+        What all blocks read whole. Each has its own here: an operation that the compiler does not cut
+        along its columns, such as a triangular solve, would gather the rows of all blocks otherwise.
     blocks, rows, tile
         Arrays [blocks, rows of a block, ...], the layout of the rows, and the rows of a tile.
 
@@ -140,6 +149,9 @@ def stream(
         Carry per block, leaves [blocks, ...]; ``by_row`` with what the tiles added; outputs per tile,
         leaves [tiles, blocks, ...].
     """
+    shared = rows.per_block(
+        jax.tree.map(lambda a: jnp.broadcast_to(a, (rows.num_blocks, *a.shape)), shared)
+    )
     first_row = jnp.arange(rows.num_blocks) * rows.block_rows
 
     def step(carries, index):
@@ -150,7 +162,7 @@ def stream(
         is_counted = (position >= index * tile)[None] & (
             first_row[:, None] + position[None] < rows.num_rows
         )
-        carry, added, out = jax.vmap(body)(carry, _tile(blocks, start, tile), is_counted)
+        carry, added, out = jax.vmap(body)(carry, shared, _tile(blocks, start, tile), is_counted)
         by_row = jax.tree.map(
             lambda a, b, t: jax.lax.dynamic_update_slice_in_dim(a, t + b, start, axis=1),
             by_row,
