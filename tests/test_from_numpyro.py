@@ -690,17 +690,7 @@ def communication_of(name: str):
     return found
 
 
-GATHERS = pytest.mark.xfail(
-    strict=True,
-    reason="jax.vmap over blocks turns a triangular solve by a shared factor into one with the blocks "
-    "among its columns, and the reshape gathers every row, each leapfrog",
-)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["logistic", "schools, non-centred", "two plates", pytest.param("varying effects", marks=GATHERS)],
-)
+@pytest.mark.parametrize("name", ["logistic", "schools, non-centred", "two plates", "varying effects"])
 def test_a_leapfrog_has_one_all_reduce_and_no_gather(name):
     """The reductions of two plates come as one fused tuple."""
     kernel = gm.HMC(CASES[name].target("8"), 0.1, 5)

@@ -63,7 +63,6 @@ def test_a_plate_that_draws_a_subsample_is_refused():
     refuses(model, X, Y, match="'rows' draws 4 of its 16 rows; HMC needs all of them")
 
 
-@pytest.mark.xfail(strict=True, reason="only plates= are looked at; the subsample of seed 0 is kept")
 def test_a_subsample_of_a_plate_that_is_not_sharded_is_refused():
     def model(x, y):
         w = numpyro.sample("w", dist.Normal(0, 1))

@@ -46,8 +46,8 @@ def bijection_at(bijections: PyTree, path: KeyPath) -> Any:
         node = children.get(str(key))
     if node is not None and not is_bijection(node):
         raise TypeError(
-            f"bijections{path_str(path)}: expected a NumPyro transform, got {type(node).__name__}; of a "
-            "constraint it is numpyro.distributions.biject_to(constraint)"
+            f"bijections{path_str(path)}: expected a NumPyro transform (of a constraint it is "
+            f"numpyro.distributions.biject_to(constraint)), got {type(node).__name__}"
         )
     return node
 
