@@ -18,13 +18,14 @@ from gspmd_mcmc.targets.rows import Rows
 from gspmd_mcmc.targets.two_float import two_float_sum
 from gspmd_mcmc.tree import PyTree, path_str
 
-# Bytes of a tile's largest intermediate, of one chain. On a CPU a tile fits the caches of the cores
-# that work on it; elsewhere tiles are large, as each costs a few kernel launches, and only bound the
-# memory. So they are where data lie over a second mesh axis: each tile then ends in a sum over it.
-TILE_BYTES_A_CORE = 5 << 18
+# Bytes of a tile's largest intermediate. On a CPU a tile fits the caches of the cores that work on it;
+# elsewhere tiles are large, as each costs a few kernel launches, and only bound the memory. So they are
+# where data lie over a second mesh axis: each tile then ends in a sum over it.
+TILE_BYTES_A_CORE = 5 << 19
 TILE_BYTES_ELSEWHERE = 256 << 20
 MOST_CORES = 2  # what was measured; more would only take more memory
 PROBE_ROWS = 127
+CHAINS = 2  # vmap does not tell how many there are
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Likelihood:
     is_read
         For each leaf of the parameters, whether the likelihood reads it.
     row_bytes
-        Bytes of the largest intermediate, a row.
+        Bytes of the largest intermediate, a row, of as many chains as are assumed.
     """
 
     is_read: tuple[bool, ...]
@@ -65,11 +66,21 @@ def probe(
     jaxpr, out = jax.make_jaxpr(terms_of, return_shape=True)(params, tile)
     _check_terms(name, out, num, params)
     is_read = tuple(is_live(jaxpr.jaxpr)[: len(leaves)])
-    made = [v.aval for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
-    per_row = [
-        math.prod(a.shape) * a.dtype.itemsize // num for a in made if num in getattr(a, "shape", ())
-    ]
-    return Likelihood(is_read, max(per_row, default=1))
+    return Likelihood(is_read, _row_bytes(jaxpr.jaxpr, len(leaves), num))
+
+
+def _row_bytes(jaxpr: Any, num_latents: int, num: int) -> int:
+    """Bytes a row of the largest array with ``num`` rows; what depends on latents is one a chain."""
+    of_latents = {id(v) for v in jaxpr.invars[:num_latents]}
+    most = 1
+    for eqn in jaxpr.eqns:
+        if any(id(v) in of_latents for v in eqn.invars):
+            of_latents |= {id(v) for v in eqn.outvars}
+        for v in (*eqn.invars, *eqn.outvars):
+            if num in getattr(v.aval, "shape", ()):
+                copies = CHAINS if id(v) in of_latents else 1
+                most = max(most, copies * math.prod(v.aval.shape) * v.aval.dtype.itemsize // num)
+    return most
 
 
 def is_live(jaxpr: Any) -> list[bool]:
