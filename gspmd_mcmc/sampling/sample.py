@@ -179,8 +179,8 @@ def _start_from_position(
 def _origin(target: Any) -> PyTree:
     if not getattr(target, "latents", ()):
         raise ValueError(
-            "initial_position: expected a tree with at least one array, got None; this target's functions "
-            "do not tell the shapes of its latents"
+            "initial_position: expected a tree with at least one array, got None; this target's "
+            "functions do not tell the shapes of its latents"
         )
     return target.origin()
 
