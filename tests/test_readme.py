@@ -22,7 +22,7 @@ def test_code_blocks_run_one_after_the_other(tmp_path):
     assert "0 all-gathers" in done.stdout
     assert "(4, 100, 1001) P('chains', 'data')" in done.stdout
     assert "'rate': 'float32[4, 100, 1001]'" in done.stdout
-    assert "P('data',) -" in done.stdout  # where a sample of a Sharded part lies, and its log probability
+    assert "P('data',) -" in done.stdout  # where a Sharded part's sample lies, and a log probability
     means = re.findall(r"^w\[\d\]\s+(-?[\d.]+)", done.stdout, re.MULTILINE)
     for mean, truth in zip(means, (1.0, -0.5, 0.0), strict=True):
         assert abs(float(mean) - truth) < 0.1
