@@ -252,7 +252,7 @@ def test_missing_arguments_are_named():
 
 
 def test_a_start_that_the_target_does_not_tell_is_asked_for():
-    with pytest.raises(ValueError, match="does not tell the shapes of its latents"):
+    with pytest.raises(ValueError, match="do not tell the shapes of its latents"):
         gm.sample(jax.random.key(0), gm.LogDensity(lambda x: -(x**2)), progress=False)
 
 
