@@ -354,3 +354,23 @@ def test_gradients_by_the_logits_are_numpyro_s(make):
     got = jax.grad(lambda z: total(of_numpyro.log_prob, z))(jnp.asarray(LOGITS))
     want = jax.grad(lambda z: total(lambda d, v: d.log_prob(v), z))(jnp.asarray(LOGITS))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+# Arguments that are not data.
+
+
+def test_a_numpy_scalar_may_be_the_size_of_a_plate():
+    def model(num, y):
+        w = numpyro.sample("w", dist.Normal(0, 1))
+        with numpyro.plate("rows", num):
+            numpyro.sample("y", dist.Bernoulli(logits=w), obs=y)
+
+    y = gm.place(Y, gm.make_mesh(data=8), P("data"))
+    target = gm.from_numpyro(model, np.int64(16), y, plates={"rows": "data"}, check=False)
+    assert [plate.rows.num_rows for plate in target.plates] == [16]
+
+
+def test_arguments_on_the_host_are_moved_to_the_device_once():
+    """They would be sent again with every chunk of steps."""
+    target = gm.from_numpyro(logistic, X, Y, check=False)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(target))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from gspmd_mcmc import tree
@@ -76,7 +77,7 @@ class Constant:
     value: Any
 
     def _key(self) -> Any:
-        is_plain = isinstance(self.value, bool | int | float | complex | str)
+        is_plain = isinstance(self.value, bool | int | float | complex | str | np.generic)
         return (type(self.value), self.value) if is_plain else id(self.value)
 
     def __eq__(self, other: object) -> bool:
@@ -93,7 +94,8 @@ def hold(part: Any) -> Any:
 
 
 def _held(x: Any) -> Any:
-    return x if is_padded(x) or hasattr(x, "dtype") else Constant(x)
+    is_array = hasattr(x, "dtype") and not isinstance(x, np.generic)
+    return x if is_padded(x) or is_array else Constant(x)
 
 
 def _is_held(x: Any) -> bool:

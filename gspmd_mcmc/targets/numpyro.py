@@ -104,7 +104,12 @@ class _Bound:
         arguments = dict(signature.bind(*args, **kwargs).arguments)
         flat, treedef = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_padded)
         leaves = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
-        arrays = {k: x for k, x in leaves.items() if is_padded(x) or hasattr(x, "dtype")}
+        # A NumPy scalar may be the size of a plate: like a Python number, it is none of the arrays.
+        arrays = {
+            k: x if is_padded(x) or isinstance(x, jax.Array) else jnp.asarray(x)
+            for k, x in leaves.items()
+            if is_padded(x) or (hasattr(x, "dtype") and not isinstance(x, np.generic))
+        }
         constants = {k: x for k, x in leaves.items() if k not in arrays}
         return cls(model, signature, treedef, tuple(leaves), constants, arrays)
 
