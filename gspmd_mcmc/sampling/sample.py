@@ -218,12 +218,7 @@ def _check_device_bytes(device_bytes: int | None) -> None:
 
 
 def _check_key(rng_key: jax.Array) -> None:
-    dtype = getattr(rng_key, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng_key.shape:
-        raise TypeError(
-            f"rng_key: expected one typed key, jax.random.key(seed), got {type(rng_key).__name__} "
-            f"of dtype {dtype} and shape {np.shape(rng_key)}"
-        )
+    checks.check_key(rng_key)
     if "fry" not in str(jax.random.key_impl(rng_key)):
         warnings.warn(
             f"rng_key is of kind {jax.random.key_impl(rng_key)}: only threefry keys give the same "

@@ -63,6 +63,16 @@ def _row_axes(target: PyTree) -> set[str]:
     return {axis for plate in getattr(target, "plates", ()) for axis in plate.rows.axes}
 
 
+def check_key(rng_key: PyTree) -> None:
+    """Raise unless this is one typed key."""
+    dtype = getattr(rng_key, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng_key.shape:
+        raise TypeError(
+            f"rng_key: expected one typed key, jax.random.key(seed), got {type(rng_key).__name__} "
+            f"of dtype {dtype} and shape {np.shape(rng_key)}"
+        )
+
+
 def check_not_baked(target: PyTree) -> None:
     """Raise if the target's arrays are being written into a program as constants.
 

@@ -21,7 +21,7 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.padding import is_padded, refuse_padded
 from gspmd_mcmc.targets import sharded
-from gspmd_mcmc.targets.checks import CONSTANT_BYTES
+from gspmd_mcmc.targets.checks import CONSTANT_BYTES, check_key
 from gspmd_mcmc.targets.conditioning import condition
 from gspmd_mcmc.targets.functions import as_partial, name_of_function
 from gspmd_mcmc.targets.joint_parts import (
@@ -40,7 +40,7 @@ from gspmd_mcmc.targets.joint_parts import (
     trace,
 )
 from gspmd_mcmc.targets.posterior import Posterior
-from gspmd_mcmc.targets.sharded import Sharded, check_key, check_value, is_distribution, shown, unpad
+from gspmd_mcmc.targets.sharded import Sharded, check_value, is_distribution, shown, unpad
 from gspmd_mcmc.tree import is_staging, pytree, set_fields, static
 
 Parts = Generator[tuple[str, Any], Any, None]

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.mesh import require_auto
 from gspmd_mcmc.placement.padding import Padded, padded_rows
+from gspmd_mcmc.targets.checks import check_key
 from gspmd_mcmc.tree import PyTree, is_staging, pytree, set_fields, static
 
 
@@ -158,16 +159,6 @@ def log_prob(distribution: Any, value: jax.Array) -> jax.Array:
     """Log probability under any distribution, of the shape that it gives it."""
     with jax.numpy_rank_promotion("allow"):
         return jnp.asarray(distribution.log_prob(value))
-
-
-def check_key(rng_key: Any) -> None:
-    """Raise unless this is one typed key."""
-    dtype = getattr(rng_key, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng_key.shape:
-        raise TypeError(
-            f"rng_key: expected one typed key, jax.random.key(seed), got {type(rng_key).__name__} "
-            f"of dtype {dtype} and shape {np.shape(rng_key)}"
-        )
 
 
 def check_value(what: str, part: Any, value: Any) -> None:
