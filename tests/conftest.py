@@ -1,7 +1,26 @@
 """The suite runs on 8 virtual CPU devices; rank promotion and warnings are errors."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
+import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def run_quick_demo():
+    """Give ``run(name, out, *options)``: a demo with --quick in a process of its own, as strict."""
+
+    def run(name: str, out: Path, *options: str) -> subprocess.CompletedProcess:
+        demo = Path(__file__).resolve().parent.parent / "demos" / f"{name}.py"
+        command = [sys.executable, "-W", "error", str(demo), "--quick", "--out", str(out), *options]
+        strict = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUMPY_RANK_PROMOTION": "raise"}
+        return subprocess.run(command, capture_output=True, text=True, env=strict, timeout=300)
+
+    return run

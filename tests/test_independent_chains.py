@@ -1,10 +1,6 @@
 """The demo of independent chains, and that a program whose chains talk would not pass for one."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 import gspmd_mcmc as gm
 from gspmd_mcmc.views.communication import communication
 
-DEMO = Path(__file__).resolve().parent.parent / "demos" / "independent_chains.py"
 KEYS = {
     *("devices", "mesh", "num_chains", "num_warmup", "num_samples", "collectives"),
     *("largest_constant_bytes", "mean", "covariance", "errors_in_mcse", "ess", "rhat"),
@@ -23,19 +18,13 @@ KEYS = {
 }
 
 
-def run_demo(out, *options):
-    command = [sys.executable, "-W", "error", str(DEMO), "--quick", "--out", str(out), *options]
-    strict = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUMPY_RANK_PROMOTION": "raise"}
-    return subprocess.run(command, capture_output=True, text=True, env=strict, timeout=300)
-
-
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, run_quick_demo):
     """Give the folder of the demo's results by number of devices."""
     folders = {}
     for num_devices in (8, 1):
         folders[num_devices] = tmp_path_factory.mktemp(f"on{num_devices}")
-        done = run_demo(folders[num_devices], "--devices", str(num_devices))
+        done = run_quick_demo("independent_chains", folders[num_devices], "--devices", str(num_devices))
         assert done.returncode == 0, done.stderr[-3000:]
     return folders
 
@@ -64,8 +53,8 @@ def test_draws_do_not_depend_on_the_mesh(summaries):
         np.testing.assert_allclose(summaries[1][name], summaries[8][name], rtol=1e-4)
 
 
-def test_chains_that_do_not_divide_over_the_devices_are_refused(tmp_path):
-    done = run_demo(tmp_path, "--devices", "3")
+def test_chains_that_do_not_divide_over_the_devices_are_refused(run_quick_demo, tmp_path):
+    done = run_quick_demo("independent_chains", tmp_path, "--devices", "3")
     assert done.returncode != 0
     assert "16 chains do not divide evenly" in done.stderr
     assert not (tmp_path / "summary.json").exists()

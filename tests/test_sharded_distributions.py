@@ -1,15 +1,10 @@
 """The demo of `Sharded` and joint distributions: the notebook's figures, and the exact posterior."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-DEMO = Path(__file__).resolve().parent.parent / "demos" / "sharded_distributions.py"
 KEYS = {
     *("devices", "mesh", "sharded_log_prob", "sharded_collectives", "sample_differences_by_devices"),
     *("gradient_errors_by_devices", "joint_log_probs", "rows", "num_chains", "num_warmup"),
@@ -19,15 +14,9 @@ KEYS = {
 }
 
 
-def run_demo(out, *options):
-    command = [sys.executable, "-W", "error", str(DEMO), "--quick", "--out", str(out), *options]
-    strict = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUMPY_RANK_PROMOTION": "raise"}
-    return subprocess.run(command, capture_output=True, text=True, env=strict, timeout=300)
-
-
 @pytest.mark.parametrize("num_devices", [8, 1])
-def test_the_notebooks_figures_and_the_exact_posterior(tmp_path, num_devices):
-    done = run_demo(tmp_path, "--devices", str(num_devices))
+def test_the_notebooks_figures_and_the_exact_posterior(run_quick_demo, tmp_path, num_devices):
+    done = run_quick_demo("sharded_distributions", tmp_path, "--devices", str(num_devices))
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert set(summary) == KEYS
