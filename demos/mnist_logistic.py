@@ -305,7 +305,7 @@ summary = {
     "rhat_log_density": rhat,
     "leapfrogs": leapfrogs,
     "leapfrogs_per_second": leapfrogs / sampling_seconds,
-    "all_reduces_per_leapfrog": report.per_iteration("all-reduce"),
+    "all_reduces_per_leapfrog": report.runs("all-reduce", within="leapfrog"),
     "all_gathers": report.count("all-gather"),
     "largest_constant_bytes": report.largest_constant_bytes,
     "peak_rss_mb": common.peak_rss_mb(),

@@ -411,7 +411,7 @@ summary = {
     "energy_error_sd": float(np.std(np.asarray(draws.stats["energy_error"], np.float64))),
     "leapfrogs": leapfrogs,
     "leapfrogs_per_second": leapfrogs / sampling_seconds,
-    "all_reduces_per_leapfrog": report.per_iteration("all-reduce"),
+    "all_reduces_per_leapfrog": report.runs("all-reduce", within="leapfrog"),
     "all_reduce_bytes_per_leapfrog": sum(c.num_bytes for c in in_loop),
     "all_gathers": report.count("all-gather"),
     "peak_temp_mb_per_device": report.temporary_bytes / 1e6,

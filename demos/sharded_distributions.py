@@ -167,7 +167,7 @@ console.print(f"{joint}, conditioned: {target}")
 
 kernel = gm.HMC(target, 0.1, 10, jitter=0.3)
 step = communication(gm.HMC.step, kernel, jax.random.key(0), kernel.init(target.origin()))
-all_reduces = step.per_iteration("all-reduce")
+all_reduces = step.runs("all-reduce", within="leapfrog")
 num_warmup, num_samples = (150, 100) if options.quick else (200, 400)
 draws = gm.sample(
     jax.random.key(1),

@@ -26,15 +26,19 @@ from gspmd_mcmc.targets.numpyro import from_numpyro
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.sharded import Sharded
+from gspmd_mcmc.views.communication import communication
+from gspmd_mcmc.views.report import BudgetExceeded
 
 __version__ = "0.1.0"
 __all__ = [
+    "BudgetExceeded",
     "Draws",
     "Mode",
     "SamplingWarning",
     "WindowAdaptation",
     "bernoulli_logits",
     "categorical_logits",
+    "communication",
     "find_mode",
     "from_numpyro",
     "inner_products",

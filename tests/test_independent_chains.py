@@ -95,7 +95,7 @@ def collectives_of(step):
         return jax.lax.scan(one, state, jnp.arange(10))
 
     report = communication(run, kernel, jax.random.key(0), positions, chains)
-    return [(found.kind, found.loops) for found in report.collectives]
+    return [(found.kind, found.trips) for found in report.collectives]
 
 
 def test_only_chains_that_average_need_a_collective():

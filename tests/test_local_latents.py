@@ -354,7 +354,7 @@ def bytes_in_loops(found):
 
 def check_sends_shared_gradients_only(found, num_chains):
     assert {k: found.count(k) for k in KINDS if k != "all-reduce"} == dict.fromkeys(KINDS[1:], 0)
-    assert found.per_iteration("all-reduce") == 1
+    assert found.runs("all-reduce", within="leapfrog") == 1
     assert bytes_in_loops(found) == num_chains * GRADIENT_BYTES, "bytes of a leapfrog"
     outside = sum(c.num_bytes for c in found.collectives if not c.loops)
     assert outside <= 100 * num_chains, "bytes outside the trajectory"
@@ -468,7 +468,7 @@ def test_movies_over_model_cost_one_all_reduce_a_tile(tile_rows, num_tiles, tile
     target = factorisation("2x2x2", tile_rows=tile_rows)
     found = communication_of_chains("2x2x2", target, movies_over_model(start(), mesh_of("2x2x2")))
     assert {c.kind for c in found.collectives} == {"all-reduce"}
-    in_leapfrogs = sorted((c.loops, c.num_bytes) for c in found.collectives if c.loops[:1] == (None,))
+    in_leapfrogs = sorted((c.trips, c.num_bytes) for c in found.collectives if c.trips[:1] == (None,))
     num_chains, scale_bytes = 2, 2 * 4
     assert in_leapfrogs == [
         ((None,), scale_bytes),

@@ -296,7 +296,7 @@ def communication_of_chains(target, sizes):
 
 
 def check_one_all_reduce_a_leapfrog(found):
-    assert found.per_iteration("all-reduce") == 1, "all-reduces a leapfrog"
+    assert found.runs("all-reduce", within="leapfrog") == 1, "all-reduces a leapfrog"
     assert found.count("all-reduce") <= 3, "all-reduces of the step"
     assert {kind: found.count(kind) for kind in OTHER_KINDS} == dict.fromkeys(OTHER_KINDS, 0)
 
@@ -339,7 +339,7 @@ def test_a_target_that_reduces_in_each_tile_is_rejected():
     tiles = jax.tree.map(lambda a: a[:1488].reshape(6, 248, *a.shape[1:]), images())
     placed = gm.place(tiles, mesh_of(MESHES["8"]), P(None, "data"))
     found = communication_of_one_chain(gm.LogDensity(tile_by_tile, placed))
-    assert found.per_iteration("all-reduce") >= 6
+    assert found.runs("all-reduce", within="leapfrog") >= 6
     with pytest.raises(AssertionError, match="all-reduces a leapfrog"):
         check_one_all_reduce_a_leapfrog(found)
 

@@ -51,6 +51,9 @@ def integrate(
     velocity: Callable,
 ) -> PhasePoint:
     """Take a number of leapfrogs, which may be traced; the program is the same for any number."""
-    return jax.lax.fori_loop(
-        0, num_integration_steps, lambda _, p: velocity_verlet(p, step_size, grad, velocity), point
-    )
+
+    def leapfrog(_, point):
+        return velocity_verlet(point, step_size, grad, velocity)
+
+    with jax.named_scope("leapfrog"):  # reports of a program's communication name the loop so
+        return jax.lax.fori_loop(0, num_integration_steps, leapfrog, point)

@@ -156,7 +156,8 @@ def _chunk(kernel, carry, collect, rng_key, first_step, slot, count, *, thin, la
         buffers = jax.tree.map(lambda b, x: _write(b, x, slot + i), buffers, kept)
         return (states, buffers), jax.tree.map(jnp.add, counts, more)
 
-    carry, counts = jax.lax.fori_loop(0, count, body, (carry, no_tally(carry[0])))
+    with jax.named_scope("steps"):
+        carry, counts = jax.lax.fori_loop(0, count, body, (carry, no_tally(carry[0])))
     return pins(carry), counts
 
 

@@ -126,7 +126,8 @@ def _chunk(kernel, carry, rng_key, first_step, slot, count, *, settings, layout,
         traces = {name: traces[name].at[..., slot + i].set(x) for name, x in seen.items()}
         return (states, adaptation, traces), tally(counts, info)
 
-    carry, counts = jax.lax.fori_loop(0, count, body, (carry, no_tally(carry[0])))
+    with jax.named_scope("steps"):
+        carry, counts = jax.lax.fori_loop(0, count, body, (carry, no_tally(carry[0])))
     return pins(carry), counts
 
 

@@ -187,7 +187,8 @@ def stream(
 
     num_tiles = -(-rows.block_rows // tile)
     start = (rows.per_block(init), rows.per_block(by_row))
-    (carry, by_row), out = jax.lax.scan(step, start, jnp.arange(num_tiles))
+    with jax.named_scope("tiles"):
+        (carry, by_row), out = jax.lax.scan(step, start, jnp.arange(num_tiles))
     return carry, by_row, out
 
 

@@ -1,184 +1,234 @@
-"""What a compiled program sends between devices, and what it carries inside.
+"""What a compiled program sends between devices, and what it holds on each.
 
-The optimised program is read as text: its computations, which of them are bodies of loops, and in
-each the collective operations and the constants.
+The optimised program is read as text (`hlo`): the collectives with the loops around them, the
+constants; and the compiler is asked for the memory. Nothing is run.
 """
 
 import math
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding
 
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-_OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(")
-_SHAPE = re.compile(r"\b(pred|bf16|f8\w+|[fsuc]\d+)\[([\d,]*)\]")
-_CALLS = re.compile(
-    r"(?:to_apply|calls|called_computations|branch_computations|true_computation|false_computation)"
-    r"=(?:\{([^}]*)\}|(%?[\w.\-]+))"
-)
-_LOOP = re.compile(r"(?:condition|body)=%?([\w.\-]+)")
-_TRIPS = re.compile(r"known_trip_count[^\d]+(\d+)")
-_SOURCE = re.compile(r'op_name="([^"]*)"')
+from gspmd_mcmc.tree import path_str
+from gspmd_mcmc.views import device_groups, hlo
+from gspmd_mcmc.views.closures import closed_over
+from gspmd_mcmc.views.hlo import Operation, Program
+from gspmd_mcmc.views.report import LARGE_BYTES, Argument, Collective, Communication, Constant
+
+MOST_CONSTANTS = 20
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective operation of a program.
-
-    Attributes
-    ----------
-    kind
-        "all-reduce", "all-gather", ...
-    num_bytes
-        Bytes of its result on one device.
-    loops
-        Trip counts of the loops it is in, the outermost first; None where the compiler knows none.
-    op_name
-        The name that JAX gave the operation it comes from.
-    """
-
-    kind: str
-    num_bytes: int
-    loops: tuple[int | None, ...]
-    op_name: str
-
-
-@dataclass(frozen=True)
-class Communication:
-    """Collectives and memory of a compiled program.
-
-    Attributes
-    ----------
-    collectives
-        Every collective operation; a fused tuple counts as one.
-    largest_constant_bytes
-        Bytes of the largest constant that the program carries on every device.
-    temporary_bytes
-        Bytes of temporaries on one device.
-    """
-
-    collectives: tuple[Collective, ...]
-    largest_constant_bytes: int
-    temporary_bytes: int
-
-    def count(self, kind: str) -> int:
-        """How many operations of a kind the program has, wherever they stand."""
-        return sum(c.kind == kind for c in self.collectives)
-
-    def per_iteration(self, kind: str, depth: int = 1) -> int:
-        """How often a kind runs in one iteration of the loops at a depth (1: the outermost).
-
-        Operations of loops further in count as often as those loops run.
-
-        Raises
-        ------
-        ValueError
-            If the compiler does not know how often an inner loop runs.
-        """
-        inside = [c for c in self.collectives if c.kind == kind and len(c.loops) >= depth]
-        trips = [[t for t in c.loops[depth:] if t is not None] for c in inside]
-        if any(len(t) < len(c.loops) - depth for t, c in zip(trips, inside, strict=True)):
-            raise ValueError(f"an inner loop with {kind} has no known trip count")
-        return sum(math.prod(t) for t in trips)
-
-
-def communication(function: Callable, *args: Any) -> Communication:
-    """Compile a function for its arguments and read its collectives, constants and temporaries.
+def communication(
+    function: Callable, *args: Any, trips: Mapping[str, int] | None = None
+) -> Communication:
+    """Compile a function for its arguments and report what it sends and holds.
 
     Parameters
     ----------
     function
-        A jitted function, or one to be jitted.
+        A function, jitted or to be jitted, or what ``.lower(...)`` or ``.compile()`` of one returned.
     args
-        Arrays, pytrees of them, or ``ShapeDtypeStruct`` with shardings. Nothing is run.
+        Arrays, pytrees of them, or ``ShapeDtypeStruct`` with shardings. Nothing is run, and for shapes
+        nothing is made: the mesh's devices are needed, memory for the arrays is not. For devices that
+        are not there, see `plan`.
+    trips
+        How often loops run whose trip count the compiler does not know, by name: {"leapfrog": 100}.
+
+    Returns
+    -------
+    Communication
+        ``print`` shows it; ``check`` holds it to a budget.
     """
-    jitted = function if hasattr(function, "lower") else jax.jit(function)
-    compiled = jitted.lower(*args).compile()  # pyright: ignore[reportFunctionMemberAccess]
-    text = compiled.as_text() or ""
-    memory = compiled.memory_analysis()
+    lowered = function
+    if not hasattr(function, "compile") and not hasattr(function, "memory_analysis"):
+        jitted = function if hasattr(function, "lower") else jax.jit(function)
+        lowered = jitted.lower(*args)  # pyright: ignore[reportFunctionMemberAccess]
+    compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
+    report = read_report(
+        text=compiled.as_text() or "",
+        memory=_memory(compiled),
+        arguments=_arguments(args, compiled),
+        mesh=_mesh(args, compiled),
+    )
+    report = _with_origins(report, function, args)
+    return report.with_trips(**trips) if trips else report
+
+
+def read_report(
+    text: str, memory: Mapping[str, int], arguments: tuple[Argument, ...], mesh: dict[str, int]
+) -> Communication:
+    """Make the report of an optimised program's text.
+
+    Parameters
+    ----------
+    text
+        What ``compiled.as_text()`` returned.
+    memory
+        ``argument``, ``output``, ``temporary`` and ``alias`` bytes on a device.
+    arguments
+        The arrays that go in.
+    mesh
+        Sizes of the mesh's axes.
+    """
+    program = hlo.read_program(text)
+    num_devices = _num_devices(text, mesh)
+    constants = _constants(program)
     return Communication(
-        collectives=read_collectives(text),
-        largest_constant_bytes=largest_constant(text),
-        temporary_bytes=int(memory.temp_size_in_bytes) if memory is not None else 0,
+        num_devices=num_devices,
+        mesh=mesh,
+        collectives=_collectives(program, mesh, num_devices),
+        unknown=_unknown(program),
+        constants=constants[:MOST_CONSTANTS],
+        arguments=arguments,
+        argument_bytes=memory.get("argument", 0),
+        output_bytes=memory.get("output", 0),
+        temporary_bytes=memory.get("temporary", 0),
+        constant_bytes=sum(c.num_bytes for c in constants),
+        alias_bytes=memory.get("alias", 0),
     )
 
 
-def read_collectives(text: str) -> tuple[Collective, ...]:
-    """Read the collectives of an optimised program's text, with the loops around them."""
-    computations, entry = _computations(text)
-
-    def walk(name: str, loops: tuple[int | None, ...]) -> list[Collective]:
-        found = []
-        for line in computations.get(name, ()):
-            found += _collective(line, loops)
-            for called, around in _called(line):
-                found += walk(called, loops + around)
-        return found
-
-    return tuple(walk(entry, ()))
+# Reading the program.
 
 
-def largest_constant(text: str) -> int:
-    """Bytes of the largest constant in an optimised program's text."""
-    sizes = [0]
-    for line in text.splitlines():
-        operation = _OPERATION.match(line)
-        if operation and operation.group(2) == "constant":
-            sizes.append(_num_bytes(operation.group(1)))
-    return max(sizes)
+def _collectives(program: Program, mesh: dict[str, int], num_devices: int) -> tuple[Collective, ...]:
+    found = []
+    for operation, computation, loops in program.walk():
+        kind = hlo.collective_kind(operation.opcode)
+        if kind and not operation.opcode.endswith(("-done", "-update")):
+            siblings = {o.name: o for o in program.computations[computation]}
+            axes, group_size = _devices(operation, mesh, num_devices)
+            shape = _result_shape(operation, kind, siblings)
+            operands = ", ".join(_bare(siblings[o].shape) for o in operation.operands if o in siblings)
+            found.append(
+                Collective(
+                    kind=kind,
+                    shape=_bare(shape),
+                    num_bytes=hlo.num_bytes_of(shape),
+                    operand_shape=operands,
+                    operand_bytes=hlo.num_bytes_of(operands),
+                    axes=axes,
+                    group_size=group_size,
+                    loops=loops,
+                    op_name=operation.op_name,
+                    stack=program.stack(operation),
+                )
+            )
+    return tuple(found)
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Split a module's text into the lines of its computations; name the entry."""
-    computations, name, entry = {}, "", ""
-    for line in text.splitlines():
-        head = _HEAD.match(line)
-        if head:
-            name = head.group(2)
-            computations[name] = []
-            entry = name if head.group(1) else entry
-        elif name:
-            computations[name].append(line)
-    return computations, entry
+def _result_shape(operation: Operation, kind: str, siblings: dict[str, Operation]) -> str:
+    """Return the shape of a collective's result; of an asynchronous pair it stands at the end."""
+    if operation.opcode == kind:
+        return operation.shape
+    ends = [o for o in siblings.values() if o.opcode == f"{kind}-done" and operation.name in o.operands]
+    return ends[0].shape if ends else operation.shape
 
 
-def _collective(line: str, loops: tuple[int | None, ...]) -> list[Collective]:
-    operation = _OPERATION.match(line)
-    # Of an asynchronous pair it is the end that has the shape of the result.
-    kind = operation.group(2).removesuffix("-done") if operation else ""
-    if kind not in KINDS or operation is None:
-        return []
-    source = _SOURCE.search(line)
-    return [Collective(kind, _num_bytes(operation.group(1)), loops, source.group(1) if source else "")]
+def _devices(
+    operation: Operation, mesh: dict[str, int], num_devices: int
+) -> tuple[tuple[str, ...], int]:
+    """Return the mesh axes that a collective runs over, and the size of its groups."""
+    pairs = device_groups.read_pairs(operation.attributes)
+    if pairs is not None:
+        axes = device_groups.axes_of_pairs(pairs, mesh) if mesh else ()
+        return axes, math.prod(mesh[a] for a in axes) if axes else len(np.unique(pairs))
+    groups = device_groups.read_groups(operation.attributes, num_devices)
+    if groups is None:
+        return (), 0
+    return (device_groups.axes_of_groups(groups, mesh) if mesh else ()), groups.shape[1]
 
 
-def _called(line: str) -> list[tuple[str, tuple[int | None, ...]]]:
-    """Name the computations that a line runs, with the loop that it puts around them."""
-    operation = _OPERATION.match(line)
-    if operation is None or operation.group(2) in (*KINDS, "reduce", "scatter", "sort"):
-        return []
-    if operation.group(2) == "while":
-        trips = _TRIPS.search(line)
-        return [(name, (int(trips.group(1)) if trips else None,)) for name in _LOOP.findall(line)]
-    names = ",".join(several or one for several, one in _CALLS.findall(line))
-    return [(name.strip().lstrip("%"), ()) for name in names.split(",") if name]
+def _unknown(program: Program) -> tuple[str, ...]:
+    operations = (o for computation in program.computations.values() for o in computation)
+    return (*program.unread, *(o.line for o in operations if hlo.is_unknown(o)))
 
 
-def _num_bytes(shapes: str) -> int:
-    total = 0
-    for dtype, dims in _SHAPE.findall(shapes):
-        bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-        total += math.prod(int(d) for d in dims.split(",") if d) * bits // 8
-    return total
+def _constants(program: Program) -> tuple[Constant, ...]:
+    """Find all constants, the largest first."""
+    operations = (o for computation in program.computations.values() for o in computation)
+    found = [
+        Constant(_bare(o.shape), hlo.num_bytes_of(o.shape))
+        for o in operations
+        if o.opcode == "constant"
+    ]
+    return tuple(sorted(found, key=lambda c: -c.num_bytes))
+
+
+def _bare(shape: str) -> str:
+    """Write a shape without its layout: f32[8,16], and several of them one after the other."""
+    return ", ".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in hlo.shapes_of(shape))
+
+
+def _num_devices(text: str, mesh: dict[str, int]) -> int:
+    head = text.partition("\n")[0]
+    for key in ("num_partitions=", "replica_count="):
+        number = head.partition(key)[2].partition(",")[0].strip()
+        if number.isdigit() and int(number) > 1:
+            return int(number)
+    return math.prod(mesh.values())
+
+
+# Asking the compiler.
+
+
+def _memory(compiled: Any) -> dict[str, int]:
+    memory = compiled.memory_analysis()
+    names = {"argument": "argument", "output": "output", "temporary": "temp", "alias": "alias"}
+    return {name: int(getattr(memory, f"{theirs}_size_in_bytes", 0)) for name, theirs in names.items()}
+
+
+def _arguments(args: tuple, compiled: Any) -> tuple[Argument, ...]:
+    """Pair the arguments with the shardings that the program takes them in."""
+    leaves = jax.tree_util.tree_leaves_with_path(args)
+    taken = jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda s: s is None)
+    if len(taken) != len(leaves):
+        taken = [getattr(leaf, "sharding", None) for _, leaf in leaves]
+    pairs = zip(leaves, taken, strict=True)
+    return tuple(argument(path_str(path), leaf, sharding) for (path, leaf), sharding in pairs)
+
+
+def argument(path: str, leaf: Any, sharding: Any) -> Argument:
+    """Describe an array that goes into a program under a sharding."""
+    shape = tuple(np.shape(leaf))
+    dtype: Any = jax.dtypes.canonicalize_dtype(jax.numpy.result_type(leaf), allow_extended_dtype=True)
+    block = sharding.shard_shape(shape) if sharding is not None else shape
+    return Argument(
+        path=path,
+        shape=shape,
+        dtype=str(dtype),
+        spec=str(sharding.spec) if isinstance(sharding, NamedSharding) else "",
+        num_bytes=math.prod(shape) * dtype.itemsize,
+        bytes_per_device=math.prod(block) * dtype.itemsize,
+    )
+
+
+def _mesh(args: tuple, compiled: Any) -> dict[str, int]:
+    """Return the axes of the largest mesh that an array of the program lies on."""
+    leaves = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    leaves += jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    meshes = [s.mesh for s in leaves if isinstance(s, NamedSharding)]
+    return dict(max(meshes, key=lambda mesh: mesh.size).shape) if meshes else {}
+
+
+def _with_origins(report: Communication, function: Any, args: tuple) -> Communication:
+    """Name the closed-over arrays that large constants are."""
+    if report.largest_constant_bytes < LARGE_BYTES:
+        return report
+    arrays = closed_over((function, args))
+    constants = tuple(replace(c, origin=_origin(c, arrays)) for c in report.constants)
+    return replace(report, constants=constants)
+
+
+def _origin(constant: Constant, arrays: list[tuple[str, Any]]) -> str:
+    """Find the array of a constant's shape; or else of its size, as the compiler may reshape it."""
+    if constant.num_bytes < LARGE_BYTES:
+        return ""
+    dims = hlo.shapes_of(constant.shape)[0][1]
+    same = [name for name, array in arrays if tuple(array.shape) == dims]
+    alike = [name for name, array in arrays if math.prod(array.shape) == math.prod(dims)]
+    return " or ".join(same or alike)

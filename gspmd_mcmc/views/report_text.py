@@ -1,0 +1,84 @@
+"""The report of a program's communication, in a terminal."""
+
+import io
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from gspmd_mcmc.views.hlo import Loop
+from gspmd_mcmc.views.report import Collective, Communication
+from gspmd_mcmc.views.units import size
+
+_MEMORY = (
+    ("arguments", "argument_bytes"),
+    ("outputs", "output_bytes"),
+    ("temporaries", "temporary_bytes"),
+    ("constants", "constant_bytes"),
+    ("together, at most", "peak_bytes"),
+)
+
+
+def draw_report(report: Communication) -> Group:
+    """Draw the collectives below their loops, the memory of a device, and what is whole on all."""
+    parts = [_collectives(report), _memory(report)]
+    if report.whole:
+        parts.append(Text(f"whole on each of {report.num_devices} devices:", style="bold"))
+        parts += [Text(f"  {text}") for text in report.whole]
+    if report.unknown:
+        parts.append(Text("of unknown form, may send something:", style="bold"))
+        parts += [Text(f"  {line[:200]}") for line in report.unknown]
+    return Group(*parts)
+
+
+def plain(report: Communication) -> str:
+    """Write the same as plain text."""
+    console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
+    console.print(draw_report(report))
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def _collectives(report: Communication) -> Tree:
+    over = " x ".join(f"{name}={n}" for name, n in report.mesh.items()) or "no mesh"
+    tree = Tree(Text(f"{report.num_devices} devices, {over}", style="bold"))
+    branches: dict[tuple[Loop, ...], Tree] = {(): tree}
+    for collective in report.collectives:
+        branch = _branch(branches, collective.loops)
+        branch.add(_leaf(collective))
+    if not report.collectives:
+        tree.add("no collective")
+    return tree
+
+
+def _branch(branches: dict[tuple[Loop, ...], Tree], loops: tuple[Loop, ...]) -> Tree:
+    """Find or make the branch of nested loops."""
+    if loops not in branches:
+        loop = loops[-1]
+        trips = "? times" if loop.trips is None else f"{loop.trips} times"
+        label = Text.assemble((f"loop {loop.name}", "bold"), f", {trips}", (f"  {loop.source}", "dim"))
+        branches[loops] = _branch(branches, loops[:-1]).add(label)
+    return branches[loops]
+
+
+def _leaf(collective: Collective) -> Text:
+    return Text.assemble(
+        (collective.kind, "bold"),
+        f" {_short(collective.shape)} {size(collective.num_bytes)} over {collective.where}",
+        (f"\n{collective.source}" if collective.source else "", "dim"),
+        (f"\n{collective.library_source}" if collective.library_source else "", "dim"),
+    )
+
+
+def _short(shape: str, most: int = 60) -> str:
+    return shape if len(shape) <= most else f"{shape[:most]}… ({shape.count('[')} arrays)"
+
+
+def _memory(report: Communication) -> Table:
+    table = Table(title="bytes on a device", title_justify="left", show_header=False, box=None)
+    table.add_column(justify="left")
+    table.add_column(justify="right")
+    for name, attribute in _MEMORY:
+        table.add_row(name, size(getattr(report, attribute)))
+    return table
