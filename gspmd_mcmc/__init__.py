@@ -2,7 +2,7 @@
 
 from gspmd_mcmc.adaptation.window import WindowAdaptation
 from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState
-from gspmd_mcmc.placement.mesh import make_mesh
+from gspmd_mcmc.placement.mesh import make_abstract_mesh, make_mesh
 from gspmd_mcmc.placement.padding import Padded
 from gspmd_mcmc.placement.place import place
 from gspmd_mcmc.sampling.draws import Draws
@@ -26,11 +26,13 @@ from gspmd_mcmc.targets.numpyro import from_numpyro
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.sharded import Sharded
+from gspmd_mcmc.views.accelerators import Accelerator
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.report import BudgetExceeded
 
 __version__ = "0.1.0"
 __all__ = [
+    "Accelerator",
     "BudgetExceeded",
     "Draws",
     "Mode",
@@ -58,6 +60,7 @@ __all__ = [
     "Plate",
     "Posterior",
     "Sharded",
+    "make_abstract_mesh",
     "make_mesh",
     "place",
 ]

@@ -47,6 +47,34 @@ def make_mesh(
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
+def make_abstract_mesh(
+    *, chains: int | None = None, data: int | None = None, model: int | None = None
+) -> AbstractMesh:
+    """Make a mesh with Auto axes of devices that are not there, to plan a layout for.
+
+    `place` on it gives shapes instead of arrays; `plan` and `visualize` take them.
+
+    Parameters
+    ----------
+    chains, data, model
+        Sizes of the axes, as in `make_mesh`; at least one.
+
+    Raises
+    ------
+    ValueError
+        If no size is given, or one is less than 1.
+    """
+    asked = {"chains": chains, "data": data, "model": model}
+    sizes = {name: size for name, size in asked.items() if size is not None}
+    if not sizes or any(not isinstance(n, int | np.integer) or n < 1 for n in sizes.values()):
+        raise ValueError(
+            f"make_abstract_mesh({', '.join(f'{name}={size!r}' for name, size in sizes.items())}): "
+            "expected the size of at least one axis, each an integer of at least 1"
+        )
+    axis_types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes), axis_types=axis_types)
+
+
 def _fill_in(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     """Replace -1 by the devices that are left, and check the product."""
     asked = ", ".join(f"{name}={size!r}" for name, size in sizes.items())

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.mesh import require_auto
@@ -14,24 +14,26 @@ from gspmd_mcmc.placement.padding import Padded, is_padded, padded_rows
 from gspmd_mcmc.tree import PyTree, path_str
 
 
-def place(tree: PyTree, mesh: Mesh, specs: PyTree = P()) -> PyTree:  # noqa: B008 - P() is immutable
+def place(tree: PyTree, mesh: Mesh | AbstractMesh, specs: PyTree = P()) -> PyTree:  # noqa: B008 - P() is immutable
     """Lay a tree of arrays over a mesh.
 
     Parameters
     ----------
     tree
-        NumPy arrays (memory-mapped ones are read shard by shard), jax arrays, or scalars.
+        NumPy arrays (memory-mapped ones are read shard by shard), jax arrays, scalars, or
+        ``jax.ShapeDtypeStruct``, of which nothing is made.
     mesh
-        The mesh, its axes Auto (`make_mesh`).
+        The mesh, its axes Auto (`make_mesh`, `make_abstract_mesh`).
     specs
         A `PartitionSpec`, or a prefix tree of them: one spec serves the whole subtree below it.
 
     Returns
     -------
     PyTree
-        The same tree of jax arrays with a `NamedSharding` each. A leaf whose leading axis the mesh
-        does not divide comes back as `Padded`: rows at its end copy its last row, and `Plate` masks
-        them.
+        The same tree of jax arrays with a `NamedSharding` each; of ``ShapeDtypeStruct`` with one
+        where the leaf was none but a shape, or the mesh is abstract. A leaf whose leading axis the
+        mesh does not divide comes back as `Padded`: rows at its end copy its last row, and `Plate`
+        masks them.
 
     Raises
     ------
@@ -76,21 +78,32 @@ def _is_spec(node: Any) -> bool:
     return isinstance(node, P)
 
 
-def _place_leaf(name: str, leaf: Any, mesh: Mesh, spec: P) -> Any:
+def _place_leaf(name: str, leaf: Any, mesh: Mesh | AbstractMesh, spec: P) -> Any:
     if isinstance(leaf, Padded):
-        leaf = leaf.values[: leaf.num_rows]
-    array = leaf if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)
+        leaf = _real_rows(leaf)
+    is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    array = leaf if is_array else np.asarray(leaf)
     _check_numbers(name, leaf, array)
     splits = _check_spec(name, array.shape, mesh, spec)
     sharding = NamedSharding(mesh, spec)
     rows = padded_rows(array.shape[0], splits[0]) if splits else 0
     padded = bool(splits) and rows != array.shape[0]
     shape = (rows, *array.shape[1:]) if splits else array.shape
-    if isinstance(array, jax.Array):
+    if isinstance(array, jax.ShapeDtypeStruct) or isinstance(mesh, AbstractMesh):
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
+        values = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    elif isinstance(array, jax.Array):
         values = _put_device_array(array, shape, sharding)
     else:
         values = _put_host_array(name, array, shape, sharding)
     return Padded(values, array.shape[0]) if padded else values
+
+
+def _real_rows(padded: Padded) -> Any:
+    values = padded.values
+    if isinstance(values, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((padded.num_rows, *values.shape[1:]), values.dtype)
+    return values[: padded.num_rows]
 
 
 def _check_numbers(name: str, leaf: Any, array: Any) -> None:
@@ -106,7 +119,7 @@ def _is_extended(dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.number)
 
 
-def _check_spec(name: str, shape: tuple[int, ...], mesh: Mesh, spec: P) -> list[int]:
+def _check_spec(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, spec: P) -> list[int]:
     """Return in how many parts the spec cuts each axis it names; raise where it does not fit."""
     where = f"leaf {name} of shape {shape} under {spec} on mesh {dict(mesh.shape)}"
     if len(spec) > len(shape):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.mesh import require_auto
@@ -206,8 +206,10 @@ def _rest_of_spec(array) -> tuple:
     return tuple(sharding.spec[1:]) if sharding else ()
 
 
-def _platform(array, mesh: Mesh | None) -> str:
-    if isinstance(mesh, Mesh):
+def _platform(array, mesh: Mesh | AbstractMesh | None) -> str:
+    if isinstance(mesh, AbstractMesh):
+        return "abstract"  # devices that are not there: accelerators, not this machine's cores
+    if mesh is not None:
         return mesh.devices.flat[0].platform
     if isinstance(array, jax.Array) and not is_traced(array):
         return next(iter(array.devices())).platform

@@ -54,7 +54,7 @@ def communication(
         arguments=_arguments(args, compiled),
         mesh=_mesh(args, compiled),
     )
-    report = _with_origins(report, function, args)
+    report = with_origins(report, function, args)
     return report.with_trips(**trips) if trips else report
 
 
@@ -201,7 +201,7 @@ def argument(path: str, leaf: Any, sharding: Any) -> Argument:
         path=path,
         shape=shape,
         dtype=str(dtype),
-        spec=str(sharding.spec) if isinstance(sharding, NamedSharding) else "",
+        spec=sharding.spec if isinstance(sharding, NamedSharding) else None,
         num_bytes=math.prod(shape) * dtype.itemsize,
         bytes_per_device=math.prod(block) * dtype.itemsize,
     )
@@ -215,7 +215,7 @@ def _mesh(args: tuple, compiled: Any) -> dict[str, int]:
     return dict(max(meshes, key=lambda mesh: mesh.size).shape) if meshes else {}
 
 
-def _with_origins(report: Communication, function: Any, args: tuple) -> Communication:
+def with_origins(report: Communication, function: Any, args: tuple) -> Communication:
     """Name the closed-over arrays that large constants are."""
     if report.largest_constant_bytes < LARGE_BYTES:
         return report

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from jax.sharding import PartitionSpec as P
+
 from gspmd_mcmc.views.budgets import excess, require_kind
 from gspmd_mcmc.views.hlo import Frame, Loop
 from gspmd_mcmc.views.units import size
@@ -161,7 +163,7 @@ class Argument:
     shape, dtype
         Of the whole array.
     spec
-        Its `PartitionSpec` in words, as the program takes it; empty on one device.
+        Its `PartitionSpec`, as the program takes it; None where it lies on no mesh.
     num_bytes, bytes_per_device
         Of the whole array, and of what a device holds of it.
     """
@@ -169,7 +171,7 @@ class Argument:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    spec: str
+    spec: P | None
     num_bytes: int
     bytes_per_device: int
 

@@ -1,0 +1,65 @@
+"""How much memory accelerators have, a JAX device each."""
+
+from dataclasses import dataclass
+
+_TPU = "https://cloud.google.com/tpu/docs"
+_NVIDIA = "https://www.nvidia.com/en-us/data-center"
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A kind of device.
+
+    Attributes
+    ----------
+    name
+        Such as "TPU v5e".
+    memory_bytes
+        Of one JAX device. The runtime takes a part of it for itself.
+    source
+        Where the figure is from.
+    """
+
+    name: str
+    memory_bytes: int
+    source: str = ""
+
+
+ACCELERATORS = {
+    a.name: a
+    for a in (
+        Accelerator("TPU v2 core", 8 * _GIB, f"{_TPU}/v2"),
+        Accelerator("TPU v3 core", 16 * _GIB, f"{_TPU}/v3"),
+        Accelerator("TPU v4", 32 * _GIB, f"{_TPU}/v4"),
+        Accelerator("TPU v5e", 16 * _GIB, f"{_TPU}/v5e"),
+        Accelerator("TPU v5p", 95 * _GIB, f"{_TPU}/v5p"),
+        Accelerator("TPU v6e", 32 * _GIB, f"{_TPU}/v6e"),
+        Accelerator("T4", 16 * 10**9, f"{_NVIDIA}/tesla-t4"),
+        Accelerator("L4", 24 * 10**9, f"{_NVIDIA}/l4"),
+        Accelerator("V100 32GB", 32 * 10**9, f"{_NVIDIA}/v100"),
+        Accelerator("A100 40GB", 40 * 10**9, f"{_NVIDIA}/a100"),
+        Accelerator("A100 80GB", 80 * 10**9, f"{_NVIDIA}/a100"),
+        Accelerator("H100 80GB", 80 * 10**9, f"{_NVIDIA}/h100"),
+        Accelerator("H200", 141 * 10**9, f"{_NVIDIA}/h200"),
+        Accelerator("B200", 180 * 10**9, f"{_NVIDIA}/hgx"),
+    )
+}
+
+
+def accelerator(which: "str | Accelerator") -> Accelerator:
+    """Find an accelerator by name.
+
+    Raises
+    ------
+    ValueError
+        If there is none of that name.
+    """
+    if isinstance(which, Accelerator):
+        return which
+    if which not in ACCELERATORS:
+        raise ValueError(
+            f"no accelerator {which!r}; there are {', '.join(ACCELERATORS)}. "
+            "For another one pass Accelerator(name, memory_bytes)"
+        )
+    return ACCELERATORS[which]

@@ -1,0 +1,153 @@
+"""The report of a program on a mesh that is too large to compile for, from smaller ones."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from jax.sharding import AbstractMesh, NamedSharding
+
+from gspmd_mcmc.placement.mesh import make_abstract_mesh
+from gspmd_mcmc.views.ahead import MOST_DEVICES, compile_ahead
+from gspmd_mcmc.views.report import Argument, Collective, Communication
+
+_MEMORY = ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes", "alias_bytes")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a report was made from those of smaller meshes.
+
+    Bytes on a device are taken as a + b/n over n devices along the axis: what is whole on each, and a
+    share of what is laid over it. Collectives are the same ones. Two sizes give a and b.
+
+    Attributes
+    ----------
+    axis
+        The mesh axis that was made smaller.
+    compiled
+        Its three sizes in the meshes that were compiled for, ascending. The last two give a and b.
+    error
+        How far the rule is off the last size when the first two give a and b: the larger of the error
+        of the memory, as a part of all of it, and of any collective's bytes, as a part of them.
+    """
+
+    axis: str
+    compiled: tuple[int, ...]
+    error: float
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{n:,}" for n in self.compiled)
+        return (
+            f"extrapolated: compiled for {self.axis} = {sizes}; bytes on a device as a + b/n, which "
+            f"from the first two is off by at most {self.error:.2%} on the last"
+        )
+
+
+def extrapolate(build: Callable, mesh: AbstractMesh) -> tuple[Communication, Rule]:
+    """Compile for three smaller meshes, the largest axis cut, and extrapolate to the whole one.
+
+    Raises
+    ------
+    RuntimeError
+        If the smaller meshes do not give the same program.
+    """
+    axis, sizes = smaller_sizes(dict(mesh.shape))
+    reports = [_compiled(build, mesh, axis, n) for n in sizes]
+    return _rule_applied(reports, axis, sizes, mesh)
+
+
+def smaller_sizes(mesh: dict[str, int]) -> tuple[str, tuple[int, int, int]]:
+    """Return the largest axis of a mesh, and three sizes of it that can be compiled for."""
+    axis = max(mesh, key=lambda name: mesh[name])
+    most = MOST_DEVICES // math.prod(n for name, n in mesh.items() if name != axis)
+    if most < 4:
+        raise RuntimeError(
+            f"mesh {mesh}: at most {MOST_DEVICES} devices can be compiled for, and with the other axes "
+            f"whole that leaves {most} along {axis!r}; make them smaller"
+        )
+    return axis, (most // 4, most // 2, most)
+
+
+def _compiled(build: Callable, mesh: AbstractMesh, axis: str, num: int) -> Communication:
+    smaller = make_abstract_mesh(**{**mesh.shape, axis: num})
+    function, *args = build(smaller)
+    return compile_ahead(function, tuple(args), smaller)
+
+
+def _rule_applied(
+    reports: list[Communication], axis: str, sizes: tuple[int, ...], mesh: AbstractMesh
+) -> tuple[Communication, Rule]:
+    first, second, last = reports
+    _require_same(reports, sizes, axis)
+    predicted = predict_report(first, second, sizes[0], sizes[1], axis, sizes[2])
+    rule = Rule(axis, sizes, relative_error(predicted, last))
+    report = predict_report(second, last, sizes[1], sizes[2], axis, mesh.shape[axis])
+    return replace(report, num_devices=mesh.size, mesh=dict(mesh.shape)), rule
+
+
+def predict_report(
+    small: Communication, large: Communication, num_small: int, num_large: int, axis: str, num: int
+) -> Communication:
+    """Predict a report for ``num`` devices along an axis from those of two other sizes."""
+
+    def at(x_small: float, x_large: float) -> int:
+        share = (x_small - x_large) / (1 / num_small - 1 / num_large)
+        return max(0, round(x_large + share * (1 / num - 1 / num_large)))
+
+    def collective(a: Collective, b: Collective) -> Collective:
+        num_bytes = at(a.num_bytes, b.num_bytes)
+        grown = num / num_large if axis in b.axes else 1
+        return replace(
+            b,
+            shape=b.shape if num_bytes == b.num_bytes else f"{num_bytes} bytes",
+            num_bytes=num_bytes,
+            operand_bytes=at(a.operand_bytes, b.operand_bytes),
+            group_size=round(b.group_size * grown),
+        )
+
+    pairs = zip(small.collectives, large.collectives, strict=True)
+    return replace(
+        large,
+        collectives=tuple(collective(a, b) for a, b in pairs),
+        **{name: at(getattr(small, name), getattr(large, name)) for name in _MEMORY},
+    )
+
+
+def relative_error(predicted: Communication, true: Communication) -> float:
+    """How far a prediction is off, as `Rule.error` has it."""
+    memory = [abs(getattr(predicted, name) - getattr(true, name)) / true.peak_bytes for name in _MEMORY]
+    pairs = zip(predicted.collectives, true.collectives, strict=True)
+    sent = [abs(a.num_bytes - b.num_bytes) / max(b.num_bytes, 1) for a, b in pairs]
+    return max([*memory, *sent])
+
+
+def laid_on(arguments: tuple[Argument, ...], shapes: list, mesh: AbstractMesh) -> tuple[Argument, ...]:
+    """Give the arguments the shapes that they have on a mesh, under the same specs."""
+    return tuple(
+        replace(
+            a,
+            shape=tuple(shape.shape),
+            num_bytes=math.prod(shape.shape) * itemsize,
+            bytes_per_device=math.prod(_block(a, shape.shape, mesh)) * itemsize,
+        )
+        for a, shape in zip(arguments, shapes, strict=True)
+        for itemsize in (shape.dtype.itemsize,)
+    )
+
+
+def _block(a: Argument, shape: tuple[int, ...], mesh: AbstractMesh) -> tuple[int, ...]:
+    return NamedSharding(mesh, a.spec).shard_shape(shape) if a.spec is not None else shape
+
+
+def _require_same(reports: list[Communication], sizes: tuple[int, ...], axis: str) -> None:
+    """Raise unless all reports have the same collectives in the same loops."""
+    seen = [
+        [(c.kind, c.axes, tuple(loop.name for loop in c.loops)) for c in report.collectives]
+        for report in reports
+    ]
+    if any(s != seen[0] for s in seen):
+        counts = ", ".join(f"{len(s)} with {axis}={n}" for s, n in zip(seen, sizes, strict=True))
+        raise RuntimeError(
+            f"the program is not the same on smaller meshes, so it cannot be extrapolated: it has "
+            f"{counts} collectives. Plan a mesh of at most {MOST_DEVICES} devices"
+        )

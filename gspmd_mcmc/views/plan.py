@@ -1,0 +1,148 @@
+"""A program on a mesh that is not there: what it would send and hold."""
+
+import io
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console, Group
+from rich.text import Text
+
+from gspmd_mcmc.placement.mesh import make_abstract_mesh
+from gspmd_mcmc.views import accelerators
+from gspmd_mcmc.views.accelerators import Accelerator
+from gspmd_mcmc.views.ahead import MOST_DEVICES, compile_ahead, shapes_of
+from gspmd_mcmc.views.extrapolation import Rule, extrapolate, laid_on
+from gspmd_mcmc.views.report import Communication
+from gspmd_mcmc.views.report_text import draw_report
+from gspmd_mcmc.views.units import size
+from gspmd_mcmc.views.visualize import LayoutView, visualize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a program would send and hold on a mesh.
+
+    Attributes
+    ----------
+    mesh
+        The mesh, of no device.
+    report
+        As `communication` gives it.
+    layout
+        Where the arguments would lie; printing it draws them.
+    accelerator
+        The kind of device that it is held against, if one was named.
+    rule
+        How the report was extrapolated; None if the compiler made it.
+    seconds
+        What tracing and compiling took.
+    """
+
+    mesh: AbstractMesh
+    report: Communication
+    layout: LayoutView
+    accelerator: Accelerator | None
+    rule: Rule | None
+    seconds: float
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the program's memory is within the accelerator's; None if none was named."""
+        if self.accelerator is None:
+            return None
+        return self.report.peak_bytes <= self.accelerator.memory_bytes
+
+    def __rich__(self) -> Group:
+        """Draw the layout, the collectives, the memory."""
+        how = (
+            str(self.rule)
+            if self.rule
+            else f"compiled in {self.seconds:.1f} s, for virtual CPU devices"
+        )
+        return Group(
+            self.layout, draw_report(self.report), Text(self._verdict()), Text(how, style="dim")
+        )
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
+        console.print(self)
+        assert isinstance(console.file, io.StringIO)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    __repr__ = __str__
+
+    def _verdict(self) -> str:
+        if self.accelerator is None:
+            return f"needs at most {size(self.report.peak_bytes)} on each of {self.mesh.size:,} devices"
+        needed, there = self.report.peak_bytes, self.accelerator.memory_bytes
+        fits = "fits" if self.fits else "DOES NOT FIT"
+        return (
+            f"{fits}: at most {size(needed)} of the {size(there)} of a {self.accelerator.name} "
+            f"({needed / there:.1%})"
+        )
+
+
+def plan(
+    build: Callable,
+    *,
+    chains: int | None = None,
+    data: int | None = None,
+    model: int | None = None,
+    accelerator: str | Accelerator | None = None,
+    trips: Mapping[str, int] | None = None,
+) -> Plan:
+    """Compile a program for a mesh that is not there, before anyone pays for it.
+
+    No array is made and no device is needed. Up to 2,048 devices the program is compiled, in a process
+    of its own, for as many virtual CPU devices; beyond, it is compiled for three smaller meshes and
+    extrapolated by a rule that is checked on them (`Rule`). Collectives are those that the compiler's
+    partitioner puts in; it is the same for all backends, though a backend may still split or fuse
+    them. Temporaries are those of the CPU's compiler: expect another size on an accelerator.
+
+    Parameters
+    ----------
+    build
+        ``build(mesh)`` returns ``(function, *arguments)``: a function and arrays or shapes laid on the
+        mesh that it is given (`place` with ``jax.ShapeDtypeStruct``). The state of a kernel is
+        ``jax.eval_shape(gm.HMC.init, kernel, position)``.
+    chains, data, model
+        Sizes of the mesh's axes, as in `make_mesh`.
+    accelerator
+        A name in `ACCELERATORS`, such as "TPU v5e", or an `Accelerator`.
+    trips
+        How often loops run, as in `communication`.
+
+    Raises
+    ------
+    ImportError
+        If the extra ``plan`` is missing.
+    RuntimeError
+        If the compiler fails, or programs of different meshes are too different to extrapolate.
+    """
+    device = accelerators.accelerator(accelerator) if accelerator is not None else None
+    mesh = make_abstract_mesh(chains=chains, data=data, model=model)
+    began = time.perf_counter()
+    function, *args = build(mesh)
+    if mesh.size <= MOST_DEVICES:
+        report, rule = compile_ahead(function, tuple(args), mesh), None
+    else:
+        report, rule = extrapolate(build, mesh)
+        arguments = laid_on(report.arguments, shapes_of(tuple(args), mesh), mesh)
+        report = replace(report, arguments=arguments)
+    report = report.with_trips(**trips) if trips else report
+    seconds = time.perf_counter() - began
+    return Plan(mesh, report, visualize(_drawn(report, tuple(args), mesh)), device, rule, seconds)
+
+
+def _drawn(report: Communication, args: tuple, mesh: AbstractMesh) -> Any:
+    """Return the arguments as shapes that lie where the program takes them."""
+    shapes = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, a.spec or P()))
+        for a in report.arguments
+    ]
+    return jax.tree.unflatten(jax.tree.structure(args), shapes)
