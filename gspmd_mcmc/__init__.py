@@ -5,6 +5,7 @@ from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState
 from gspmd_mcmc.placement.mesh import make_abstract_mesh, make_mesh
 from gspmd_mcmc.placement.padding import Padded
 from gspmd_mcmc.placement.place import place
+from gspmd_mcmc.placement.positional import PositionalSharding
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.mode import Mode, find_mode
 from gspmd_mcmc.sampling.sample import SamplingWarning, sample
@@ -26,6 +27,7 @@ from gspmd_mcmc.targets.numpyro import from_numpyro
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.sharded import Sharded
+from gspmd_mcmc.views import cost
 from gspmd_mcmc.views.accelerators import Accelerator
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.report import BudgetExceeded
@@ -41,6 +43,7 @@ __all__ = [
     "bernoulli_logits",
     "categorical_logits",
     "communication",
+    "cost",
     "find_mode",
     "from_numpyro",
     "inner_products",
@@ -57,6 +60,7 @@ __all__ = [
     "LogDensity",
     "NonFiniteStart",
     "Padded",
+    "PositionalSharding",
     "Plate",
     "Posterior",
     "Sharded",

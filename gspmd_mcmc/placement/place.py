@@ -14,7 +14,7 @@ from gspmd_mcmc.placement.padding import Padded, is_padded, padded_rows
 from gspmd_mcmc.tree import PyTree, path_str
 
 
-def place(tree: PyTree, mesh: Mesh | AbstractMesh, specs: PyTree = P()) -> PyTree:  # noqa: B008 - P() is immutable
+def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree = None) -> PyTree:
     """Lay a tree of arrays over a mesh.
 
     Parameters
@@ -23,9 +23,11 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh, specs: PyTree = P()) -> PyTre
         NumPy arrays (memory-mapped ones are read shard by shard), jax arrays, scalars, or
         ``jax.ShapeDtypeStruct``, of which nothing is made.
     mesh
-        The mesh, its axes Auto (`make_mesh`, `make_abstract_mesh`).
+        The mesh, its axes Auto (`make_mesh`, `make_abstract_mesh`); or one sharding for every leaf, a
+        ``NamedSharding`` or a `PositionalSharding`, which says both mesh and spec.
     specs
-        A `PartitionSpec`, or a prefix tree of them: one spec serves the whole subtree below it.
+        A `PartitionSpec`, or a prefix tree of them: one spec serves the whole subtree below it. None:
+        whole on every device.
 
     Returns
     -------
@@ -42,6 +44,7 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh, specs: PyTree = P()) -> PyTre
         other than the leading one unevenly; if the prefix tree does not fit. The message names the
         leaf.
     """
+    mesh, specs = _mesh_and_specs(mesh, specs)
     require_auto(mesh)
     leaf_specs = _broadcast(specs, tree)
     return jax.tree_util.tree_map_with_path(
@@ -50,6 +53,19 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh, specs: PyTree = P()) -> PyTre
         leaf_specs,
         is_leaf=is_padded,
     )
+
+
+def _mesh_and_specs(
+    mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
+) -> tuple[Mesh | AbstractMesh, PyTree]:
+    """Take a sharding apart; without specs, everything is whole on every device."""
+    if not isinstance(mesh, NamedSharding):
+        return mesh, P() if specs is None else specs
+    if specs is not None:
+        raise ValueError(
+            f"place: the sharding has its spec, {mesh.spec}; expected no specs, got {specs}"
+        )
+    return mesh.mesh, mesh.spec
 
 
 def _broadcast(specs: PyTree, tree: PyTree) -> PyTree:
@@ -91,7 +107,7 @@ def _place_leaf(name: str, leaf: Any, mesh: Mesh | AbstractMesh, spec: P) -> Any
     shape = (rows, *array.shape[1:]) if splits else array.shape
     if isinstance(array, jax.ShapeDtypeStruct) or isinstance(mesh, AbstractMesh):
         dtype = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
-        values = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        values: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     elif isinstance(array, jax.Array):
         values = _put_device_array(array, shape, sharding)
     else:

@@ -1,0 +1,351 @@
+"""Formulas of collectives against messages passed one by one, and against cases by hand."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from gspmd_mcmc.views.cost import interconnects
+from gspmd_mcmc.views.cost.collective_times import (
+    MODELLED_KINDS,
+    collective_seconds,
+    fastest_all_reduce,
+    halving_doubling_all_reduce,
+    levels_of,
+    pairwise_all_to_all,
+    permute,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    torus_sides,
+    tree_all_reduce,
+)
+from gspmd_mcmc.views.cost.interconnects import (
+    INFINIBAND_NDR,
+    NVLINK_4,
+    TPU_V4_ICI,
+    TPU_V5E_ICI,
+    Interconnect,
+)
+
+SWITCH = Interconnect("switch", bandwidth=2e9, latency=3e-6)
+PAIRS = [Interconnect("a", 1e9, 0, 2, overhead=2.0), Interconnect("b", 1e8, 0, overhead=5.0)]
+PRESETS = [v for v in vars(interconnects).values() if isinstance(v, Interconnect)]
+
+
+class Machine:
+    """Devices with a clock and a buffer each; a message takes latency + bytes / bandwidth."""
+
+    def __init__(self, buffers, latency, bandwidth, bytes_per_number):
+        self.buffers, self.clocks = buffers.astype(float), np.zeros(len(buffers))
+        self.seconds = lambda numbers: latency + numbers * bytes_per_number / bandwidth
+
+    def exchange(self, messages):
+        """Send all of ``(sender, receiver, slots, adds)`` at once; a device waits for what it gets."""
+        sent = [(r, slots, adds, self.buffers[s, slots].copy()) for s, r, slots, adds in messages]
+        before, lengths = self.clocks.copy(), [len(slots) for _, _, slots, _ in messages]
+        for (sender, receiver, _, _), numbers in zip(messages, lengths, strict=True):
+            arrival = max(before[sender], before[receiver]) + self.seconds(numbers)
+            for device in (sender, receiver):
+                self.clocks[device] = max(self.clocks[device], arrival)
+        for receiver, slots, adds, values in sent:
+            self.buffers[receiver, slots] = values + adds * self.buffers[receiver, slots]
+
+    def ring(self, members, slots, adds, ahead):
+        """Pass parts of ``slots`` round a ring; device i begins with part i + ahead."""
+        n = len(members)
+        parts = np.array_split(np.asarray(slots), n)
+        for step in range(n - 1):
+            turn = [
+                (members[i], members[(i + 1) % n], parts[(i + ahead - step) % n], adds)
+                for i in range(n)
+            ]
+            yield turn
+        self.parts = {members[i]: parts[(i + ahead + 1) % n] for i in range(n)}
+
+    def run(self, *rings):
+        """Advance several rings together, one step of each at a time."""
+        for steps in itertools.zip_longest(*rings, fillvalue=[]):
+            self.exchange([message for step in steps for message in step])
+
+
+def machine(n, slots, link, num_bytes):
+    numbers = np.random.default_rng(0).integers(0, 100, size=(n, slots))
+    return Machine(numbers, link.latency, link.bandwidth, num_bytes / slots), numbers.sum(axis=0)
+
+
+def simulated_ring(n, link, num_bytes):
+    passed, total = machine(n, n, link, num_bytes)
+    passed.run(passed.ring(range(n), range(n), True, 0))
+    passed.run(passed.ring(range(n), range(n), False, 1))
+    np.testing.assert_array_equal(passed.buffers, np.tile(total, (n, 1)))
+    return passed.clocks.max()
+
+
+def simulated_halving_doubling(n, link, num_bytes):
+    """Devices from ``power`` on hand theirs to a partner; then halves go to and fro by distance."""
+    power = 2 ** int(math.log2(n))
+    passed, total = machine(n, power, link, num_bytes)
+    everything, mine = list(range(power)), {i: list(range(power)) for i in range(power)}
+    passed.exchange([(power + i, i, everything, True) for i in range(n - power)])
+    distance, halves = power // 2, []
+    while distance:
+        keep = {
+            i: mine[i][: len(mine[i]) // 2] if i & distance == 0 else mine[i][len(mine[i]) // 2 :]
+            for i in mine
+        }
+        passed.exchange([(i, i ^ distance, keep[i ^ distance], True) for i in mine])
+        mine, halves, distance = keep, [*halves, distance], distance // 2
+    for distance in reversed(halves):
+        passed.exchange([(i, i ^ distance, mine[i], False) for i in mine])
+        mine = {i: mine[i] + mine[i ^ distance] for i in mine}
+    passed.exchange([(i, power + i, everything, False) for i in range(n - power)])
+    np.testing.assert_array_equal(passed.buffers, np.tile(total, (n, 1)))
+    return passed.clocks.max()
+
+
+@pytest.mark.parametrize("num_bytes", [8, 622_608, 5e9])
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 13])
+def test_a_ring_all_reduce_takes_what_passing_its_messages_takes(n, num_bytes):
+    simulated = simulated_ring(n, SWITCH, num_bytes)
+    assert ring_all_reduce(num_bytes, n, SWITCH) == pytest.approx(simulated, rel=1e-12)
+
+
+@pytest.mark.parametrize("num_bytes", [8, 622_608, 5e9])
+@pytest.mark.parametrize("n", [2, 3, 4, 6, 8, 13, 16])
+def test_halving_and_doubling_takes_what_passing_its_messages_takes(n, num_bytes):
+    simulated = simulated_halving_doubling(n, SWITCH, num_bytes)
+    assert halving_doubling_all_reduce(num_bytes, n, SWITCH) == pytest.approx(simulated, rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 13])
+def test_a_tree_takes_the_rounds_of_a_binomial_tree_and_twice_the_bytes(n):
+    """Rounds are counted on a tree for one number; pipelining hides all but one pass each way."""
+    passed, total = machine(n, 1, SWITCH, 0)
+    distance = 1
+    while distance < n:
+        passed.exchange([(i + distance, i, [0], True) for i in range(0, n - distance, 2 * distance)])
+        distance *= 2
+    while distance > 1:
+        distance //= 2
+        passed.exchange([(i, i + distance, [0], False) for i in range(0, n - distance, 2 * distance)])
+    np.testing.assert_array_equal(passed.buffers, np.full((n, 1), total[0]))
+    assert tree_all_reduce(0, n, SWITCH) == pytest.approx(passed.clocks.max())
+    bytes_alone = tree_all_reduce(1e9, n, dataclasses.replace(SWITCH, latency=0.0))
+    assert bytes_alone == pytest.approx(2 * 1e9 / 2e9)
+
+
+@pytest.mark.parametrize("n", [2, 5, 8])
+def test_pairwise_exchange_takes_what_passing_its_messages_takes(n):
+    own = np.arange(1.0, n * n + 1).reshape(n, n)  # own[i, j]: what device i has for device j.
+    passed = Machine(np.kron(np.eye(n), np.ones(n)) * own.ravel(), 3e-6, 2e9, 1e6 / n)
+    for k in range(1, n):
+        passed.exchange([(i, (i + k) % n, [i * n + (i + k) % n], False) for i in range(n)])
+    np.testing.assert_array_equal([passed.buffers[j, j::n] for j in range(n)], own.T)
+    assert pairwise_all_to_all(1e6, n, SWITCH) == pytest.approx(passed.clocks.max(), rel=1e-12)
+
+
+def test_two_levels_take_what_passing_their_messages_takes():
+    """4 nodes of 3 devices: reduce-scatter in each node, all-reduce across, all-gather in each."""
+    inner, outer = dataclasses.replace(SWITCH, max_devices=3), Interconnect("net", 1e8, 5e-5)
+    passed, total = machine(12, 12, inner, 1e6)
+    nodes = [list(range(3 * k, 3 * k + 3)) for k in range(4)]
+    parts = {}
+    for node in nodes:
+        passed.run(passed.ring(node, range(12), True, 0))
+        parts |= passed.parts
+    passed.seconds = lambda numbers: outer.latency + numbers * 1e6 / 12 / outer.bandwidth
+    for rank in range(3):
+        peers = [node[rank] for node in nodes]
+        passed.run(passed.ring(peers, parts[peers[0]], True, 0))
+        passed.run(passed.ring(peers, parts[peers[0]], False, 1))
+    passed.seconds = lambda numbers: inner.latency + numbers * 1e6 / 12 / inner.bandwidth
+    for node in nodes:
+        passed.run(passed.ring(node, range(12), False, 1))
+    np.testing.assert_array_equal(passed.buffers, np.tile(total, (12, 1)))
+    predicted = collective_seconds("all-reduce", 1e6, 12, [inner, outer], ring_all_reduce)
+    assert predicted == pytest.approx(passed.clocks.max(), rel=1e-12)
+
+
+@pytest.mark.parametrize("side", [2, 4])
+def test_a_square_torus_takes_what_two_parts_on_crossing_rings_take(side):
+    """One part of the buffer goes along x, then y; the other along y, then x; no link idles."""
+    torus = Interconnect("torus", 2e9, 3e-6, torus_axes=2)
+    n, slots = side**2, 2 * side**2
+    axis = dataclasses.replace(torus, bandwidth=torus.bandwidth / 2)
+    grid, seconds, reduced = np.arange(n).reshape(side, side), [], []
+    for lines_first, lines_then, half in (
+        (grid, grid.T, range(n)),
+        (grid.T, grid, range(n, slots)),
+    ):
+        passed, total = machine(n, slots, axis, 1e6)
+        parts = {}
+        for line in lines_first:
+            passed.run(passed.ring(line.tolist(), half, True, 0))
+            parts |= passed.parts
+        for line in lines_then:
+            passed.run(passed.ring(line.tolist(), parts[line[0]], True, 0))
+            reduced += [np.array_equal(passed.buffers[d, s], total[s]) for d, s in passed.parts.items()]
+        seconds.append(passed.clocks.max())
+    assert len(reduced) == 2 * n and all(reduced)
+    assert seconds[0] == pytest.approx(seconds[1])
+    assert ring_reduce_scatter(1e6, n, torus) == pytest.approx(seconds[0], rel=1e-12)
+
+
+def routed_bytes(sides, num_bytes):
+    """Bytes over each directed link when every device sends each other an equal share, by axis."""
+    n, load = math.prod(sides), {}
+    for source, target in itertools.product(np.ndindex(*sides), repeat=2):
+        at = list(source)
+        for axis, side in enumerate(sides):
+            distance = (target[axis] - at[axis]) % side
+            ahead = 0.5 - 0.5 * np.sign(2 * distance - side)  # Half each way where both are as long.
+            for step, hops, share in ((1, distance, ahead), (-1, side - distance, 1 - ahead)):
+                hop = at[axis]
+                for _ in range(hops if share else 0):
+                    link = (*at[:axis], hop, *at[axis + 1 :], axis, step)
+                    load[link] = load.get(link, 0.0) + share * num_bytes / n
+                    hop = (hop + step) % side
+            at[axis] = target[axis]
+    return load
+
+
+@pytest.mark.parametrize("sides", [(2,), (5,), (8,), (4, 4), (2, 4), (2, 2, 4)])
+def test_all_to_all_on_a_torus_takes_what_its_busiest_link_carries(sides):
+    n, axes = math.prod(sides), len(sides)
+    torus = Interconnect("torus", bandwidth=1e9, latency=0.0, torus_axes=axes)
+    one_way = torus.bandwidth / (2 * axes)
+    busiest = max(routed_bytes(sides, 1e6).values())
+    assert torus_sides(n, axes) == sides
+    assert pairwise_all_to_all(1e6, n, torus) == pytest.approx(busiest / one_way, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_bytes", "n", "links", "seconds"),
+    [
+        ("all-reduce", 8e6, 8, [Interconnect("a", 1e9, 1e-3)], 6e-3 + 16e-3),  # A tree: 2 × 3 steps.
+        ("all-reduce", 8e6, 2, [Interconnect("a", 1e9, 1e-3)], 2e-3 + 8e-3),  # A ring.
+        ("all-gather", 8e6, 4, [Interconnect("a", 1e9, 1e-3)], 3e-3 + 6e-3),
+        ("reduce-scatter", 8e6, 4, [Interconnect("a", 1e9, 1e-3)], 3e-3 + 6e-3),
+        ("all-to-all", 8e6, 4, [Interconnect("a", 1e9, 1e-3)], 3e-3 + 6e-3),
+        ("collective-permute", 8e6, 4, [Interconnect("a", 1e9, 1e-3)], 1e-3 + 8e-3),
+        # Two neighbours' links in each direction share the bandwidth: a quarter of it for one link.
+        ("collective-permute", 8e6, 4, [Interconnect("t", 1e9, 1e-3, torus_axes=2)], 1e-3 + 32e-3),
+        # 2 × 2 × 2: three steps; a reduce-scatter of 7/8 of the bytes over all links at once.
+        ("reduce-scatter", 8e6, 8, [Interconnect("t", 1e9, 1e-3, torus_axes=3)], 3e-3 + 7e-3),
+        # Two chips of a 3D torus are joined by the links of one axis only.
+        ("reduce-scatter", 8e6, 2, [Interconnect("t", 1e9, 1e-3, torus_axes=3)], 1e-3 + 12e-3),
+        # Launching counts once: the longest.
+        ("all-gather", 8e6, 4, PAIRS, 5 + 4e-3 + 20e-3),
+        ("collective-permute", 8e6, 4, PAIRS, 5 + 80e-3),
+        ("all-to-all", 8e6, 4, PAIRS, 5 + 4e-3 + 40e-3),
+    ],
+)  # fmt: skip
+def test_cases_computed_by_hand(kind, num_bytes, n, links, seconds):
+    assert collective_seconds(kind, num_bytes, n, links) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("link", PRESETS, ids=lambda link: link.name)
+@pytest.mark.parametrize("kind", MODELLED_KINDS)
+def test_one_device_sends_nothing_and_more_never_less(kind, link):
+    reach = link.max_devices or 4096
+    sizes = [2**k for k in range(int(math.log2(reach)) + 1)]
+    seconds = [collective_seconds(kind, 1e6, n, [link]) for n in sizes]
+    assert seconds[0] == 0 and seconds[1] > 0
+    if kind != "collective-permute" and not link.torus_axes:  # Small tori have fewer links.
+        assert np.all(np.diff(seconds) > 0)
+    more = collective_seconds(kind, 2e6, sizes[-1], [link])
+    assert more > seconds[-1]
+
+
+def test_limits_of_latency_and_of_bandwidth():
+    slow, narrow = Interconnect("slow", 1e30, 1.0), Interconnect("narrow", 1.0, 0.0)
+    assert ring_all_reduce(1, 1000, slow) == pytest.approx(2 * 999)
+    assert tree_all_reduce(1, 1000, slow) == pytest.approx(2 * 10)
+    assert fastest_all_reduce(1, 1000, slow) == tree_all_reduce(1, 1000, slow)
+    assert ring_all_reduce(1, 1000, narrow) == pytest.approx(2 * 0.999)
+    assert fastest_all_reduce(1, 1000, narrow) == ring_all_reduce(1, 1000, narrow)
+    assert permute(1, 1, slow) == 0
+
+
+@pytest.mark.parametrize("n", [2, 3, 16, 100, 4096])
+@pytest.mark.parametrize("all_reduce", [ring_all_reduce, tree_all_reduce, halving_doubling_all_reduce])
+def test_no_algorithm_beats_the_lower_bounds(all_reduce, n):
+    """ceil(log2 n) steps, and 2 (n-1)/n of the bytes: section 3 of Chan et al."""
+    steps = all_reduce(0, n, dataclasses.replace(SWITCH, latency=1.0))
+    seconds = all_reduce(1.0, n, Interconnect("", 1.0, 0.0))
+    assert steps >= math.ceil(math.log2(n))
+    assert seconds >= 2 * (n - 1) / n * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("n", "axes", "sides"),
+    [(1, 3, ()), (4, 3, (2, 2)), (16, 3, (2, 2, 4)), (32, 3, (2, 4, 4)), (64, 3, (4, 4, 4)),
+     (128, 3, (4, 4, 8)), (256, 3, (4, 8, 8)), (4096, 3, (16, 16, 16)), (6144, 3, (16, 16, 24)),
+     (8, 2, (2, 4)), (32, 2, (4, 8)), (256, 2, (16, 16)), (7, 3, (7,))],
+)  # fmt: skip
+def test_tori_have_the_shapes_that_tpu_slices_have(n, axes, sides):
+    """cloud.google.com/tpu/docs/v4, v5e and v5p list them."""
+    assert torus_sides(n, axes) == sides
+
+
+def test_levels_are_filled_from_the_inside():
+    rack = dataclasses.replace(INFINIBAND_NDR, name="rack", max_devices=32)
+    far = dataclasses.replace(INFINIBAND_NDR, name="far")
+    three = [NVLINK_4, rack, far]
+    assert levels_of(1, three) == []
+    assert levels_of(8, three) == [(NVLINK_4, 8)]
+    assert levels_of(12, three) == [(NVLINK_4, 8), (rack, 2)]
+    assert levels_of(4096, three) == [(NVLINK_4, 8), (rack, 4), (far, 128)]
+
+
+def test_more_devices_than_are_joined_are_refused():
+    with pytest.raises(
+        ValueError, match=r"16 devices are more than NVLink 4 \(H100\) joins \(8\).*next"
+    ):
+        collective_seconds("all-reduce", 1.0, 16, [NVLINK_4])
+
+
+@pytest.mark.parametrize("all_reduce", [tree_all_reduce, halving_doubling_all_reduce])
+def test_algorithms_for_switches_refuse_a_torus(all_reduce):
+    with pytest.raises(ValueError, match="TPU v4 ICI is a torus: take ring_all_reduce"):
+        all_reduce(1.0, 8, TPU_V4_ICI)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"bandwidth": 0.0}, "mine: bandwidth is bytes a second, above 0, not 0.0"),
+        ({"bandwidth": math.nan}, "bandwidth .* not nan"),
+        ({"latency": -1e-6}, "mine: latency is seconds, 0 or more, not -1e-06"),
+        ({"latency": math.nan}, "latency .* not nan"),
+        ({"overhead": math.inf}, "overhead .* not inf"),
+        ({"max_devices": 1}, "max_devices is 2 or more, or None, not 1"),
+        ({"max_devices": 2.5}, "max_devices is 2 or more, or None, not 2.5"),
+        ({"torus_axes": 4}, "torus_axes is 0 .* not 4"),
+    ],
+)
+def test_an_interconnect_that_cannot_be_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(Interconnect("mine", 1e9, 1e-6), **wrong)
+
+
+@pytest.mark.parametrize("link", PRESETS, ids=lambda link: link.name)
+def test_presets_say_where_their_figures_are_from_and_can_be_overridden(link):
+    assert "." in link.source and ("Latency" in link.source)
+    doubled = dataclasses.replace(link, bandwidth=2 * link.bandwidth, latency=0.0, overhead=0.0)
+    halved = collective_seconds("all-gather", 1e6, 4, [doubled])
+    without = dataclasses.replace(link, latency=0.0, overhead=0.0)
+    assert halved == pytest.approx(collective_seconds("all-gather", 1e6, 4, [without]) / 2)
+
+
+def test_presets_agree_with_figures_of_whole_pods_and_gpus():
+    """All-reduce bandwidth of a pod, of Google's pages; half of NVIDIA's bidirectional figures."""
+    assert TPU_V4_ICI.bandwidth * 4096 == pytest.approx(1.1e15, rel=0.01)
+    assert TPU_V5E_ICI.bandwidth * 256 == pytest.approx(
+        51.2e12, rel=0.11
+    )  # The book's links are 10% slower.
+    assert NVLINK_4.bandwidth == 18 * 25e9
+    assert INFINIBAND_NDR.bandwidth == 400e9 / 8
+    assert len(PRESETS) == 10

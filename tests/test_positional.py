@@ -1,0 +1,828 @@
+"""PositionalSharding: the lines of the tutorials that use it, and who holds which block."""
+
+import copy
+import itertools
+import math
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+from gspmd_mcmc.placement.positional import PositionalSharding
+
+TUTORIAL_ORDER = [0, 1, 2, 3, 6, 7, 4, 5]
+ORDERS = [
+    list(range(8)),
+    list(range(8))[::-1],
+    TUTORIAL_ORDER,
+    [3, 0, 6, 1, 7, 2, 5, 4],
+    [5, 1, 2, 0, 4, 3],
+]
+
+
+def devices_in(order):
+    return [jax.devices()[i] for i in order]
+
+
+def eight():
+    return PositionalSharding(mesh_utils.create_device_mesh((8,)))
+
+
+def numbers(*shape):
+    return np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+
+
+# The oracle: an object array of Python sets of devices, united by loops, and data cut by np.split.
+
+
+def array_of_sets(devices):
+    sets = np.empty(len(devices), dtype=object)
+    for i, device in enumerate(devices):
+        sets[i] = {device}
+    return sets
+
+
+def united(sets, axes):
+    """Union over some axes, which stay with length 1."""
+    kept = tuple(1 if i in axes else size for i, size in enumerate(sets.shape))
+    out = np.empty(kept, dtype=object)
+    for index in np.ndindex(kept):
+        out[index] = set()
+    for index in np.ndindex(sets.shape):
+        out[tuple(0 if i in axes else k for i, k in enumerate(index))] |= sets[index]
+    return out
+
+
+def block_of(data, shape, index):
+    for axis, (cuts, k) in enumerate(zip(shape, index, strict=True)):
+        data = np.split(data, cuts, axis=axis)[k]
+    return data
+
+
+def expected_blocks(sets, data):
+    return {d: block_of(data, sets.shape, i) for i in np.ndindex(sets.shape) for d in sets[i]}
+
+
+def assert_holds(array, sets, data):
+    """Each device holds the block at its position, in fact and by the sharding's own map."""
+    expected = expected_blocks(sets, data)
+    held = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
+    assert held.keys() == expected.keys()
+    for device, block in expected.items():
+        np.testing.assert_array_equal(held[device], block)
+    assert_maps(array.sharding, sets, data)
+
+
+def assert_maps(sharding, sets, data):
+    expected = expected_blocks(sets, data)
+    mapped = sharding.devices_indices_map(data.shape)
+    assert mapped.keys() == expected.keys()
+    for device, block in expected.items():
+        np.testing.assert_array_equal(data[mapped[device]], block)
+
+
+def fitting(shape):
+    """Data that the shape divides, whose axes all differ."""
+    return numbers(*(cuts * (2 + axis) for axis, cuts in enumerate(shape)))
+
+
+def shapes_of(count, rank):
+    sizes = [d for d in range(1, count + 1) if count % d == 0]
+    return [s for s in itertools.product(sizes, repeat=rank) if math.prod(s) == count]
+
+
+def subsets(rank):
+    return [c for size in range(rank + 1) for c in itertools.combinations(range(rank), size)]
+
+
+# Blocks.
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_every_shape_of_every_rank_replicated_along_any_axes(order, rank):
+    flat = devices_in(order)
+    for shape in shapes_of(len(order), rank):
+        sharding, sets = PositionalSharding(flat).reshape(shape), array_of_sets(flat).reshape(shape)
+        for axes in subsets(rank):
+            replicated, expected = sharding.replicate(axes), united(sets, axes)
+            assert replicated.shape == expected.shape
+            assert_maps(replicated, expected, fitting(expected.shape))
+            dropped = sharding.replicate(axes, keepdims=False)
+            squeezed = np.squeeze(expected, axis=axes)
+            assert dropped.shape == squeezed.shape
+            assert_maps(dropped, squeezed, fitting(squeezed.shape))
+
+
+CHAINS = {
+    "T": lambda s, unite: s.reshape(4, 2).T,
+    "T of three axes": lambda s, unite: s.reshape(2, 4, 1).T,
+    "transpose to an order": lambda s, unite: s.reshape(2, 2, 2).transpose(1, 2, 0),
+    "transpose to a tuple": lambda s, unite: s.reshape(2, 2, 2).transpose((2, 0, 1)),
+    "transpose with a negative axis": lambda s, unite: s.reshape(2, 4).transpose(-1, 0),
+    "columns of devices": lambda s, unite: s.reshape(4, 2).T.reshape(8),
+    "regrouped": lambda s, unite: s.reshape(4, 2).T.reshape(4, 2),
+    "regrouped and united": lambda s, unite: unite(s.reshape(2, 4).T.reshape(2, 4), 1),
+    "united, then transposed": lambda s, unite: unite(s.reshape(2, 2, 2), 1).T,
+    "united twice": lambda s, unite: unite(unite(s.reshape(2, 2, 2), 0), 2),
+    "united, then reshaped": lambda s, unite: unite(s.reshape(4, 2), 0).reshape(2, 1, 1),
+    "rank four": lambda s, unite: unite(s.reshape(2, 1, 2, 2).transpose(3, 1, 0, 2), 0),
+    "inferred size": lambda s, unite: s.reshape(2, -1),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS[:4], ids=str)
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_devices_hold_their_blocks_after_chains_of_changes(chain, order):
+    flat = devices_in(order)
+    sharding = chain(PositionalSharding(flat), lambda s, axis: s.replicate(axis))
+    sets = chain(array_of_sets(flat), lambda s, axis: united(s, (axis,)))
+    data = fitting(sets.shape)
+    assert_holds(jax.device_put(data, sharding), sets, data)
+
+
+SIX = {
+    "T": lambda s: s.reshape(3, 2).T,
+    "dealt out so that no mesh in this order has it": lambda s: s.reshape(3, 2).T.reshape(3, 2),
+    "the same the other way": lambda s: s.reshape(2, 3).T.reshape(2, 3),
+}
+
+
+@pytest.mark.parametrize("order", [list(range(6)), [5, 1, 2, 0, 4, 3]], ids=str)
+@pytest.mark.parametrize("chain", SIX.values(), ids=SIX)
+def test_six_devices_hold_their_blocks(chain, order):
+    flat = devices_in(order)
+    data = numbers(6, 12)
+    sets = chain(array_of_sets(flat))
+    sharding = chain(PositionalSharding(flat))
+    assert_holds(jax.device_put(data, sharding), sets, data)
+    assert_maps(sharding.replicate(0), united(sets, (0,)), data)
+    assert_maps(sharding.named(), sets, data)
+
+
+def test_a_scalar_goes_to_every_device():
+    for sharding in (eight().replicate(), eight().reshape(4, 2).replicate(keepdims=False)):
+        y = jax.device_put(3.5, sharding)
+        assert [float(s.data) for s in y.addressable_shards] == [3.5] * 8
+
+
+def test_one_device():
+    one = PositionalSharding(jax.devices()[3])
+    assert (one.shape, one.ndim, one.reshape(1, 1).shape) == ((), 0, (1, 1))
+    y = jax.device_put(numbers(3, 5), one.reshape(1, 1))
+    assert y.devices() == {jax.devices()[3]}
+    assert one.is_fully_replicated
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 2, 2)])
+def test_devices_come_as_a_nested_sequence_or_an_array_of_any_rank(shape):
+    grid = mesh_utils.create_device_mesh(shape)
+    assert PositionalSharding(grid) == PositionalSharding(grid.tolist())
+    assert PositionalSharding(grid) == PositionalSharding(grid.ravel()).reshape(shape)
+    assert PositionalSharding(grid).shape == shape
+
+
+def test_a_missing_leading_axis_of_one_set_is_no_obstacle():
+    """The tutorial lays its biases of rank 1 out by a sharding of shape (1, 2)."""
+    bias = numbers(6)
+    halves = eight().reshape(4, 2).replicate(0)
+    sets = united(array_of_sets(jax.devices()).reshape(4, 2), (0,))[0]
+    placed = jax.device_put(bias, halves)
+    assert_holds(placed, sets, bias)
+    assert_holds(placed * 2, sets, bias * 2)
+    assert_holds(jax.jit(lambda b: b + 1, out_shardings=halves)(bias), sets, bias + 1)
+    assert_holds(jax.jit(lambda b: jax.lax.with_sharding_constraint(b, halves))(bias), sets, bias)
+    assert_maps(halves.named(ndim=1), sets, bias)
+
+
+# Names.
+
+
+def test_every_layout_of_eight_devices_is_on_one_mesh():
+    """JAX refuses a program with a callback whose arguments are on two meshes."""
+    s = eight()
+    layouts = [s.reshape(shape) for rank in (1, 2, 3) for shape in shapes_of(8, rank)]
+    layouts += [s.reshape(4, 2).T, s.reshape(4, 2).replicate(0), s.replicate(), s.reshape(2, 4).T]
+    assert {layout.mesh for layout in layouts} == {s.mesh}
+
+
+def test_a_program_with_a_callback_takes_several_layouts():
+    def doubled(a, b):
+        twice = jax.ShapeDtypeStruct(a.shape, a.dtype)
+        return jax.pure_callback(lambda v: 2 * np.asarray(v), twice, a) @ b
+
+    x = numbers(8, 8)
+    a, b = jax.device_put((x, x), (eight().replicate(), eight().reshape(4, 2).replicate(0)))
+    np.testing.assert_array_equal(jax.jit(doubled)(a, b), 2 * x @ x)
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes", "spec"),
+    [
+        (lambda s: s, {"a": 8}, P("a")),
+        (lambda s: s.reshape(8, 1), {"a": 8}, P("a", None)),
+        (lambda s: s.reshape(4, 2), {"a": 4, "b": 2}, P("a", "b")),
+        (lambda s: s.reshape(4, 2).T, {"a": 4, "b": 2}, P("b", "a")),
+        (lambda s: s.reshape(4, 2).replicate(1), {"a": 4, "b": 2}, P("a", None)),
+        (lambda s: s.reshape(4, 2).replicate(0), {"a": 4, "b": 2}, P(None, "b")),
+        (lambda s: s.reshape(4, 2).T.reshape(8), {"a": 4, "b": 2}, P(("b", "a"))),
+        (lambda s: s.reshape(4, 2).replicate(), {"a": 8}, P()),
+    ],
+)
+def test_named_has_one_mesh_axis_for_each_positional_axis_and_for_the_copies(change, sizes, spec):
+    named = change(eight()).named()
+    assert type(named) is NamedSharding
+    assert isinstance(named.mesh, Mesh)
+    assert (dict(named.mesh.shape), named.spec) == (sizes, spec)
+    assert named.mesh.devices.ravel().tolist() == jax.devices()
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2), (1, 8), (2, 2, 2)])
+def test_named_is_equivalent(shape):
+    sharding = eight().reshape(shape)
+    for layout in (sharding, sharding.T, sharding.replicate(0), sharding.replicate()):
+        assert layout.is_equivalent_to(layout.named(), len(shape))
+        assert layout.named().is_equivalent_to(layout, len(shape))
+
+
+def test_named_refuses_a_rank_that_does_not_fit():
+    assert eight().replicate().named(ndim=3).spec == P()
+    with pytest.raises(ValueError, match=r"shape \(4, 2\) fits arrays of rank 2.*has rank 1"):
+        eight().reshape(4, 2).named(ndim=1)
+
+
+def test_memory_kind_is_kept_by_every_change():
+    host = PositionalSharding(jax.devices(), memory_kind="pinned_host")
+    for s in (host, host.reshape(4, 2), host.reshape(4, 2).T, host.replicate(), host.named()):
+        assert s.memory_kind == "pinned_host"
+    moved = eight().reshape(4, 2).replicate(1).with_memory_kind("pinned_host")
+    assert moved == host.reshape(4, 2).replicate(1)
+    assert "memory_kind=pinned_host" in repr(moved)
+    x = numbers(8, 8)
+    assert jax.device_put(x, moved).sharding.memory_kind == "pinned_host"
+
+
+def test_a_memory_kind_that_the_devices_lack_is_refused():
+    with pytest.raises(ValueError, match="nonsense"):
+        PositionalSharding(jax.devices(), memory_kind="nonsense")
+
+
+# Equality, hash, repr.
+
+
+def test_equal_shardings_have_equal_hashes():
+    s = eight()
+    equal = [
+        (s, PositionalSharding(jax.devices())),
+        (s.reshape(4, 2).T.T, s.reshape(4, 2)),
+        (s.reshape(4, 2).replicate(0).reshape(2, 1).T, s.reshape(4, 2).replicate(0)),
+    ]
+    for a, b in equal:
+        assert a is not b
+        assert a == b
+        assert hash(a) == hash(b)
+
+
+def test_different_shardings_differ():
+    s = eight()
+    different = [
+        s,
+        s.reshape(4, 2),
+        s.reshape(2, 4),
+        s.reshape(4, 2).T,
+        s.reshape(4, 2).replicate(0),
+        s.reshape(4, 2).replicate(1),
+        s.replicate(),
+        s.reshape(4, 2).replicate(),
+        s.with_memory_kind("pinned_host"),
+        s.named(),
+        NamedSharding(s.mesh, s.spec),
+        PositionalSharding(jax.devices()[:4]),
+        PositionalSharding(devices_in(TUTORIAL_ORDER)),
+    ]
+    for a, b in itertools.combinations(different, 2):
+        assert a != b
+        assert b != a
+    assert len(set(different)) == len(different)
+
+
+def test_a_copy_is_a_positional_sharding():
+    sharding = eight().reshape(4, 2).replicate(1)
+    assert copy.copy(sharding) == sharding
+
+
+@pytest.mark.parametrize(
+    ("sharding", "text"),
+    [
+        (
+            lambda s: s.reshape(2, 4),
+            "[[{CPU 0} {CPU 1} {CPU 2} {CPU 3}]\n [{CPU 4} {CPU 5} {CPU 6} {CPU 7}]]",
+        ),
+        (lambda s: s.reshape(4, 2).replicate(0), "[[{CPU 0, 2, 4, 6} {CPU 1, 3, 5, 7}]]"),
+        (lambda s: s.reshape(4, 2).T.replicate(0), "[[{CPU 0, 1} {CPU 2, 3} {CPU 4, 5} {CPU 6, 7}]]"),
+        (lambda s: s.replicate(keepdims=False), "{CPU 0, 1, 2, 3, 4, 5, 6, 7}"),
+    ],
+)
+def test_repr_is_the_array_of_device_sets(sharding, text):
+    sharding = sharding(eight())
+    indent = " " * len("PositionalSharding(")
+    text = text.replace("\n", "\n" + indent)
+    assert repr(sharding) == str(sharding) == f"PositionalSharding({text}, shape={sharding.shape})"
+
+
+def test_repr_names_devices_by_id_in_the_order_given():
+    assert "[{CPU 0} {CPU 1} {CPU 2} {CPU 3} {CPU 6} {CPU 7} {CPU 4} {CPU 5}]" in repr(
+        PositionalSharding(devices_in(TUTORIAL_ORDER))
+    )
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("devices", [[], np.empty((0, 2), dtype=object)])
+def test_no_device_is_refused(devices):
+    with pytest.raises(ValueError, match="at least one device"):
+        PositionalSharding(devices)
+
+
+@pytest.mark.parametrize("devices", [[0, 1], "CPU", [[0], [1, 2]]])
+def test_what_is_no_device_is_refused(devices):
+    with pytest.raises(ValueError, match="nested sequence of jax devices"):
+        PositionalSharding(devices)
+
+
+def test_ragged_rows_are_refused():
+    d = jax.devices()
+    with pytest.raises(ValueError, match="rows of one length"):
+        PositionalSharding([[d[0], d[1]], [d[2]]])
+
+
+def test_a_device_listed_twice_is_refused():
+    with pytest.raises(ValueError, match="listed twice"):
+        PositionalSharding(devices_in([0, 1, 0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.reshape(3, 3), r"reshape\(3, 3\): cannot reshape.*8 device sets, shape \(4, 2\)"),
+        (lambda s: s.transpose(0, 2), r"transpose\(0, 2\):.*shape \(4, 2\)"),
+        (lambda s: s.transpose(0), r"transpose\(0,\):.*shape \(4, 2\)"),
+        (lambda s: s.replicate(2), r"replicate\(axis=2, keepdims=True\): axis 2 is out of bounds"),
+    ],
+)
+def test_changes_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        change(eight().reshape(4, 2))
+
+
+PLACERS = {
+    "device_put": jax.device_put,
+    "with_sharding_constraint": lambda x, s: jax.jit(lambda v: jax.lax.with_sharding_constraint(v, s))(
+        x
+    ),
+    "in_shardings": lambda x, s: jax.jit(lambda v: v, in_shardings=s)(x),
+    "out_shardings": lambda x, s: jax.jit(lambda v: v + 1, out_shardings=s)(x),
+    "zeros": lambda x, s: jnp.zeros(x.shape, device=s),
+    "callback": lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index]),
+}
+
+
+@pytest.mark.parametrize("place", PLACERS.values(), ids=PLACERS)
+@pytest.mark.parametrize(
+    ("shape", "cuts", "message"),
+    [
+        (
+            (8,),
+            (4, 2),
+            r"shape \(4, 2\) fits arrays of rank 2, but this one has rank 1. Call sharding.re",
+        ),
+        ((8, 8, 8), (4, 2), r"shape \(4, 2\) fits arrays of rank 2, but this one has rank 3"),
+        (
+            (6, 8),
+            (4, 2),
+            r"4 blocks do not divide axis 0 of an array of shape \(6, 8\).*shape \(4, 2\)",
+        ),
+        ((8, 7), (1, 8), r"8 blocks do not divide axis 1 of an array of shape \(8, 7\).*pad the array"),
+    ],
+)
+def test_shapes_that_are_not_congruent_are_refused(place, shape, cuts, message):
+    with pytest.raises(ValueError, match=message):
+        place(numbers(*shape), eight().reshape(cuts))
+
+
+def test_device_put_names_the_sharding_that_does_not_fit():
+    with pytest.raises(ValueError, match=r"incompatible.* PositionalSharding\(\[\[\{CPU 0\} \{CPU 1\}"):
+        jax.device_put(numbers(6, 8), eight().reshape(4, 2))
+
+
+# How it goes into JAX.
+
+
+def test_jax_calls_that_take_a_sharding():
+    s = eight().reshape(4, 2)
+    x = numbers(8, 8)
+    sets = array_of_sets(jax.devices()).reshape(4, 2)
+    placed = {
+        "callback": jax.make_array_from_callback(x.shape, s, lambda index: x[index]),
+        "device_put": jax.device_put(x, s),
+        "in": jax.jit(lambda v: v, in_shardings=s)(x),
+        "out": jax.jit(lambda v: v, out_shardings=s)(x),
+        "constraint": jax.jit(lambda v: jax.lax.with_sharding_constraint(v, s))(x),
+        "eager constraint": jax.lax.with_sharding_constraint(jnp.asarray(x), s),
+        "moved": jax.device_put(jax.device_put(x, s.T.reshape(8, 1)), s),
+        "from another order": jax.device_put(jax.device_put(x, reversed_order()), s),
+    }
+    for y in placed.values():
+        assert_holds(y, sets, x)
+    assert_holds(jnp.zeros((8, 8), device=s), sets, 0 * x)
+
+
+def reversed_order():
+    return PositionalSharding(jax.devices()[::-1]).reshape(2, 4)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_constraint_under_vmap_leaves_the_mapped_axis_whole(axis):
+    s = eight().reshape(4, 2)
+    x = numbers(3, 8, 8)
+    constrained = jax.jit(
+        jax.vmap(lambda v: jax.lax.with_sharding_constraint(v, s), in_axes=axis, out_axes=axis)
+    )
+    y = constrained(np.moveaxis(x, 0, axis))
+    sets = np.expand_dims(array_of_sets(jax.devices()).reshape(4, 2), axis)
+    assert_holds(y, sets, np.moveaxis(x, 0, axis))
+
+
+def test_a_shape_with_a_sharding_lowers_as_the_array_does():
+    s = eight().reshape(8, 1)
+    compiled = jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=s)).compile()
+    y = jax.device_put(numbers(8, 4), s)
+    np.testing.assert_allclose(compiled(y), np.sin(numbers(8, 4)), rtol=1e-6)
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.argument_size_in_bytes == 8 * 4 * 4 // 8
+
+
+def test_keys_are_laid_out_too():
+    keys = jax.random.split(jax.random.key(0), 16)
+    placed = jax.device_put(keys, eight())
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2,)}
+    np.testing.assert_array_equal(jax.random.key_data(placed), jax.random.key_data(keys))
+    draws = jax.jit(jax.vmap(jax.random.normal))
+    np.testing.assert_array_equal(draws(placed), draws(keys))
+
+
+def test_outputs_of_computations_have_names_on_the_same_mesh():
+    """JAX finds their names by an entry of ours in a registry of its own."""
+    y, z = (jax.device_put(numbers(8, 8), eight().reshape(4, 2).replicate(a)) for a in (1, 0))
+    w = jnp.dot(y, z)
+    assert isinstance(w.sharding, NamedSharding)
+    assert w.sharding.mesh == eight().mesh
+    assert w.sharding.is_equivalent_to(eight().reshape(4, 2), 2)
+    assert jnp.sin(y).sharding == y.sharding
+
+
+def test_without_the_entry_values_and_layouts_are_right(monkeypatch):
+    from jax._src.interpreters import pxla
+
+    monkeypatch.delitem(pxla._orig_out_sharding_handlers, PositionalSharding)
+    y, z = (jax.device_put(numbers(8, 8), eight().reshape(4, 2).replicate(a)) for a in (1, 0))
+    w = jax.jit(lambda a, b: jnp.dot(a, b))(y, z)
+    assert not isinstance(w.sharding, NamedSharding)
+    assert_holds(w, array_of_sets(jax.devices()).reshape(4, 2), numbers(8, 8) @ numbers(8, 8))
+
+
+def test_it_serves_our_own_placement_and_plates():
+    """`Plate` reads the mesh and the spec of its data, and a positional sharding has both."""
+
+    def likelihood(params, block):
+        return params * jnp.sum(block["x"], axis=1) + block["y"]
+
+    x, y = numbers(16, 3), numbers(16)
+    rows = eight()
+    placed = jax.device_put({"x": x, "y": y}, {"x": rows.reshape(8, 1), "y": rows})
+    ours = gm.place({"x": x, "y": y}, rows.mesh, rows.spec)
+    assert ours["y"].sharding.is_equivalent_to(rows, 1)
+    for data in (placed, ours):
+        total = jnp.sum(gm.Plate(likelihood, data).terms(jnp.ones(())))
+        np.testing.assert_allclose(total, x.sum() + y.sum(), rtol=1e-6)
+
+
+def test_importing_it_starts_no_backend():
+    """A user sets the number of CPU devices after the import."""
+    code = (
+        "import gspmd_mcmc.placement.positional, jax; jax.config.update('jax_platforms', 'cpu');"
+        "jax.config.update('jax_num_cpu_devices', 3); print(jax.device_count())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "3"
+
+
+# "Distributed arrays and automatic parallelization", section by section, its names and its lines.
+
+
+def drawn(array, capsys):
+    capsys.readouterr()
+    jax.debug.visualize_array_sharding(array)
+    return [line for line in capsys.readouterr().out.splitlines() if "CPU" in line]
+
+
+def labels(line):
+    return [cell.strip() for cell in line.strip("│ \n").split("│")]
+
+
+@pytest.fixture
+def x():
+    return jax.random.normal(jax.random.key(0), (64, 64))
+
+
+def test_tutorial_quick_example(x, capsys):
+    sharding = PositionalSharding(mesh_utils.create_device_mesh((8,)))
+    y = jax.device_put(x, sharding.reshape(4, 2))
+    rows = [["CPU 0", "CPU 1"], ["CPU 2", "CPU 3"], ["CPU 4", "CPU 5"], ["CPU 6", "CPU 7"]]
+    assert [labels(line) for line in drawn(y, capsys)] == rows
+    z = jnp.sin(y)
+    assert [labels(line) for line in drawn(z, capsys)] == rows
+    np.testing.assert_allclose(z, np.sin(x), rtol=1e-5, atol=1e-6)
+
+
+def test_tutorial_sharding_basics(x, capsys):
+    devices = mesh_utils.create_device_mesh((8,))
+    sharding = PositionalSharding(devices)
+    x = jax.device_put(x, sharding.reshape(8, 1))
+    assert [labels(line) for line in drawn(x, capsys)] == [[f"CPU {i}"] for i in range(8)]
+    assert sharding.shape == (8,)
+    assert sharding.reshape(8, 1).shape == (8, 1)
+
+    sharding = sharding.reshape(4, 2)
+    y = jax.device_put(x, sharding)
+    sets = array_of_sets(jax.devices())
+    assert_holds(y, sets.reshape(4, 2), np.asarray(x))
+
+    sharding = sharding.reshape(1, 8)
+    y = jax.device_put(x, sharding)
+    assert_holds(y, sets.reshape(1, 8), np.asarray(x))
+    assert [labels(line) for line in drawn(y, capsys)] == [[f"CPU {i}" for i in range(8)]]
+
+
+def test_tutorial_replicate(x, capsys):
+    sharding = eight().reshape(1, 8)
+    sharding = sharding.reshape(4, 2)
+    y = jax.device_put(x, sharding.replicate(axis=0, keepdims=True))
+    assert [labels(line) for line in drawn(y, capsys)] == [["CPU 0,2,4,6", "CPU 1,3,5,7"]]
+    assert sharding.replicate(0).shape == (1, 2)
+    assert sharding.replicate(1).shape == (4, 1)
+    y = jax.device_put(x, sharding.replicate(1))
+    rows = [["CPU 0,1"], ["CPU 2,3"], ["CPU 4,5"], ["CPU 6,7"]]
+    assert [labels(line) for line in drawn(y, capsys)] == rows
+
+
+def test_tutorial_positional_and_named_agree(x):
+    devices = mesh_utils.create_device_mesh((4, 2))
+    mesh = Mesh(devices, axis_names=("a", "b"))
+    sharding = PositionalSharding(devices)
+    pairs = [
+        (sharding.reshape(4, 2), P("a", "b")),
+        (sharding.T, P("b", "a")),
+        (sharding.replicate(axis=1), P("a", None)),
+        (sharding.replicate(axis=0), P(None, "b")),
+        (sharding.T.replicate(0), P(None, "a")),
+        (sharding.reshape(8, 1), P(("a", "b"), None)),
+        (sharding.replicate(), P()),
+    ]
+    for positional, spec in pairs:
+        y = jax.device_put(x, positional)
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+
+
+def test_tutorial_computation_follows_data(x):
+    sharding = PositionalSharding(mesh_utils.create_device_mesh((8,)))
+    x = jax.device_put(x, sharding.reshape(4, 2))
+    y = jnp.sin(x)
+    sets = array_of_sets(jax.devices()).reshape(4, 2)
+    assert_holds(y, sets, np.asarray(y))
+
+    y = jax.device_put(x, sharding.reshape(4, 2).replicate(1))
+    z = jax.device_put(x, sharding.reshape(4, 2).replicate(0))
+    w = jnp.dot(y, z)
+    assert_holds(w, sets, np.asarray(w))
+    compiled = jax.jit(jnp.dot).lower(y, z).compile().as_text() or "all-reduce"
+    assert not any(
+        c in compiled for c in ("all-reduce", "all-gather", "collective-permute", "all-to-all")
+    )
+
+    x_single = jax.device_put(x, jax.devices()[0])
+    assert np.allclose(jnp.dot(x_single, x_single), jnp.dot(y, z), atol=1e-4)
+    w_copy = jnp.copy(w)
+    assert_holds(w_copy, sets, np.asarray(w))
+
+
+def test_tutorial_disjoint_devices_disagree(x):
+    sharding1 = PositionalSharding(jax.devices()[:4])
+    sharding2 = PositionalSharding(jax.devices()[4:])
+    y = jax.device_put(x, sharding1.reshape(2, 2))
+    z = jax.device_put(x, sharding2.reshape(2, 2))
+    with pytest.raises(ValueError, match="Received incompatible devices for jitted computation"):
+        _ = y + z
+
+
+def test_tutorial_permuted_devices_disagree_and_uncommitted_arrays_do_not(x):
+    devices = jax.devices()
+    permuted_devices = [devices[i] for i in [0, 1, 2, 3, 6, 7, 4, 5]]
+    sharding1 = PositionalSharding(devices)
+    sharding2 = PositionalSharding(permuted_devices)
+    x = jax.device_put(x, sharding1.reshape(4, 2))  # As the tutorial has it by then.
+    y = jax.device_put(x, sharding1.reshape(4, 2))
+    z = jax.device_put(x, sharding2.reshape(4, 2))
+    assert_holds(z, array_of_sets(permuted_devices).reshape(4, 2), np.asarray(x))
+    with pytest.raises(ValueError, match="Received incompatible devices for jitted computation"):
+        _ = y + z
+    np.testing.assert_array_equal(y + jnp.ones_like(y), np.asarray(x) + 1)
+    counted = y + jnp.arange(y.size).reshape(y.shape)
+    np.testing.assert_allclose(counted, np.asarray(x) + numbers(64, 64), rtol=1e-6)
+
+
+def test_tutorial_constraints_inside_jit(x):
+    sharding = PositionalSharding(mesh_utils.create_device_mesh((8,)))
+    x = jax.device_put(x, sharding.reshape(4, 2))
+
+    @jax.jit
+    def f(x):
+        x = x + 1
+        return jax.lax.with_sharding_constraint(x, sharding.reshape(2, 4))
+
+    sets = array_of_sets(jax.devices())
+    assert_holds(f(x), sets.reshape(2, 4), np.asarray(x) + 1)
+
+    @jax.jit
+    def g(x):
+        x = x + 1
+        return jax.lax.with_sharding_constraint(x, sharding.replicate())
+
+    assert_holds(g(x), united(sets.reshape(4, 2), (0, 1)), np.asarray(x) + 1)
+
+
+def predict(params, inputs):
+    outputs = inputs
+    for W, b in params:
+        outputs = jnp.dot(inputs, W) + b
+        inputs = jnp.maximum(outputs, 0)
+    return outputs
+
+
+def loss(params, batch):
+    inputs, targets = batch
+    return jnp.mean(jnp.sum((predict(params, inputs) - targets) ** 2, axis=-1))
+
+
+def init_layer(key, n_in, n_out):
+    k1, k2 = jax.random.split(key)
+    W = jax.random.normal(k1, (n_in, n_out)) / jnp.sqrt(n_in)
+    return W, jax.random.normal(k2, (n_out,))
+
+
+@pytest.fixture
+def network():
+    """The tutorial's network, small, which adds by broadcasting; its values on one device."""
+    with jax.numpy_rank_promotion("allow"):
+        sizes = [12, 16, 16, 16, 10]
+        keys = jax.random.split(jax.random.key(0), 6)
+        params = list(map(init_layer, keys[:4], sizes[:-1], sizes[1:]))
+        batch = jax.random.normal(keys[4], (32, 12)), jax.random.normal(keys[5], (32, 10))
+        loss_jit, gradfun = jax.jit(loss), jax.jit(jax.grad(loss))
+        yield params, batch, loss_jit, gradfun, loss_jit(params, batch), gradfun(params, batch)
+
+
+def assert_gradients_agree(grads, expected):
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def descend(params, grads, step_size=1e-5):
+    return [
+        (W - step_size * dW, b - step_size * db) for (W, b), (dW, db) in zip(params, grads, strict=True)
+    ]
+
+
+def test_tutorial_network_with_data_parallelism(network):
+    params, batch, loss_jit, gradfun, expected_loss, expected_grads = network
+    sharding = PositionalSharding(jax.devices()).reshape(8, 1)
+    batch = jax.device_put(batch, sharding)
+    params = jax.device_put(params, sharding.replicate())
+    for leaf in jax.tree.leaves(params):
+        assert leaf.sharding.is_fully_replicated
+    assert_holds(batch[0], array_of_sets(jax.devices()).reshape(8, 1), np.asarray(batch[0]))
+    np.testing.assert_allclose(loss_jit(params, batch), expected_loss, rtol=1e-5)
+    grads = gradfun(params, batch)
+    assert_gradients_agree(grads, expected_grads)
+    assert loss_jit(descend(params, grads), batch) < expected_loss
+
+
+def test_tutorial_network_with_data_and_model_parallelism(network, capsys):
+    params, batch, loss_jit, gradfun, expected_loss, expected_grads = network
+    sharding = PositionalSharding(jax.devices()).reshape(8, 1)
+    sharding = sharding.reshape(4, 2)
+    batch = jax.device_put(batch, sharding.replicate(1))
+    (W1, b1), (W2, b2), (W3, b3), (W4, b4) = params
+
+    W1 = jax.device_put(W1, sharding.replicate())
+    b1 = jax.device_put(b1, sharding.replicate())
+
+    W2 = jax.device_put(W2, sharding.replicate(0))
+    b2 = jax.device_put(b2, sharding.replicate(0))
+
+    W3 = jax.device_put(W3, sharding.replicate(0).T)
+    b3 = jax.device_put(b3, sharding.replicate())
+
+    W4 = jax.device_put(W4, sharding.replicate())
+    b4 = jax.device_put(b4, sharding.replicate())
+
+    params = (W1, b1), (W2, b2), (W3, b3), (W4, b4)
+    halves = united(array_of_sets(jax.devices()).reshape(4, 2), (0,))
+    assert_holds(W2, halves, np.asarray(W2))
+    assert_holds(b2, halves[0], np.asarray(b2))
+    assert_holds(W3, halves.T, np.asarray(W3))
+    assert [labels(line) for line in drawn(W2, capsys)] == [["CPU 0,2,4,6", "CPU 1,3,5,7"]]
+    assert [labels(line) for line in drawn(W3, capsys)] == [["CPU 0,2,4,6"], ["CPU 1,3,5,7"]]
+    assert [labels(line) for line in drawn(batch[0], capsys)] == [
+        ["CPU 0,1"],
+        ["CPU 2,3"],
+        ["CPU 4,5"],
+        ["CPU 6,7"],
+    ]
+
+    np.testing.assert_allclose(loss_jit(params, batch), expected_loss, rtol=1e-5)
+    grads = gradfun(params, batch)
+    assert_gradients_agree(grads, expected_grads)
+    params = descend(params, grads)
+    assert loss_jit(params, batch) < expected_loss
+    (W1, b1), (W2, b2), (W3, b3), (W4, b4) = params
+    assert_holds(W2, halves, np.asarray(W2))
+    assert_holds(W3, halves.T, np.asarray(W3))
+
+
+def test_tutorial_random_numbers(capsys):
+    @jax.jit
+    def f(key, x):
+        return x + jax.random.uniform(key, x.shape)
+
+    key = jax.random.key(42)
+    x_sharding = PositionalSharding(jax.devices())
+    x = jax.device_put(jnp.arange(24), x_sharding)
+    assert [labels(line) for line in drawn(f(key, x), capsys)] == [[f"CPU {i}" for i in range(8)]]
+    assert "collective-permute" not in (f.lower(key, x).compile().as_text() or "collective-permute")
+    np.testing.assert_array_equal(f(key, x), f(key, jnp.arange(24)))
+
+
+# Lines of other tutorials and programs.
+
+
+def test_equinox_parallelism_guide():
+    """Its `filter_shard` is `with_sharding_constraint` on a tree, in jit and out of it."""
+    devices = mesh_utils.create_device_mesh((8, 1))
+    sharding = PositionalSharding(devices)
+    replicated = sharding.replicate()
+    model = {"weight": jnp.ones((3, 1)), "bias": jnp.zeros((1,)), "count": jnp.array(0)}
+    x, y = jnp.ones((16, 3)), jnp.ones((16, 1))
+    model = jax.lax.with_sharding_constraint(model, replicated)
+    x, y = jax.device_put((x, y), sharding)
+
+    @jax.jit
+    def train_step(model, x, y):
+        model = jax.lax.with_sharding_constraint(model, replicated)
+        x, y = jax.lax.with_sharding_constraint((x, y), sharding)
+        residual = x @ model["weight"] + model["bias"][None] - y
+        return jax.lax.with_sharding_constraint(model, replicated), jnp.mean(residual**2)
+
+    model, value = train_step(model, x, y)
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(model))
+    np.testing.assert_allclose(value, 4.0)
+
+
+def test_scalars_of_an_optimiser_state():
+    """JAX issue 22073: `device_put` of a scalar by ``replicate()`` was an error for a while."""
+    sharding = PositionalSharding(mesh_utils.create_device_mesh((8,)))
+    state = {"count": jnp.array(1), "mu": jnp.ones((2, 3)), "nu": jnp.ones((3,))}
+    placed = jax.device_put(state, sharding.replicate())
+    for leaf in jax.tree.leaves(placed):
+        assert len(leaf.addressable_shards) == 8
+        assert leaf.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_rows_of_any_rank_over_all_devices(rank):
+    """As in ``out_shardings=PositionalSharding(jax.devices()).reshape(-1, 1, 1)``."""
+    rows = PositionalSharding(jax.devices()).reshape(-1, *(1,) * (rank - 1))
+    x = numbers(*(16, 5, 3, 2)[:rank])
+    y = jax.jit(lambda v: v, out_shardings=rows)(x)
+    assert y.sharding.shape == (8, *(1,) * (rank - 1))
+    assert y.is_fully_addressable
+    assert_holds(y, array_of_sets(jax.devices()).reshape(rows.shape), x)
