@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -41,22 +40,6 @@ def start_devices(asked: int | None) -> list[Any]:
     if asked and asked > len(devices):
         raise SystemExit(f"--devices {asked}: there are {len(devices)} {devices[0].platform} devices")
     return list(devices[:asked])
-
-
-def show_layout(console: Console, arrays: dict[str, Any]) -> None:
-    """Print where arrays live: shape, spec, shards, and bytes on each device."""
-    table = Table(title="where it lives")
-    for name in ("array", "shape", "dtype", "spec", "shards", "MB a device"):
-        table.add_column(name)
-    for name, array in arrays.items():
-        shard = array.sharding.shard_shape(array.shape)
-        num_shards = int(np.prod(array.shape) // max(np.prod(shard), 1))
-        megabytes = np.prod(shard) * array.dtype.itemsize / 1e6
-        spec = str(getattr(array.sharding, "spec", array.sharding))
-        table.add_row(
-            name, str(array.shape), str(array.dtype), spec, str(num_shards), f"{megabytes:.3g}"
-        )
-    console.print(table)
 
 
 def peak_rss_mb() -> float:

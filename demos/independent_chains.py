@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views.communication import communication
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -88,15 +87,17 @@ def run(kernel, rng_key, start, chains, steps):
 
 
 arguments = (kernel, jax.random.key(0), start, chains, jnp.arange(num_warmup + num_samples))
-report = communication(run, *arguments)
+report = gm.communication(run, *arguments)
+console.print(report)
 console.print(
     f"mesh {dict(mesh.shape)}, {num_chains} chains, {num_warmup} + {num_samples} steps: "
     f"{len(report.collectives)} collectives in the program"
 )
 positions, infos = jax.block_until_ready(run(*arguments))
-common.show_layout(
-    console,
-    {"start": start, "draws": positions, "accepted": infos.is_accepted, "precision": precision},
+console.print(
+    gm.visualize(
+        {"start": start, "draws": positions, "accepted": infos.is_accepted, "precision": precision},
+    )
 )
 
 # %% [markdown]

@@ -28,7 +28,6 @@ from jax.tree_util import Partial
 from rich.console import Console
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views.communication import communication
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -213,18 +212,20 @@ console.print(
 # ## Where it lives, and what a step sends
 
 # %%
-common.show_layout(
-    console,
-    {
-        "train images": plate.data["image"],
-        "w": draws.state.position["w"],
-        "draws of w": draws.position["w"],
-        "terms of a state": jax.tree.leaves(draws.state.terms["plates"])[0],
-    },
+console.print(
+    gm.visualize(
+        {
+            "train images": plate.data["image"],
+            "w": draws.state.position["w"],
+            "draws of w": draws.position["w"],
+            "terms of a state": jax.tree.leaves(draws.state.terms["plates"])[0],
+        },
+    )
 )
 step = jax.jit(jax.vmap(gm.HMC.step, in_axes=(None, 0, 0)))
 keys = jax.random.split(jax.random.key(0), num_chains)
-report = communication(step, draws.kernel, keys, draws.state)
+report = gm.communication(step, draws.kernel, keys, draws.state)
+console.print(report)
 
 # %% [markdown]
 # ## The figure

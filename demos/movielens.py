@@ -30,7 +30,6 @@ from rich.console import Console
 from rich.table import Table
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views.communication import communication
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -324,18 +323,20 @@ for user in (most, least):
 # ## Where it lives, and what a step sends
 
 # %%
-common.show_layout(
-    console,
-    {
-        "cells": plate.data,
-        "U": draws.state.position["U"],
-        "gradient of U": draws.state.log_density_grad["U"],
-        "V": draws.state.position["V"],
-    },
+console.print(
+    gm.visualize(
+        {
+            "cells": plate.data,
+            "U": draws.state.position["U"],
+            "gradient of U": draws.state.log_density_grad["U"],
+            "V": draws.state.position["V"],
+        },
+    )
 )
 step = jax.jit(jax.vmap(gm.HMC.step, in_axes=(None, 0, 0)))
 keys = jax.random.split(jax.random.key(0), num_chains)
-report = communication(step, draws.kernel, keys, draws.state)
+report = gm.communication(step, draws.kernel, keys, draws.state)
+console.print(report)
 in_loop = [c for c in report.collectives if c.kind == "all-reduce" and c.loops]
 
 # %% [markdown]

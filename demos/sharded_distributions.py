@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views.communication import communication
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -48,7 +47,7 @@ NOTEBOOK_SAMPLE = np.array(
 sharded = gm.Sharded(dist.Normal(0.0, 1.0), mesh=mesh, num_rows=8)
 placed = gm.place(NOTEBOOK_SAMPLE, mesh, P("data"))
 sharded_log_prob = float(sharded.log_prob(placed))
-report = communication(gm.Sharded.log_prob, sharded, placed)
+report = gm.communication(gm.Sharded.log_prob, sharded, placed)
 sent = [f"{c.kind} of {c.num_bytes} bytes" for c in report.collectives]
 console.print(f"gm.Sharded(Normal(0, 1)).log_prob: {sharded_log_prob:.6f}, the notebook -13.734921")
 console.print(f"over {len(devices)} devices it sends: {', '.join(sent) or 'nothing'}")
@@ -72,9 +71,7 @@ samples = {
     for n, m in meshes.items()
 }
 apart = {n: float(np.abs(values_of(s) - values_of(samples[1])).max()) for n, s in samples.items()}
-common.show_layout(
-    console, {f"on {n}": getattr(sample, "values", sample) for n, sample in samples.items()}
-)
+console.print(gm.visualize({f"on {n}": sample for n, sample in samples.items()}))
 for n, sample in samples.items():
     console.print(f"{n} devices: {sample!r:.60}, largest difference from one device {apart[n]}")
 
@@ -166,7 +163,7 @@ target = joint.condition(y=gm.place(y, mesh, P("data")))
 console.print(f"{joint}, conditioned: {target}")
 
 kernel = gm.HMC(target, 0.1, 10, jitter=0.3)
-step = communication(gm.HMC.step, kernel, jax.random.key(0), kernel.init(target.origin()))
+step = gm.communication(gm.HMC.step, kernel, jax.random.key(0), kernel.init(target.origin()))
 all_reduces = step.runs("all-reduce", within="leapfrog")
 num_warmup, num_samples = (150, 100) if options.quick else (200, 400)
 draws = gm.sample(

@@ -30,12 +30,16 @@ from gspmd_mcmc.targets.sharded import Sharded
 from gspmd_mcmc.views import cost
 from gspmd_mcmc.views.accelerators import Accelerator
 from gspmd_mcmc.views.communication import communication
+from gspmd_mcmc.views.plan import plan
 from gspmd_mcmc.views.report import BudgetExceeded
+from gspmd_mcmc.views.visualize import LayoutView, visualize
 
 __version__ = "0.1.0"
 __all__ = [
     "Accelerator",
     "BudgetExceeded",
+    "plan",
+    "visualize",
     "Draws",
     "Mode",
     "SamplingWarning",
@@ -57,6 +61,7 @@ __all__ = [
     "JointDistributionCoroutine",
     "JointDistributionNamed",
     "JointDistributionSequential",
+    "LayoutView",
     "LogDensity",
     "NonFiniteStart",
     "Padded",

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from gspmd_mcmc.views.cost import interconnects
-from gspmd_mcmc.views.cost.collective_times import (
+from gspmd_mcmc.views.scaling import interconnects
+from gspmd_mcmc.views.scaling.collective_times import (
     MODELLED_KINDS,
     collective_seconds,
     fastest_all_reduce,
@@ -21,7 +21,7 @@ from gspmd_mcmc.views.cost.collective_times import (
     torus_sides,
     tree_all_reduce,
 )
-from gspmd_mcmc.views.cost.interconnects import (
+from gspmd_mcmc.views.scaling.interconnects import (
     INFINIBAND_NDR,
     NVLINK_4,
     TPU_V4_ICI,

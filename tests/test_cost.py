@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from gspmd_mcmc.views.cost import POWERS_OF_TWO, fit_compute, predict
-from gspmd_mcmc.views.cost.collective_times import collective_seconds, ring_all_reduce, tree_all_reduce
-from gspmd_mcmc.views.cost.drawing import seconds as in_words
-from gspmd_mcmc.views.cost.interconnects import (
+from gspmd_mcmc.views.scaling.collective_times import (
+    collective_seconds,
+    ring_all_reduce,
+    tree_all_reduce,
+)
+from gspmd_mcmc.views.scaling.drawing import seconds as in_words
+from gspmd_mcmc.views.scaling.interconnects import (
     ETHERNET_10G,
     INFINIBAND_NDR,
     NVLINK_4,

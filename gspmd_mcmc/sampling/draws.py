@@ -97,6 +97,10 @@ class Draws:
             named[_free(name_of(path), named)] = _on_host(leaf)
         return named
 
+    def __layout_tree__(self) -> dict[str, Any]:
+        """Return what `visualize` shows of a run: the draws and the last state."""
+        return {"position": self.position, "state": self.state}
+
     def __repr__(self) -> str:
         shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", self.position)
         what = f"{self.num_chains} chains x {self.num_draws} draws, {shapes}"

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from gspmd_mcmc.views.cost.interconnects import Interconnect
+from gspmd_mcmc.views.scaling.interconnects import Interconnect
 
 AllReduce = Callable[[float, int, Interconnect], float]
 Levels = list[tuple[Interconnect, int]]

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gspmd_mcmc.views.cost.collective_times import fastest_all_reduce
+from gspmd_mcmc.views.scaling.collective_times import fastest_all_reduce
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from gspmd_mcmc.views.cost.model import CostModel, SentCollective
-    from gspmd_mcmc.views.cost.prediction import Prediction, Scaling
+    from gspmd_mcmc.views.scaling.model import CostModel, SentCollective
+    from gspmd_mcmc.views.scaling.prediction import Prediction, Scaling
 
 _WIDTH = 96
 # Okabe and Ito's colours, which colour-blind readers can tell apart; lines differ in style, too.
@@ -55,7 +55,7 @@ def assumptions(model: "CostModel") -> list[str]:
         "Compute and communication do not overlap. Reducing, contention between messages, waiting for "
         "slow devices, packing and unpacking cost nothing.",
         f"All-reduce takes {_name(model)}; all-gather and reduce-scatter take a ring, all-to-all "
-        "pairwise exchange (formulas: gspmd_mcmc.views.cost.collective_times).",
+        "pairwise exchange (formulas: gspmd_mcmc.views.scaling.collective_times).",
         *_of_links(model),
         "The operand of an all-reduce or reduce-scatter is the same on any number of devices.",
     ]

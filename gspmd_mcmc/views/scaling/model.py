@@ -7,13 +7,13 @@ from typing import Protocol
 
 import numpy as np
 
-from gspmd_mcmc.views.cost.collective_times import (
+from gspmd_mcmc.views.scaling.collective_times import (
     MODELLED_KINDS,
     AllReduce,
     collective_seconds,
     levels_of,
 )
-from gspmd_mcmc.views.cost.interconnects import Interconnect
+from gspmd_mcmc.views.scaling.interconnects import Interconnect
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
 

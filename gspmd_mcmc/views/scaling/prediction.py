@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gspmd_mcmc.views.cost import drawing
-from gspmd_mcmc.views.cost.collective_times import AllReduce, fastest_all_reduce
-from gspmd_mcmc.views.cost.interconnects import Interconnect
-from gspmd_mcmc.views.cost.model import (
+from gspmd_mcmc.views.scaling import drawing
+from gspmd_mcmc.views.scaling.collective_times import AllReduce, fastest_all_reduce
+from gspmd_mcmc.views.scaling.interconnects import Interconnect
+from gspmd_mcmc.views.scaling.model import (
     CostModel,
     SentCollective,
     check_compute,

@@ -1,0 +1,143 @@
+"""Where the arrays of a tree live: as a table and drawings for terminals, notebooks and figures."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
+
+from gspmd_mcmc.tree import PyTree
+from gspmd_mcmc.views.layout.drawings import drawings_of
+from gspmd_mcmc.views.layout.figure import draw_on, figure_of
+from gspmd_mcmc.views.layout.html_view import html_view
+from gspmd_mcmc.views.layout.layouts import LeafLayout, Totals, add_up
+from gspmd_mcmc.views.layout.notation import several
+from gspmd_mcmc.views.layout.reading import read_tree
+from gspmd_mcmc.views.layout.text_view import text_view, to_ascii
+from gspmd_mcmc.views.layout.wording import header, totals_lines
+
+TEXT_WIDTH = 80
+
+
+class LayoutView:
+    """Where the leaves of a tree live; what `visualize` returns.
+
+    ``str`` (and a REPL) gives plain text of 80 columns, ``rich.print`` and `show` colours, a notebook
+    HTML, `figure` a matplotlib figure. ``view[path]`` is the view of a leaf or of a subtree.
+
+    Attributes
+    ----------
+    leaves
+        The layout of each leaf, in the order of the tree.
+    totals
+        Bytes on each device and on the host.
+    """
+
+    leaves: tuple[LeafLayout, ...]
+    totals: Totals
+
+    def __init__(self, leaves: tuple[LeafLayout, ...]):
+        self.leaves = leaves
+        self.totals = add_up(leaves)
+
+    def __getitem__(self, path: str) -> "LayoutView":
+        """View the leaves whose path is, or begins with, ``path`` (as the table writes it).
+
+        Raises
+        ------
+        KeyError
+            If there is no such leaf.
+        """
+        found = tuple(leaf for leaf in self.leaves if leaf.path == path)
+        found = found or tuple(leaf for leaf in self.leaves if leaf.path.startswith(path))
+        if not found:
+            known = several([leaf.path for leaf in self.leaves], 8)
+            raise KeyError(f"{path}: expected the path of a leaf, or its beginning; there are {known}")
+        return LayoutView(found)
+
+    def text(self, width: int = TEXT_WIDTH) -> str:
+        """Return the view as plain text no wider than ``width`` columns (at least 60)."""
+        return "\n".join(line.plain for line in text_view(self.leaves, self.totals, max(width, 60)))
+
+    def show(self) -> None:
+        """Print the view: in colours to a terminal, as plain text to a file or a pipe."""
+        console = Console()
+        if console.encoding.startswith("utf"):
+            console.print(self)
+        else:
+            print(to_ascii(self.text(console.width)))
+
+    def figure(self) -> Any:
+        """Return a matplotlib Figure with a panel for each mesh and each layout of the tree.
+
+        Raises
+        ------
+        ValueError
+            If no leaf lies on devices.
+        """
+        title = header(self.leaves) + totals_lines(self.totals)
+        return figure_of(drawings_of(self.leaves), title)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Yield the lines of the view in the width of the console."""
+        for line in text_view(self.leaves, self.totals, max(options.max_width, 60)):
+            line.no_wrap, line.overflow = True, "crop"
+            yield line
+
+    def _repr_html_(self) -> str:
+        return html_view(self.leaves, self.totals)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        return self.text()
+
+
+def visualize(tree: PyTree, *, shape: tuple[int, ...] | None = None, ax: Any = None) -> LayoutView:
+    """Show where the arrays of a tree live: which device holds which block, and how many bytes.
+
+    Only shapes and shardings are read: nothing is computed, and no data move.
+
+    Parameters
+    ----------
+    tree
+        Any pytree, or a `Draws`. Its leaves may be jax arrays, ``ShapeDtypeStruct`` (on a real mesh or
+        an ``AbstractMesh``, whose devices are named by their positions), shardings, meshes, `Padded`
+        arrays, NumPy arrays and numbers. Tracers, and shapes without a sharding, are said to have no
+        layout.
+    shape
+        The shape of the array that a sharding which stands alone is to cut.
+    ax
+        A matplotlib Axes to draw on; the tree must then be one leaf on devices.
+
+    Returns
+    -------
+    LayoutView
+        Print it, show it in a notebook, ask for its ``figure()``, or read its ``leaves``.
+
+    Raises
+    ------
+    ValueError
+        With ``ax``, if the tree is not one leaf with a layout on devices.
+
+    Examples
+    --------
+    >>> mesh = jax.sharding.AbstractMesh((64, 64), ("data", "model"))
+    >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    >>> print(visualize(jax.ShapeDtypeStruct((1_000_000, 512), "float32", sharding=rows)))
+    """
+    view = LayoutView(read_tree(tree, None if shape is None else tuple(shape)))
+    if ax is not None:
+        draw_on(ax, _only_leaf(view))
+    return view
+
+
+def _only_leaf(view: LayoutView) -> LeafLayout:
+    drawn = [leaf for leaf in view.leaves if leaf.grid is not None]
+    if len(view.leaves) != 1 or not drawn:
+        raise ValueError(
+            f"visualize(ax=...): expected one leaf that lies on devices, got {len(view.leaves)} "
+            f"leaves, {len(drawn)} of them on devices; pick one, or take visualize(tree).figure()"
+        )
+    return drawn[0]

@@ -1,0 +1,281 @@
+"""Layouts drawn as text, held to snapshots that were looked at, and to 80 columns."""
+
+import os
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+import gspmd_mcmc as gm
+from gspmd_mcmc.views.layout.devices import number_ranges
+from gspmd_mcmc.views.layout.notation import array_text, bytes_text, shorten, spec_text
+from gspmd_mcmc.views.layout.pictures import Axes, shown_parts
+from gspmd_mcmc.views.visualize import visualize
+
+SNAPSHOTS = Path(__file__).parent / "snapshots" / "visualize"
+MESH = AbstractMesh((2, 4), ("chains", "data"))
+CUBE = AbstractMesh((2, 2, 2), ("chains", "data", "model"))
+
+
+@dataclass(frozen=True)
+class RemoteDevice:
+    """A device of a process that is not there, as a pod has them."""
+
+    id: int
+    process_index: int
+    device_kind: str = "TPU v4"
+    platform: str = "tpu"
+
+    class client:
+        @staticmethod
+        def process_index():
+            return 0
+
+
+def remote_mesh(num_processes, shape, names):
+    count = int(np.prod(shape))
+    devices = [RemoteDevice(i, i * num_processes // count) for i in range(count)]
+    return Mesh(np.array(devices, dtype=object).reshape(shape), names)
+
+
+def spread(shape, spec, mesh: Mesh | AbstractMesh = MESH, dtype=jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def line_mesh(size):
+    return AbstractMesh((size,), ("data",))
+
+
+def square_mesh(size):
+    return AbstractMesh((size, size), ("data", "model"))
+
+
+def network():
+    """Thirty leaves of a network, and four layouts among them."""
+    mesh = square_mesh(4)
+    layers = {f"layer_{i}": {"w": (512, 512), "b": (512,)} for i in range(14)}
+    specs = {"w": [P(None, "model"), P("model")], "b": [P("model"), P()]}
+    tree: dict = {
+        layer: {name: spread(shape, specs[name][i % 2], mesh) for name, shape in leaves.items()}
+        for i, (layer, leaves) in enumerate(layers.items())
+    }
+    return tree | {"batch": spread((4096, 512), P("data"), mesh), "step": np.int32(3)}
+
+
+def everything():
+    """What has no layout, or an odd one, beside NumPy arrays and numbers."""
+    return {
+        "deleted": _deleted(),
+        "learning_rate": 0.1,
+        "names": np.zeros((3, 2)),
+        "one": jax.device_put(np.ones(3, np.float32), jax.devices()[0]),
+        "shape": jax.ShapeDtypeStruct((3,), jnp.float32),
+        "text": "hello",
+        "three": jax.device_put(np.float32(1), jax.devices()[3]),
+    }
+
+
+def _deleted():
+    array = jnp.ones(3)
+    array.delete()
+    return array
+
+
+CASES = {
+    "rank_0": lambda: spread((), P()),
+    "rank_1": lambda: spread((16,), P("data")),
+    "rank_2_rows": lambda: spread((16, 6), P("data")),
+    "rank_2_columns": lambda: spread((6, 16), P(None, "data")),
+    "rank_2_both": lambda: spread((16, 6), P("data", "chains")),
+    "rank_3_one_split": lambda: spread((4, 100, 784), P("chains")),
+    "rank_3_outer_split": lambda: spread((4, 100, 784), P("chains", None, "data")),
+    "rank_3_panels": lambda: spread((4, 8, 6), P("chains", "data", "model"), CUBE),
+    "rank_4_panels": lambda: spread((4, 1, 8, 6), P("chains", None, "data", "model"), CUBE),
+    "rank_4_many_panels": lambda: spread(
+        (4, 12, 8, 8), P("a", "b", "c", "d"), AbstractMesh((2, 3, 2, 2), tuple("abcd"))
+    ),
+    "replicated": lambda: spread((6000, 784), P()),
+    "multi_axis": lambda: spread((32, 6), P(("data", "chains"))),
+    "multi_axis_other_order": lambda: spread((32, 6), P(("chains", "data"))),
+    "uneven_rows": lambda: spread((10, 6), P(("chains", "data"))),
+    "uneven_last_block": lambda: spread((11,), P("data")),
+    "padded_rows": lambda: gm.Padded(spread((16, 6), P(("chains", "data"))), 11),
+    "zero_size": lambda: spread((0, 6), P("data")),
+    "devices_1": lambda: spread((16, 6), P("data"), line_mesh(1)),
+    "devices_64": lambda: spread((6400, 6), P("data"), line_mesh(64)),
+    "devices_512": lambda: spread((51_200,), P("data"), line_mesh(512)),
+    "devices_4096": lambda: spread((8192, 16_384), P("data", "model"), square_mesh(64)),
+    "devices_4096_copies": lambda: spread((8192, 16_384), P(None, "model"), square_mesh(64)),
+    "processes_2": lambda: spread((16, 6), P("b", "a"), remote_mesh(2, (2, 4), ("a", "b"))),
+    "processes_8": lambda: spread((16, 6), P("b"), remote_mesh(8, (8, 4), ("a", "b"))),
+    "sharding_alone": lambda: NamedSharding(MESH, P("data", "chains")),
+    "mesh_alone": lambda: AbstractMesh((2, 2, 3), ("chains", "data", "model")),
+    "two_meshes": lambda: {"x": spread((8,), P("data")), "y": spread((8,), P("data"), line_mesh(2))},
+    "network": network,
+    "everything": everything,
+    "empty": dict,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_is_as_it_was_when_it_was_looked_at(name):
+    path = SNAPSHOTS / f"{name}.txt"
+    text = str(visualize(CASES[name]())) + "\n"
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def test_every_snapshot_has_its_case():
+    assert {path.stem for path in SNAPSHOTS.glob("*.txt")} == set(CASES)
+
+
+@pytest.mark.parametrize("width", [60, 80, 130])
+@pytest.mark.parametrize("name", CASES)
+def test_text_fits_its_width(name, width):
+    lines = visualize(CASES[name]()).text(width).split("\n")
+    assert max(map(len, lines)) <= width
+
+
+def test_text_has_no_escapes_and_few_lines_on_4096_devices():
+    text = str(visualize(CASES["devices_4096"]()))
+    assert "\x1b" not in text
+    assert len(text.split("\n")) < 50
+
+
+def test_a_long_path_is_shortened_in_the_middle():
+    tree = {"a_rather_long_name_of_a_part": {"and_a_name_of_a_leaf" * 3: spread((8, 8), P("data"))}}
+    rows = [line for line in str(visualize(tree)).split("\n") if "f32[8,8]" in line and "P(" in line]
+    assert rows[0].startswith("['a_") and "…" in rows[0] and "leaf']" in rows[0]
+
+
+def printed(view, **options):
+    out = StringIO()
+    Console(file=out, width=80, **options).print(view)
+    return out.getvalue()
+
+
+def test_a_terminal_gets_colours_and_the_same_text():
+    view = visualize(spread((16, 6), P("data")))
+    coloured = printed(view, force_terminal=True, color_system="truecolor")
+    assert "48;2;230;159;0m" in coloured  # the orange of device 0 as a background
+    plain = [line.rstrip() for line in printed(view).rstrip("\n").split("\n")]
+    assert plain == str(view).split("\n")
+    assert "\x1b" not in printed(view)
+
+
+def test_show_prints_plain_text_to_a_pipe(capsys):
+    view = visualize(spread((16, 6), P("data")))
+    view.show()
+    assert [line.rstrip() for line in capsys.readouterr().out.rstrip().split("\n")] == str(view).split(
+        "\n"
+    )
+
+
+def test_show_prints_ascii_where_the_terminal_knows_no_more(monkeypatch):
+    class AsciiOut(StringIO):
+        encoding = "ascii"
+
+    out = AsciiOut()
+    monkeypatch.setattr("sys.stdout", out)
+    visualize(spread((16, 6), P("data"))).show()
+    text = out.getvalue()
+    assert text.isascii() and "| 0,4 |" in text and "?" not in text
+
+
+def test_a_repl_shows_the_text():
+    view = visualize(spread((16, 6), P("data")))
+    assert repr(view) == str(view)
+
+
+def test_a_tree_of_many_leaves_is_cut_short():
+    tree = [spread((8,), P("data")) for _ in range(500)]
+    text = str(visualize(tree))
+    assert len(text.split("\n")) < 90
+    assert "440 more leaves" in text
+    assert len(visualize(tree).leaves) == 500
+
+
+def test_leaves_that_lie_alike_share_a_drawing():
+    text = str(visualize(network()))
+    assert text.count("blocks × 4 copies\n") + text.count("blocks × 4 copies ") <= 4
+    assert "and alike" in text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([3], "3"),
+        ([0, 4], "0,4"),
+        ([0, 1], "0,1"),
+        (range(8), "0-7"),
+        ([0, 2, 4, 6], "0,2,4,6"),
+        (range(0, 16, 2), "0-14:2"),
+        ([7, 6, 5, 4], "4-7"),
+        ([0, 1, 2, 3, 8, 9, 10, 11], "0-3,8-11"),
+        ([i for i in range(64) if i % 8 < 4], "0-3,8-11,… (32)"),
+        ([0, 1, 2, 3, 9], "0-3,9"),
+    ],
+)
+def test_numbers_are_written_briefly(numbers, text):
+    assert number_ranges(list(numbers)) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (31_360, "31.4 kB"),
+        (999_999, "1 MB"),
+        (3 * 10**9, "3 GB"),
+    ],
+)
+def test_bytes_have_units(count, text):
+    assert bytes_text(count) == text
+
+
+def test_arrays_and_specs_are_written_as_jax_users_read_them():
+    assert array_text(jnp.dtype("bfloat16"), (2, 3)) == "bf16[2,3]"
+    assert array_text(jax.random.key(0).dtype, ()) == "key<fry>[]"
+    assert array_text(np.dtype("bool"), (4,)) == "bool[4]"
+    assert spec_text(P(("a", "b"), None, "c"), {"a": 2, "b": 3, "c": 4}) == "P((a=2, b=3), None, c=4)"
+
+
+def test_shortening_keeps_both_ends():
+    assert shorten("abcdefghij", 10) == "abcdefghij"
+    assert shorten("abcdefghijk", 7) == "ab…hijk"
+
+
+@pytest.mark.parametrize(
+    ("parts", "axes"),
+    [
+        ((), (None, None, ())),
+        ((4,), (None, 0, ())),
+        ((1, 1), (0, 1, ())),
+        ((1, 1, 4), (0, 2, ())),
+        ((2, 1, 4), (0, 2, ())),
+        ((1, 2, 1, 1), (0, 1, ())),
+        ((2, 3, 4), (1, 2, (0,))),
+        ((2, 3, 1, 4, 5), (3, 4, (0, 1))),
+    ],
+)
+def test_split_axes_are_drawn_first(parts, axes):
+    chosen = Axes.choose(parts)
+    assert (chosen.down, chosen.across, chosen.sliced) == axes
+
+
+def test_many_parts_are_cut_short():
+    assert shown_parts(3, 10) == [0, 1, 2]
+    assert shown_parts(10, 10) == list(range(10))
+    assert shown_parts(64, 10) == [0, 1, 2, 3, None, 63]
+    assert shown_parts(64, 3) == [0, None, 63]
