@@ -88,7 +88,7 @@ for n, plan in plans.items():
         f"{report.sent_bytes(within='leapfrog'):,}",
         f"{report.argument_bytes / 1e6:.1f} MB",
         f"{report.temporary_bytes / 1e6:.1f} MB",
-        f"{report.peak_bytes / plan.accelerator.memory_bytes:.1%}",
+        "fits" if plan.fits else "too large",
         f"{plan.seconds:.1f}",
     )
 console.print(table)
