@@ -287,6 +287,7 @@ figure.suptitle(
     f"{dataset.name}: {plate.rows.num_rows} rows on {len(devices)} devices, {num_chains} chains"
 )
 figure.savefig(options.out / "mnist_logistic.png", dpi=110)
+gm.plots.overview(draws).savefig(options.out / "mnist_logistic_run.png", dpi=110)
 
 # %%
 leapfrogs = int(np.asarray(draws.stats["num_integration_steps"]).sum()) + draws.warmup["leapfrogs"]

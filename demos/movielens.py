@@ -394,6 +394,7 @@ plot_genres(figure.add_subplot(lower[1, 2:]), least)
 size = f"{num_users} x {num_movies} cells on {len(devices)} devices"
 figure.suptitle(f"{dataset.name}: {size}, {num_chains} chains x {draws.num_draws} draws")
 figure.savefig(options.out / "movielens.png", dpi=110)
+gm.plots.overview(draws, ["u[0]", "v[0]"]).savefig(options.out / "movielens_run.png", dpi=110)
 
 # %%
 leapfrogs = int(np.asarray(draws.stats["num_integration_steps"])[0].sum())

@@ -27,7 +27,7 @@ from gspmd_mcmc.targets.numpyro import from_numpyro
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.sharded import Sharded
-from gspmd_mcmc.views import cost
+from gspmd_mcmc.views import cost, plots
 from gspmd_mcmc.views.accelerators import Accelerator
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.plan import plan
@@ -39,6 +39,7 @@ __all__ = [
     "Accelerator",
     "BudgetExceeded",
     "plan",
+    "plots",
     "visualize",
     "Draws",
     "Mode",
