@@ -3,7 +3,10 @@
 import importlib
 import sys
 
-BENCHMARKS = {name: f"benchmarks.{name}" for name in ("energy", "mnist", "movielens", "precision")}
+BENCHMARKS = {
+    name: f"benchmarks.{name}"
+    for name in ("communication", "energy", "mnist", "movielens", "precision")
+}
 
 
 def main(argv: list[str]) -> int:

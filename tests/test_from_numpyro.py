@@ -34,7 +34,8 @@ from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets import numpyro as of_numpyro
 from gspmd_mcmc.targets.local import cut, lay_out
-from gspmd_mcmc.views.communication import KINDS, communication
+from gspmd_mcmc.views.communication import communication
+from gspmd_mcmc.views.hlo import KINDS
 
 KEY = jax.random.key(0)
 ROWS = P("data")

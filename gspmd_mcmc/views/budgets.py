@@ -20,7 +20,8 @@ def excess(report: Any, name: str, most: float, within: str | int | None) -> str
         return _of_collectives(report, name, most, within)
     if name == "sent_bytes":
         inside = [c for c in report.collectives if c.is_within(within)]
-        found = report.sent_bytes(within)
+        # Where nothing is allowed, it does not matter how often it is sent.
+        found = report.sent_bytes(within) if most else sum(c.num_bytes for c in inside)
         return _named(name, most, size(found), inside) if found > most else ""
     if name == "constant_bytes":
         return _of_constants(report, name, most)
@@ -60,9 +61,12 @@ def _of_whole(report: Any, name: str, most: float) -> str:
 
 def _of_memory(report: Any, name: str, most: float) -> str:
     found = getattr(report, name)
-    largest = sorted(report.arguments, key=lambda a: -a.bytes_per_device)[:5]
-    offenders = largest if name in ("argument_bytes", "peak_bytes") else []
-    return _named(name, most, size(found), offenders) if found > most else ""
+    held = [
+        (a.bytes_per_device, a) for a in report.arguments if name in ("argument_bytes", "peak_bytes")
+    ]
+    held += [(c.num_bytes, c) for c in report.constants if name == "peak_bytes"]
+    largest = sorted(held, key=lambda pair: -pair[0])[:5]
+    return _named(name, most, size(found), [held for _, held in largest]) if found > most else ""
 
 
 def _named(name: str, most: float, found: str, offenders: list) -> str:

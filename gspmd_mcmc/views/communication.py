@@ -4,6 +4,7 @@ The optimised program is read as text (`hlo`): the collectives with the loops ar
 constants; and the compiler is asked for the memory. Nothing is run.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,18 +13,22 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.stages import Compiled, Lowered
 
 from gspmd_mcmc.tree import path_str
 from gspmd_mcmc.views import device_groups, hlo
 from gspmd_mcmc.views.closures import closed_over
-from gspmd_mcmc.views.hlo import Operation, Program
-from gspmd_mcmc.views.report import LARGE_BYTES, Argument, Collective, Communication, Constant
+from gspmd_mcmc.views.hlo import Frame, Operation, Program
+from gspmd_mcmc.views.hlo_shapes import hlo_dtype, num_bytes_of, shapes_of
+from gspmd_mcmc.views.report import Argument, Collective, Communication, Constant
 
 MOST_CONSTANTS = 20
+NAMED_BYTES = 1000  # smaller constants are given no origin
+_VIEWS = __file__.rsplit("/", 1)[0] + "/"
 
 
 def communication(
-    function: Callable, *args: Any, trips: Mapping[str, int] | None = None
+    function: Callable | Lowered | Compiled, *args: Any, trips: Mapping[str, int] | None = None
 ) -> Communication:
     """Compile a function for its arguments and report what it sends and holds.
 
@@ -43,15 +48,11 @@ def communication(
     Communication
         ``print`` shows it; ``check`` holds it to a budget.
     """
-    lowered = function
-    if not hasattr(function, "compile") and not hasattr(function, "memory_analysis"):
-        jitted = function if hasattr(function, "lower") else jax.jit(function)
-        lowered = jitted.lower(*args)  # pyright: ignore[reportFunctionMemberAccess]
-    compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
+    compiled = _compiled(function, args)
     report = read_report(
         text=compiled.as_text() or "",
         memory=_memory(compiled),
-        arguments=_arguments(args, compiled),
+        arguments=_arguments(compiled),
         mesh=_mesh(args, compiled),
     )
     report = with_origins(report, function, args)
@@ -89,6 +90,7 @@ def read_report(
         temporary_bytes=memory.get("temporary", 0),
         constant_bytes=sum(c.num_bytes for c in constants),
         alias_bytes=memory.get("alias", 0),
+        loop_nests=program.loop_nests(),
     )
 
 
@@ -98,35 +100,32 @@ def read_report(
 def _collectives(program: Program, mesh: dict[str, int], num_devices: int) -> tuple[Collective, ...]:
     found = []
     for operation, computation, loops in program.walk():
-        kind = hlo.collective_kind(operation.opcode)
-        if kind and not operation.opcode.endswith(("-done", "-update")):
+        kind = hlo.collective_kind(operation)
+        if kind and hlo.is_start(operation):
             siblings = {o.name: o for o in program.computations[computation]}
             axes, group_size = _devices(operation, mesh, num_devices)
-            shape = _result_shape(operation, kind, siblings)
-            operands = ", ".join(_bare(siblings[o].shape) for o in operation.operands if o in siblings)
+            shape = hlo.result_shape(operation, siblings)
+            operands = _bare(", ".join(siblings[o].shape for o in operation.operands if o in siblings))
             found.append(
                 Collective(
                     kind=kind,
                     shape=_bare(shape),
-                    num_bytes=hlo.num_bytes_of(shape),
+                    num_bytes=num_bytes_of(shape),
                     operand_shape=operands,
-                    operand_bytes=hlo.num_bytes_of(operands),
+                    operand_bytes=num_bytes_of(operands),
                     axes=axes,
                     group_size=group_size,
                     loops=loops,
                     op_name=operation.op_name,
-                    stack=program.stack(operation),
+                    stack=_without_views(program.stack(operation)),
                 )
             )
     return tuple(found)
 
 
-def _result_shape(operation: Operation, kind: str, siblings: dict[str, Operation]) -> str:
-    """Return the shape of a collective's result; of an asynchronous pair it stands at the end."""
-    if operation.opcode == kind:
-        return operation.shape
-    ends = [o for o in siblings.values() if o.opcode == f"{kind}-done" and operation.name in o.operands]
-    return ends[0].shape if ends else operation.shape
+def _without_views(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Leave out the call of `communication` itself and what led to it: it caused nothing."""
+    return tuple(itertools.takewhile(lambda frame: not frame.file.startswith(_VIEWS), stack))
 
 
 def _devices(
@@ -144,24 +143,25 @@ def _devices(
 
 
 def _unknown(program: Program) -> tuple[str, ...]:
-    operations = (o for computation in program.computations.values() for o in computation)
-    return (*program.unread, *(o.line for o in operations if hlo.is_unknown(o)))
+    """Find what has no known form, and collectives of which it is not known from where they run."""
+    reached = {name for _, name, _ in program.walk()}
+    operations = [(o, name in reached) for name, c in program.computations.items() for o in c]
+    lost = (o.line for o, runs in operations if not runs and hlo.collective_kind(o) and hlo.is_start(o))
+    return (*program.unread, *(o.line for o, _ in operations if hlo.is_unknown(o)), *lost)
 
 
 def _constants(program: Program) -> tuple[Constant, ...]:
     """Find all constants, the largest first."""
     operations = (o for computation in program.computations.values() for o in computation)
     found = [
-        Constant(_bare(o.shape), hlo.num_bytes_of(o.shape))
-        for o in operations
-        if o.opcode == "constant"
+        Constant(_bare(o.shape), num_bytes_of(o.shape)) for o in operations if o.opcode == "constant"
     ]
     return tuple(sorted(found, key=lambda c: -c.num_bytes))
 
 
 def _bare(shape: str) -> str:
     """Write a shape without its layout: f32[8,16], and several of them one after the other."""
-    return ", ".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in hlo.shapes_of(shape))
+    return ", ".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in shapes_of(shape))
 
 
 def _num_devices(text: str, mesh: dict[str, int]) -> int:
@@ -176,26 +176,42 @@ def _num_devices(text: str, mesh: dict[str, int]) -> int:
 # Asking the compiler.
 
 
+def _compiled(function: Callable | Lowered | Compiled, args: tuple) -> Compiled:
+    if isinstance(function, Compiled):
+        return function
+    if isinstance(function, Lowered):
+        return function.compile()
+    jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
+    return jitted.lower(*args).compile()
+
+
 def _memory(compiled: Any) -> dict[str, int]:
     memory = compiled.memory_analysis()
     names = {"argument": "argument", "output": "output", "temporary": "temp", "alias": "alias"}
     return {name: int(getattr(memory, f"{theirs}_size_in_bytes", 0)) for name, theirs in names.items()}
 
 
-def _arguments(args: tuple, compiled: Any) -> tuple[Argument, ...]:
-    """Pair the arguments with the shardings that the program takes them in."""
-    leaves = jax.tree_util.tree_leaves_with_path(args)
-    taken = jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda s: s is None)
-    if len(taken) != len(leaves):
-        taken = [getattr(leaf, "sharding", None) for _, leaf in leaves]
-    pairs = zip(leaves, taken, strict=True)
-    return tuple(argument(path_str(path), leaf, sharding) for (path, leaf), sharding in pairs)
+def _arguments(compiled: Any) -> tuple[Argument, ...]:
+    """Pair the arguments with the shardings that the program takes them in.
+
+    Static ones are none, and one that the function does not use is not in the program: its sharding
+    is None.
+    """
+    args, kwargs = compiled.args_info
+    leaves = (jax.tree_util.tree_leaves_with_path(tree) for tree in (args, kwargs))
+    taken = jax.tree.structure((args, kwargs)).flatten_up_to(compiled.input_shardings)
+    pairs = zip(itertools.chain(*leaves), taken, strict=True)
+    return tuple(
+        argument(path_str(path), jax.ShapeDtypeStruct(info.shape, info.dtype), sharding)
+        for (path, info), sharding in pairs
+        if sharding is not None
+    )
 
 
 def argument(path: str, leaf: Any, sharding: Any) -> Argument:
     """Describe an array that goes into a program under a sharding."""
     shape = tuple(np.shape(leaf))
-    dtype: Any = jax.dtypes.canonicalize_dtype(jax.numpy.result_type(leaf), allow_extended_dtype=True)
+    dtype = _dtype_in_program(leaf)
     block = sharding.shard_shape(shape) if sharding is not None else shape
     return Argument(
         path=path,
@@ -207,6 +223,11 @@ def argument(path: str, leaf: Any, sharding: Any) -> Argument:
     )
 
 
+def _dtype_in_program(leaf: Any) -> Any:
+    """Return the dtype that an array has as an argument or a constant: a double may become single."""
+    return jax.dtypes.canonicalize_dtype(jax.numpy.result_type(leaf), allow_extended_dtype=True)
+
+
 def _mesh(args: tuple, compiled: Any) -> dict[str, int]:
     """Return the axes of the largest mesh that an array of the program lies on."""
     leaves = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
@@ -216,19 +237,21 @@ def _mesh(args: tuple, compiled: Any) -> dict[str, int]:
 
 
 def with_origins(report: Communication, function: Any, args: tuple) -> Communication:
-    """Name the closed-over arrays that large constants are."""
-    if report.largest_constant_bytes < LARGE_BYTES:
+    """Name the closed-over arrays that constants are."""
+    if report.largest_constant_bytes < NAMED_BYTES:
         return report
-    arrays = closed_over((function, args))
+    arrays = closed_over(function, args)
     constants = tuple(replace(c, origin=_origin(c, arrays)) for c in report.constants)
     return replace(report, constants=constants)
 
 
 def _origin(constant: Constant, arrays: list[tuple[str, Any]]) -> str:
     """Find the array of a constant's shape; or else of its size, as the compiler may reshape it."""
-    if constant.num_bytes < LARGE_BYTES:
+    if constant.num_bytes < NAMED_BYTES:
         return ""
-    dims = hlo.shapes_of(constant.shape)[0][1]
-    same = [name for name, array in arrays if tuple(array.shape) == dims]
-    alike = [name for name, array in arrays if math.prod(array.shape) == math.prod(dims)]
-    return " or ".join(same or alike)
+    ((dtype, dims),) = shapes_of(constant.shape)
+    alike = [(name, array) for name, array in arrays if math.prod(array.shape) == math.prod(dims)]
+    same = [(name, array) for name, array in alike if tuple(array.shape) == dims]
+    # The compiler may have converted it, or given it another shape.
+    exact = [(name, array) for name, array in same if hlo_dtype(_dtype_in_program(array)) == dtype]
+    return " or ".join(name for name, _ in exact or same or alike)

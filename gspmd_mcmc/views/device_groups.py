@@ -8,10 +8,11 @@ import numpy as np
 
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d,\s]*\},?\s*)*)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*)\))? \{([^}]*)\}")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^ ]*)\))? \{([^}]*)\}")
+_IOTA_IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _AXIS = re.compile(r"'?([^'=,:]+)'?=(\d+)")
 _AXIS_REF = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)")
-_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}")
+_PAIRS = re.compile(r'source_target_pairs="?\{((?:\{\d+,\s*\d+\},?\s*)*)\}')
 
 
 def read_groups(attributes: str, num_devices: int) -> np.ndarray | None:
@@ -23,9 +24,7 @@ def read_groups(attributes: str, num_devices: int) -> np.ndarray | None:
     """
     if match := _IOTA.search(attributes):
         groups, size, dims, order = match.groups()
-        ids = np.arange(int(groups) * int(size)).reshape(_ints(dims))
-        ids = ids.transpose(_ints(order)) if order else ids
-        return ids.reshape(int(groups), int(size))
+        return _iota(dims, order).reshape(int(groups), int(size))
     if match := _MESH.search(attributes):
         return _mesh_groups(*match.groups())
     if match := _LISTED.search(attributes):
@@ -39,7 +38,7 @@ def read_groups(attributes: str, num_devices: int) -> np.ndarray | None:
 def read_pairs(attributes: str) -> np.ndarray | None:
     """Read who sends to whom, shape [pairs, 2]; None where there are no pairs."""
     match = _PAIRS.search(attributes)
-    pairs = re.findall(r"\{(\d+),(\d+)\}", match.group(1)) if match else []
+    pairs = re.findall(r"(\d+),\s*(\d+)", match.group(1)) if match else []
     return np.array([[int(a), int(b)] for a, b in pairs]) if pairs else None
 
 
@@ -83,7 +82,7 @@ def _mesh_groups(axes: str, device_ids: str | None, refs: str) -> np.ndarray | N
     """Read groups given as axes of a mesh, or as parts ``axis:(devices before)size`` of them."""
     sizes = {name: int(size) for name, size in _AXIS.findall(axes)}
     total = math.prod(sizes.values())
-    ids = np.array(_ints(re.sub(r"[{}\s]", "", device_ids))) if device_ids else np.arange(total)
+    ids = _device_ids(device_ids) if device_ids else np.arange(total)
     parts = [(name, int(pre or 0), int(size or 0)) for name, pre, size in _AXIS_REF.findall(refs)]
     if ids.size != total or any(name not in sizes for name, _, _ in parts):
         return None
@@ -96,6 +95,17 @@ def _mesh_groups(axes: str, device_ids: str | None, refs: str) -> np.ndarray | N
     inside = [place[name, pre or 1] for name, pre, _ in parts]
     outside = [i for i in range(len(dims)) if i not in inside]
     return ids.reshape(dims).transpose(outside + inside).reshape(-1, math.prod(dims[i] for i in inside))
+
+
+def _device_ids(text: str) -> np.ndarray:
+    """Read the devices of a mesh in its order: listed, or as a transposed range."""
+    iota = _IOTA_IDS.fullmatch(text)
+    return _iota(*iota.groups()).ravel() if iota else np.array(_ints(text))
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
+    return ids.transpose(_ints(order)) if order else ids
 
 
 def _cut(size: int, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -4,11 +4,11 @@ The text is XLA's HLO after all passes, as ``compiled.as_text()`` prints it. Wha
 form that is not known here is kept and reported, never skipped.
 """
 
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from gspmd_mcmc.views.hlo_shapes import parts_of
 from gspmd_mcmc.views.stack_frames import Frame, read_frames
 
 KINDS = (
@@ -26,7 +26,7 @@ KINDS = (
 _LOCAL = """abs acos acosh add add-dependency after-all and asin asinh atan2 atanh
     batch-norm-grad batch-norm-inference batch-norm-training bitcast bitcast-convert broadcast call
     cbrt ceil cholesky clamp compare complex concatenate conditional constant convert convolution
-    copy copy-done copy-start cosine cosh count-leading-zeros custom-call divide domain dot
+    copy cosine cosh count-leading-zeros custom-call divide domain dot
     dynamic-reshape dynamic-slice dynamic-update-slice erf exponential exponential-minus-one fft
     floor fusion gather get-dimension-size get-tuple-element imag infeed iota is-finite log
     log-plus-one logistic map maximum minimum multiply negate not opt-barrier optimization-barrier
@@ -35,13 +35,13 @@ _LOCAL = """abs acos acosh add add-dependency after-all and asin asinh atan2 ata
     rng-get-and-update-state round-nearest-afz round-nearest-even rsqrt scaled-dot scan scatter select
     select-and-scatter set-dimension-size shift-left shift-right-arithmetic shift-right-logical
     sign sine sinh slice sort sqrt stochastic-convert subtract tan tanh topk transpose
-    triangular-solve tuple while xor async-start async-update async-done"""
+    triangular-solve tuple while xor async"""
 LOCAL = frozenset(_LOCAL.split())
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
 _ASSIGNMENT = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_PARENTHESES = re.compile(r'"(?:[^"\\]|\\.)*"|[()]')  # and strings, as a whole
 _NAME = re.compile(r"%([\w.\-]+)")
-_SHAPE = re.compile(r"\b(pred|bf16|f8\w+|f4\w+|[fsuc]\d+)\[([\d,]*)\]")
 _CALLS = re.compile(
     r"(?:to_apply|calls|called_computations|branch_computations|true_computation|false_computation)"
     r"=(?:\{([^}]*)\}|%?([\w.\-]+))"
@@ -51,8 +51,17 @@ _TRIPS = re.compile(r"known_trip_count[^\d]+(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
-# Attributes that only operations between devices have.
-_BETWEEN_DEVICES = ("replica_groups=", "source_target_pairs=", "collective_id=")
+# What only operations between devices have; the last two are those of Pallas kernels for TPUs.
+_BETWEEN_DEVICES = re.compile(
+    r"replica_groups=|source_target_pairs=|collective_id=|has_communication\W+true|collective_id\W+\d"
+)
+_PHASES = ("", "-start", "-update", "-done")  # of an operation that others may overlap with
+_HOST_TRANSFER = "is_host_transfer=true"
+_TRANSFORMED = re.compile(r"(?:vmap|jvp|transpose|checkpoint|remat)\((.*)\)")
+# What JAX itself puts between a scope and a loop that stands in it.
+_NO_SCOPE = re.compile(
+    r"shard_map|checkpoint|rematted_computation|cond|branch_\d+_fun|custom_[jv][jv]p_call|"
+)
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,7 @@ class Program:
     frames
         The stack of each frame number, the innermost first.
     unread
-        Lines inside computations that have no known form.
+        Lines of computations, or that look like it, that have no known form.
     """
 
     computations: dict[str, tuple[Operation, ...]]
@@ -142,6 +151,11 @@ class Program:
             inside = (*loops, self._loop(operation)) if operation.opcode == "while" else loops
             for called in called_computations(operation):
                 yield from self._walk(called, inside)
+
+    def loop_nests(self) -> tuple[tuple[Loop, ...], ...]:
+        """Return each loop that runs, after the loops around it."""
+        nests = ((*loops, self._loop(o)) for o, _, loops in self.walk() if o.opcode == "while")
+        return tuple(dict.fromkeys(nests))
 
     def stack(self, operation: Operation) -> tuple[Frame, ...]:
         """Return the Python lines that led to an operation, the innermost first."""
@@ -179,6 +193,8 @@ def read_program(text: str) -> Program:
                 unread.append(line.strip())
             else:
                 computations[name].append(operation)
+        elif _ASSIGNMENT.match(line):  # below a head that was not known as one
+            unread.append(line.strip())
     read = {name: tuple(operations) for name, operations in computations.items()}
     return Program(read, entry, read_frames(text), tuple(unread))
 
@@ -212,33 +228,58 @@ def called_computations(operation: Operation) -> list[str]:
 
 def is_unknown(operation: Operation) -> bool:
     """Tell whether an operation is of no known kind, or of a local kind with a group of devices."""
-    kind = operation.opcode
-    if collective_kind(kind):
+    if collective_kind(operation) or _is_host_transfer(operation):
         return False
-    return kind not in LOCAL or any(mark in operation.attributes for mark in _BETWEEN_DEVICES)
+    is_local = any(base in LOCAL for base, _ in _phases(operation.opcode))
+    return not is_local or _BETWEEN_DEVICES.search(operation.attributes) is not None
 
 
-def collective_kind(opcode: str) -> str:
-    """Return the kind of collective that an opcode is a form of, or an empty string."""
-    for end in ("", "-start", "-done", "-update"):
-        if opcode.endswith(end) and opcode.removesuffix(end) in KINDS:
-            return opcode.removesuffix(end)
-    return ""
+def collective_kind(operation: Operation) -> str:
+    """Return the kind of collective that an operation is a form of, or an empty string.
+
+    What goes to the host and comes from it is none.
+    """
+    if _is_host_transfer(operation):
+        return ""
+    return next((base for base, _ in _phases(operation.opcode) if base in KINDS), "")
 
 
-def shapes_of(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return dtype and dimensions of each array in the text of a shape."""
-    found = _SHAPE.findall(text)
-    return tuple((dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in found)
+def is_start(operation: Operation) -> bool:
+    """Tell whether an operation begins something, rather than being a later part of it."""
+    return not operation.opcode.endswith(("-done", "-update"))
 
 
-def num_bytes_of(text: str) -> int:
-    """Bytes of all arrays in the text of a shape."""
-    return sum(math.ceil(math.prod(dims) * _num_bits(dtype) / 8) for dtype, dims in shapes_of(text))
+def result_shape(operation: Operation, siblings: Mapping[str, Operation]) -> str:
+    """Return the shape of what a collective gives, without the state that an asynchronous one keeps."""
+    kind = collective_kind(operation)
+    if kind in ("send", "recv"):  # (data, context, token)
+        return parts_of(operation.shape)[0]
+    if operation.opcode == kind:
+        return operation.shape
+    end = _end(operation, siblings)
+    if end is not None:
+        return end.shape
+    # The end is elsewhere, in the next iteration of a loop perhaps: (operands, result, ...).
+    parts = parts_of(operation.shape)
+    return operation.shape if kind == "all-reduce" or len(parts) < 2 else parts[1]
 
 
-def _num_bits(dtype: str) -> int:
-    return 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
+def _end(operation: Operation, siblings: Mapping[str, Operation]) -> Operation | None:
+    """Find the operation that ends an asynchronous one."""
+    for other in siblings.values():
+        if operation.name in other.operands and not is_start(other):
+            return other if other.opcode.endswith("-done") else _end(other, siblings)
+    return None
+
+
+def _is_host_transfer(operation: Operation) -> bool:
+    is_transfer = any(base in ("send", "recv") for base, _ in _phases(operation.opcode))
+    return is_transfer and _HOST_TRANSFER in operation.attributes
+
+
+def _phases(opcode: str) -> Iterator[tuple[str, str]]:
+    """Give each way to read an opcode as an operation and a phase of it."""
+    yield from ((opcode.removesuffix(end), end) for end in _PHASES if opcode.endswith(end))
 
 
 def _closing(text: str, start: int) -> int:
@@ -246,27 +287,23 @@ def _closing(text: str, start: int) -> int:
 
     Parentheses in strings do not count.
     """
-    depth, in_string = 0, False
-    for i in range(start, len(text)):
-        char = text[i]
-        if char == '"' and text[i - 1] != "\\":
-            in_string = not in_string
-        elif not in_string:
-            depth += (char == "(") - (char == ")")
-            if depth == 0:
-                return i + 1
+    depth = 0
+    for match in _PARENTHESES.finditer(text, start):
+        depth += (match.group() == "(") - (match.group() == ")")
+        if depth == 0:
+            return match.end()
     return -1
 
 
 def _scope(op_name: str) -> str:
     """Return the named scope that a loop stands in directly, from the name that JAX gave it."""
-    parts = op_name.split("/")
-    if len(parts) < 2 or parts[-1] != "while":
+    *scopes, last = op_name.split("/")
+    if last != "while":
         return ""
-    scope = parts[-2]
-    while (
-        inner := re.fullmatch(r"(?:vmap|jvp|transpose|checkpoint|remat)\((.*)\)", scope)
-    ) is not None:
-        scope = inner.group(1)
-    is_scope = scope and scope not in ("body", "cond", "closed_call", "while") and "(" not in scope
-    return scope if is_scope and "<locals>" not in scope else ""
+    for scope in reversed(scopes):
+        while (inner := _TRANSFORMED.fullmatch(scope)) is not None:
+            scope = inner.group(1)
+        if not _NO_SCOPE.fullmatch(scope):
+            is_scope = scope not in ("body", "closed_call", "while") and not set("(<") & set(scope)
+            return scope if is_scope else ""
+    return ""

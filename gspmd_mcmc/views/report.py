@@ -11,7 +11,7 @@ from gspmd_mcmc.views.hlo import Frame, Loop
 from gspmd_mcmc.views.units import size
 
 LARGE_BYTES = 1_000_000  # what is whole on every device and larger than this is pointed out
-_PACKAGE = __file__.rsplit("/", 2)[0]
+_PACKAGE = __file__.rsplit("/", 2)[0] + "/"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Collective:
                 raise ValueError(
                     f"how often {self.kind} runs is not known: loop {loop.name!r} "
                     f"({loop.source or 'no known source'}) has no trip count that the compiler knows. "
-                    f"Give it: with_trips({loop.name}=...), or count within={loop.name!r}"
+                    f"Give it: with_trips(**{{{loop.name!r}: ...}}), or count within={loop.name!r}"
                 )
         return math.prod(loop.trips or 0 for loop in inner) if self.is_within(within) else 0
 
@@ -211,6 +211,8 @@ class Communication:
         On one device, as the compiler plans its memory. ``constant_bytes``: of all constants.
     alias_bytes
         Of outputs that take the place of donated arguments.
+    loop_nests
+        Every loop of the program after the loops around it, with a collective or without.
     """
 
     num_devices: int
@@ -224,6 +226,7 @@ class Communication:
     temporary_bytes: int
     constant_bytes: int
     alias_bytes: int
+    loop_nests: tuple[tuple[Loop, ...], ...] = ()
 
     @property
     def largest_constant_bytes(self) -> int:
@@ -270,18 +273,22 @@ class Communication:
             "all-reduce", ...
         within
             None: in the whole call. A loop's name, such as ``"leapfrog"``: in one iteration of it. A
-            number: in one iteration of the loops at that depth, 1 being the outermost.
+            number: in one iteration of the loops at that depth, 1 being the outermost. Several loops
+            of that name, or at that depth, count together. So do all branches of a conditional.
 
         Raises
         ------
         ValueError
-            If it stands in a loop whose trip count nobody knows: see `with_trips`.
+            If the program has no such loop. If the kind stands in a loop whose trip count nobody
+            knows: see `with_trips`.
         """
         require_kind(kind)
+        self._require_loop(within)
         return sum(c.times(within) for c in self.collectives if c.kind == kind)
 
     def traffic(self, within: str | int | None = None) -> tuple[Traffic, ...]:
         """Return each collective that runs in the whole call, or in one iteration of a loop."""
+        self._require_loop(within)
         times = [(c, c.times(within)) for c in self.collectives]
         return tuple(
             Traffic(c.kind, c.axes, c.group_size, c.num_bytes, c.operand_bytes, runs)
@@ -298,17 +305,11 @@ class Communication:
 
         ``report.with_trips(leapfrog=100)``. A loop whose count is known keeps it.
         """
-        names = {loop.name for loop in self.loops}
         for name in trips:
-            if name not in names:
-                raise ValueError(
-                    f"with_trips: no loop {name!r} has a collective; there are {sorted(names)}"
-                )
-        collectives = tuple(
-            replace(c, loops=tuple(_with_trips(loop, trips) for loop in c.loops))
-            for c in self.collectives
-        )
-        return replace(self, collectives=collectives)
+            self._require_loop(name)
+        collectives = tuple(replace(c, loops=_with_trips(c.loops, trips)) for c in self.collectives)
+        nests = tuple(_with_trips(nest, trips) for nest in self.loop_nests)
+        return replace(self, collectives=collectives, loop_nests=nests)
 
     def check(
         self, *, within: str | int | None = None, unknown: int = 0, **budgets: float
@@ -339,7 +340,12 @@ class Communication:
         ------
         BudgetExceeded
             If any is exceeded. The message names every offender and the line that caused it.
+        ValueError
+            If the program has no loop ``within``.
+        TypeError
+            If there is no budget of a name.
         """
+        self._require_loop(within)
         found = [excess(self, name, most, within) for name, most in budgets.items()]
         if len(self.unknown) > unknown:
             lines = "\n".join(f"    {line[:160]}" for line in self.unknown)
@@ -349,6 +355,18 @@ class Communication:
             where = "" if within is None else f" (collectives of one iteration of {within!r})"
             raise BudgetExceeded(f"over budget{where}\n  " + "\n  ".join(over))
         return self
+
+    def _require_loop(self, within: str | int | None) -> None:
+        """Raise on a loop that is not in the program: a budget of it would hold whatever happens."""
+        names = sorted({loop.name for nest in self.loop_nests for loop in nest})
+        depth = max((len(nest) for nest in self.loop_nests), default=0)
+        if isinstance(within, str) and within not in names:
+            raise ValueError(
+                f"the program has no loop {within!r}; it has {names}. A loop that runs once, or is "
+                "unrolled, is none in the compiled program"
+            )
+        if isinstance(within, int) and not 0 <= within <= depth:
+            raise ValueError(f"the program has loops {depth} deep; got within={within}")
 
     def __rich__(self):
         """Draw the collectives below their loops, and the memory."""
@@ -364,5 +382,8 @@ class Communication:
     __repr__ = __str__
 
 
-def _with_trips(loop: Loop, trips: Mapping[str, int]) -> Loop:
-    return replace(loop, trips=trips[loop.name]) if loop.trips is None and loop.name in trips else loop
+def _with_trips(loops: tuple[Loop, ...], trips: Mapping[str, int]) -> tuple[Loop, ...]:
+    return tuple(
+        replace(loop, trips=trips[loop.name]) if loop.trips is None and loop.name in trips else loop
+        for loop in loops
+    )

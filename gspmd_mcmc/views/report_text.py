@@ -57,17 +57,18 @@ def _branch(branches: dict[tuple[Loop, ...], Tree], loops: tuple[Loop, ...]) -> 
     if loops not in branches:
         loop = loops[-1]
         trips = "? times" if loop.trips is None else f"{loop.trips} times"
-        label = Text.assemble((f"loop {loop.name}", "bold"), f", {trips}", (f"  {loop.source}", "dim"))
+        source = (f"\n{loop.source}" if loop.source else "", "dim")
+        label = Text.assemble((f"loop {loop.name}", "bold"), f", {trips}", source)
         branches[loops] = _branch(branches, loops[:-1]).add(label)
     return branches[loops]
 
 
 def _leaf(collective: Collective) -> Text:
+    sources = dict.fromkeys((collective.source, collective.library_source))
     return Text.assemble(
         (collective.kind, "bold"),
         f" {_short(collective.shape)} {size(collective.num_bytes)} over {collective.where}",
-        (f"\n{collective.source}" if collective.source else "", "dim"),
-        (f"\n{collective.library_source}" if collective.library_source else "", "dim"),
+        *((f"\n{source}", "dim") for source in sources if source),
     )
 
 

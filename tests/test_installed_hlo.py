@@ -1,0 +1,158 @@
+"""What the installed compiler writes, for varied programs: all of it is accounted for."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg as linalg
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+from gspmd_mcmc.views.communication import read_report
+from gspmd_mcmc.views.hlo import KINDS, read_program
+
+
+def transforms(x, i):
+    return (
+        jnp.fft.rfft(x).real,
+        jnp.sort(x, axis=0),
+        lax.top_k(x, 3),
+        jnp.argsort(x[0]),
+        x[i],
+        x.at[i].add(1.0),
+    )
+
+
+def arithmetic(x, i):
+    bits = lax.population_count(i) + lax.clz(i) ^ (i << 2) | (i >> 1) & ~i
+    special = (
+        lax.erf(x) + lax.lgamma(x) + jnp.cbrt(x) + jnp.arctan2(x, x + 1) + jnp.expm1(x) + jnp.log1p(x)
+    )
+    rounded = jnp.round(x) + jnp.floor(x) + jnp.ceil(x) + jnp.sign(x) + lax.rsqrt(x) + jnp.tan(x)
+    hyperbolic = jnp.sinh(x) + jnp.cosh(x) + jnp.arcsinh(x) + jnp.arctanh(x / 9) + jax.nn.sigmoid(x)
+    other = jnp.isfinite(x), jnp.abs(lax.complex(x, x)), lax.reduce_precision(x, 5, 10), x % 3.0, x**2.5
+    return bits, special + rounded + hyperbolic, other, lax.bitcast_convert_type(x, jnp.int32)
+
+
+def factorisations(x, i):
+    symmetric = x @ x.T + 9 * jnp.eye(8)
+    factor = jnp.linalg.cholesky(symmetric)
+    solved = linalg.solve_triangular(factor, x, lower=True)
+    return (
+        solved,
+        jnp.linalg.qr(x),
+        jnp.linalg.svd(x),
+        jnp.linalg.eigh(symmetric),
+        jnp.linalg.solve(symmetric, x),
+    )
+
+
+def windows(x, i):
+    image = x.reshape(1, 1, 8, 8)
+    blurred = lax.conv_general_dilated(image, jnp.ones((1, 1, 3, 3)), (1, 1), "SAME")
+    pool = functools.partial(
+        lax.reduce_window, init_value=-jnp.inf, computation=lax.max, window_dimensions=(1, 1, 2, 2),
+        window_strides=(1, 1, 2, 2), padding="VALID",
+    )  # fmt: skip
+    return (
+        blurred,
+        jax.grad(lambda y: pool(y).sum())(image),
+        jnp.cumsum(x),
+        lax.pad(x, 0.0, ((1, 1, 1),) * 2),
+    )
+
+
+def control(x, i):
+    def body(carry, row):
+        return lax.cond(row[0] > 0, jnp.sin, jnp.cos, carry), carry.sum()
+
+    looped = lax.scan(body, x, x)
+    searched = lax.while_loop(lambda c: c[0, 0] < 3, lambda c: c + 1, x)
+    return (
+        looped,
+        searched,
+        lax.switch(i[0], (jnp.sin, jnp.cos, jnp.tan), x),
+        lax.optimization_barrier(x),
+    )
+
+
+def randoms(x, i):
+    key = jax.random.fold_in(jax.random.key(0), i[0])
+    other = jax.random.wrap_key_data(jnp.arange(4, dtype=jnp.uint32), impl="rbg")
+    return jax.random.normal(key, (8,)), jax.random.gamma(key, 2.0), jax.random.normal(other, (8,))
+
+
+def callbacks(x, i):
+    jax.debug.callback(print, i)
+    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def slices(x, i):
+    taken = lax.dynamic_slice(x, (i[0], i[1]), (2, 2))
+    put = lax.dynamic_update_slice(x, taken, (i[1], i[0]))
+    return (
+        put,
+        jnp.concatenate([x, x[::-1]]),
+        jnp.where(x > 0, x, 0),
+        jnp.take_along_axis(x, i[:, None], 1),
+        jnp.clip(x, 0, 1),
+    )
+
+
+VARIED = {
+    transforms: "fft sort custom-call gather",
+    arithmetic: "popcnt atan2 bitcast-convert reduce-precision complex is-finite",
+    factorisations: "custom-call dot",
+    windows: "convolution reduce-window pad",
+    control: "while conditional",
+    randoms: "xor",
+    callbacks: "custom-call",
+    slices: "dynamic-slice dynamic-update-slice concatenate select",
+}
+
+
+@functools.cache
+def compiled_text(function, sharded):
+    spec = P("data") if sharded else P()
+    sharding = NamedSharding(gm.make_mesh(), spec)
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)
+    i = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=NamedSharding(gm.make_mesh(), P()))
+    return jax.jit(function).lower(x, i).compile().as_text() or ""
+
+
+@pytest.mark.parametrize("function", VARIED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_installed_compiler_writes_nothing_unknown(function, sharded):
+    text = compiled_text(function, sharded)
+    report = read_report(text, memory={}, arguments=(), mesh={"data": 8})
+    assert report.unknown == ()
+    if not sharded:
+        assert all(f" {opcode}(" in text for opcode in VARIED[function].split())
+        assert report.collectives == ()
+
+
+@pytest.mark.parametrize("function", VARIED, ids=lambda f: f.__name__)
+def test_every_line_and_every_collective_is_accounted_for(function):
+    """Counted without the reader: lines of computations are the indented ones."""
+    text = compiled_text(function, True)
+    program = read_program(text)
+    lines = sum(line.startswith("  ") for line in text.splitlines())
+    read_lines = sum(len(operations) for operations in program.computations.values())
+    assert lines == read_lines + len(program.unread) > 10
+    assert program.unread == ()
+    report = read_report(text, memory={}, arguments=(), mesh={"data": 8})
+    for kind in KINDS:
+        assert report.count(kind) >= len(re.findall(rf" {kind}(?:-start)?\(", text)), kind
+
+
+def test_the_entry_and_all_computations_are_found():
+    text = compiled_text(control, True)
+    program = read_program(text)
+    heads = [line for line in text.splitlines() if re.match(r"(ENTRY )?%", line)]
+    assert len(heads) == len(program.computations)
+    assert sum(line.startswith(f"ENTRY %{program.entry} ") for line in heads) == 1
