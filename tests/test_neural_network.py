@@ -1,0 +1,287 @@
+"""The demo of a network over a mesh: its model, its layouts, its scores, and that it runs."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+
+# The demos import each other as scripts of one folder do.
+sys.path.append(str(Path(__file__).resolve().parent.parent / "demos"))
+
+from demos import neural_network_model as model
+
+SIZES = (12, 8, 8, 8, 4)
+NUM_ROWS = 64
+MESHES = {"1 device": {"data": 1}, "8x1": {"data": 8}, "4x2": {"data": 4, "model": 2}}
+KEYS = {
+    *("devices", "mesh", "data", "sizes", "rows", "layouts", "tutorial_size", "log_prior_at_mode"),
+    *("log_likelihood_at_mode", "targets", "target", "num_burn_in", "num_draws", "num_leapfrogs"),
+    *("step_size", "acceptance_rate", "num_divergent", "num_divergent_in_burn_in", "energy"),
+    *("energy_sd", "energy_error_sd", "log_prior", "log_likelihood", "rhat_of_halves"),
+    *("ess_log_likelihood", "layout_kept", "scores", "gains", "ms_per_leapfrog"),
+    *("largest_constant_bytes", "peak_rss_mb", "wall_seconds"),
+}
+
+
+# The model
+
+
+@pytest.fixture(scope="module")
+def host():
+    """Give parameters and a batch on the host."""
+    rng = np.random.default_rng(0)
+    image = rng.normal(size=(NUM_ROWS, SIZES[0])).astype(np.float32)
+    label = rng.integers(SIZES[-1], size=NUM_ROWS)
+    params = jax.device_get(model.init_params(jax.random.key(0), SIZES))
+    return params, {"image": image, "label": label}
+
+
+def placed(host, name):
+    """Lay parameters and batch over a mesh of `MESHES`."""
+    sizes = MESHES[name]
+    mesh = gm.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    specs = model.weight_specs(len(SIZES) - 1) if "model" in sizes else P()
+    return gm.place(host[0], mesh, specs), gm.place(host[1], mesh, P("data"))
+
+
+def test_the_loss_is_that_of_the_network_written_out_in_numpy(host):
+    params, batch = host
+    x = batch["image"].astype(np.float64)
+    for layer in params[:-1]:
+        x = np.maximum(x @ layer["w"] + layer["b"], 0)
+    scores = x @ params[-1]["w"] + params[-1]["b"]
+    odds = np.exp(scores)
+    chosen = (odds / odds.sum(axis=1, keepdims=True))[np.arange(NUM_ROWS), batch["label"]]
+    np.testing.assert_allclose(model.loss(params, batch), -np.log(chosen).mean(), rtol=1e-5)
+    np.testing.assert_allclose(model.probabilities(params, batch["image"]).sum(axis=1), 1, rtol=1e-5)
+
+
+def test_the_prior_is_normal_and_parameters_are_drawn_from_it():
+    init = jax.jit(model.init_params, static_argnums=1)
+    params = jax.device_get(init(jax.random.key(1), (100, 50)))
+    weights, biases = params[0]["w"], params[0]["b"]
+    # Of 5,000 draws: four standard errors.
+    assert abs(weights.var() / (2 / 100) - 1) < 4 * np.sqrt(2 / 5000)
+    log_prior = model.log_prior(params)
+    np.testing.assert_allclose(log_prior[0]["w"], -(weights**2) / (2 * 0.02), rtol=1e-5)
+    np.testing.assert_allclose(log_prior[0]["b"], -(biases**2) / 2, rtol=1e-5)
+
+
+# The layouts
+
+
+def test_inner_layers_lie_over_the_model_axis_by_columns_and_rows_in_turn():
+    weights = [layer["w"] for layer in model.weight_specs(6)]
+    columns, rows = P(None, "model"), P("model", None)
+    assert weights == [P(), columns, rows, columns, rows, P()]
+    assert [layer["b"] for layer in model.weight_specs(4)] == [P(), P("model"), P(), P()]
+
+
+@pytest.mark.parametrize("name", ["8x1", "4x2"])
+def test_loss_and_gradient_are_those_of_one_device(host, name):
+    loss_and_grad = jax.jit(jax.value_and_grad(model.loss))
+    params, batch = placed(host, name)
+    value, grads = loss_and_grad(params, batch)
+    alone, alone_grads = loss_and_grad(*placed(host, "1 device"))
+    np.testing.assert_allclose(value, alone, rtol=1e-5)
+    assert 0 < model.largest_difference(jax.device_get(grads), jax.device_get(alone_grads)) < 1e-5
+    assert model.lies_like(grads, params)
+
+
+def test_the_largest_difference_is_that_of_the_worst_leaf():
+    reference = {"a": np.array([3.0, 4.0]), "b": np.array([1.0])}
+    other = {"a": np.array([3.0, 4.5]), "b": np.array([1.02])}
+    assert model.largest_difference(other, reference) == pytest.approx(0.1)
+
+
+def test_weights_elsewhere_do_not_pass_for_laid_out(host):
+    params, _ = placed(host, "4x2")
+    assert model.lies_like(params, params)
+    whole = jax.device_put(params[1]["w"], params[0]["w"].sharding)
+    assert not model.lies_like([params[0], params[1] | {"w": whole}, *params[2:]], params)
+
+
+def sums(report):
+    """Count the collectives over each axis; none may be of another kind, or over both axes."""
+    assert {c.kind for c in report.collectives} == {"all-reduce"}
+    assert {c.axes for c in report.collectives} <= {("data",), ("model",)}
+    return [sum(c.times() for c in report.collectives if c.axes == (a,)) for a in ("data", "model")]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("8x1", [1, 0]), ("4x2", [1, 2])])
+def test_what_a_gradient_sends(host, name, expected):
+    report = gm.communication(jax.value_and_grad(model.loss), *placed(host, name))
+    assert sums(report) == expected
+
+
+def targets_of(batch):
+    """Give the demo's targets by how many tiles each of the 4 blocks of 16 rows is read in."""
+    plates = {n: gm.Plate(model.log_likelihood, batch, tile_rows=16 // n) for n in (1, 4)}
+    posteriors = {n: gm.Posterior(model.log_prior, plate) for n, plate in plates.items()}
+    return {"at once": gm.LogDensity(model.log_density, batch)} | posteriors
+
+
+@pytest.mark.parametrize(("tiles", "expected"), [("at once", [1, 2]), (1, [1, 2]), (4, [1, 8])])
+def test_every_tile_pays_two_sums_over_the_model_axis(host, tiles, expected):
+    params, batch = placed(host, "4x2")
+    target = targets_of(batch)[tiles]
+    assert sums(gm.communication(type(target).grad, target, params)) == expected
+
+
+def run_chain(host, name, num_steps=4):
+    """Take HMC steps on the network's posterior; return the state, and the acceptance of each step."""
+    params, batch = placed(host, name)
+    variances = model.prior_variances(params)
+    kernel = gm.HMC(gm.LogDensity(model.log_density, batch), 0.05, 5, inverse_mass_matrix=variances)
+    state, step = jax.jit(gm.HMC.init)(kernel, params), jax.jit(gm.HMC.step)
+    accepted = []
+    for i in range(num_steps):
+        state, info = step(kernel, jax.random.fold_in(jax.random.key(2), i), state)
+        accepted.append(bool(info.is_accepted))
+    return params, state, accepted
+
+
+def test_the_chain_keeps_its_layout_and_is_that_of_one_device(host):
+    params, state, accepted = run_chain(host, "4x2")
+    _, alone, accepted_alone = run_chain(host, "1 device")
+    assert model.lies_like(state.position, params) and model.lies_like(state.log_density_grad, params)
+    assert state.position[1]["w"].sharding.shard_shape((8, 8)) == (8, 4)
+    assert accepted == accepted_alone and any(accepted)
+    positions = jax.device_get((state.position, alone.position))
+    assert model.largest_difference(*positions) < 1e-4
+    assert model.largest_difference(positions[0], host[0]) > 0.1
+
+
+# The scores
+
+
+def confident(confidence, is_right):
+    """Give predictions over 3 classes that name class 0, and labels; `is_right` says which are 0."""
+    rest = (1 - np.asarray(confidence)) / 2
+    return np.stack([confidence, rest, rest], axis=1), np.where(is_right, 0, 1)
+
+
+def test_a_calibrated_predictor_has_no_calibration_error():
+    found = model.reliability(*confident([0.8] * 10, [True] * 8 + [False] * 2))
+    assert found.ece == pytest.approx(0, abs=1e-12)
+    assert found.counts.sum() == 10 and np.count_nonzero(found.counts) == 1
+
+
+def test_an_overconfident_predictor_is_off_by_what_it_is_too_sure():
+    predicted, labels = confident([0.9] * 10, [True] * 5 + [False] * 5)
+    assert model.reliability(predicted, labels).ece == pytest.approx(0.4)
+    found = model.scores(predicted, labels)
+    assert found["mean_confidence"] - found["accuracy"] == pytest.approx(0.4)
+
+
+def test_bins_weigh_by_their_predictions_and_do_not_cancel():
+    confidence = [0.95] * 6 + [0.55] * 4
+    is_right = [True] * 6 + [True] + [False] * 3
+    # 0.6 of them are 0.05 too unsure, 0.4 of them 0.30 too sure.
+    ece = model.reliability(*confident(confidence, is_right)).ece
+    assert ece == pytest.approx(0.6 * 0.05 + 0.4 * 0.30)
+    one_bin = model.reliability(*confident(confidence, is_right), num_bins=1)
+    assert one_bin.ece == pytest.approx(abs(0.7 - 0.79))
+
+
+def test_a_bin_holds_its_upper_edge():
+    found = model.reliability(*confident([0.5, 0.75, 1.0], [True, True, False]), num_bins=4)
+    np.testing.assert_array_equal(found.counts, [0, 1, 1, 1])
+    np.testing.assert_array_equal(found.confidence, [np.nan, 0.5, 0.75, 1.0])
+    np.testing.assert_array_equal(found.accuracy, [np.nan, 1.0, 1.0, 0.0])
+
+
+def test_log_scores_and_gains_by_hand():
+    predicted, labels = np.array([[0.5, 0.5], [0.2, 0.8]]), np.array([0, 1])
+    other = np.array([[0.25, 0.75], [0.2, 0.8]])
+    np.testing.assert_allclose(model.log_scores(predicted, labels), np.log([0.5, 0.8]))
+    found = model.gain(predicted, other, labels)
+    assert found["log_score_gain"] == pytest.approx(np.log(2) / 2)
+    # The differences are log 2 and 0: sd log 2 / sqrt(2), over sqrt(2) rows.
+    assert found["log_score_se"] == pytest.approx(np.log(2) / 2)
+    assert (found["accuracy_gain"], found["accuracy_se"]) == (0.5, 0.5)
+    certain = model.log_scores(np.array([[0.0, 1.0]]), np.array([0]))
+    assert np.isfinite(certain).all() and certain[0] < -80
+
+
+# The demo
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, run_quick_demo):
+    """Give the folder of a quick run, on the digits that stand in for MNIST offline."""
+    out = tmp_path_factory.mktemp("neural_network")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GSPMD_MCMC_DATA", raising=False)
+        patch.setenv("XDG_CACHE_HOME", str(out / "cache"))
+        for name in ("https_proxy", "HTTPS_PROXY"):
+            patch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+        done = run_quick_demo("neural_network", out)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+def test_the_demo_is_the_same_on_all_layouts(results):
+    summary = json.loads((results / "summary.json").read_text())
+    assert set(summary) == KEYS
+    assert (summary["devices"], summary["mesh"]) == (8, {"data": 4, "model": 2})
+    assert (summary["data"], summary["sizes"]) == ("digits", [64, 64, 64, 64, 10])
+    assert summary["rows"] == 1024
+    assert [row["layout"] for row in summary["layouts"]] == ["1 device", "8x1", "4x2"]
+    for row in summary["layouts"]:
+        assert row["kept"] and row["loss_error"] < 1e-5 and row["grad_error"] < 1e-5
+        assert row["sgd_loss"] < row["loss"]
+        assert row["sgd_loss"] == pytest.approx(summary["layouts"][0]["sgd_loss"], rel=1e-4)
+    assert [(row["data_sums"], row["model_sums"]) for row in summary["layouts"]] == [
+        (0, 0),
+        (1, 0),
+        (1, 2),
+    ]
+
+
+def test_the_demo_plans_the_tutorials_size(results):
+    summary = json.loads((results / "summary.json").read_text())
+    whole, cut = summary["tutorial_size"]
+    inner, outer = 8192 * 8192 * 4 / 1e9, (784 + 10) * 8192 * 4 / 1e9
+    batch = 8192 * 785 * 4 / 1e9
+    biases = 4e-4  # at most
+    assert whole["argument_GB"] == pytest.approx(2 * inner + outer + batch / 8, abs=biases)
+    assert cut["argument_GB"] == pytest.approx(inner + outer + batch / 4, abs=biases)
+    # Besides the gradient, 4x2 sums the activations of a device's 2,048 rows, forward and backward.
+    assert whole["GB"] == pytest.approx(2 * inner + outer, abs=biases)
+    assert cut["GB"] == pytest.approx(inner + outer + 2 * 2048 * 8192 * 4 / 1e9, abs=biases)
+
+
+def test_the_demo_samples_on_the_mesh_and_scores_what_it_drew(results):
+    summary = json.loads((results / "summary.json").read_text())
+    by_target = {row["target"]: (row["data_sums"], row["model_sums"]) for row in summary["targets"]}
+    # Four blocks of 256 rows, so two tiles of 128.
+    assert by_target == {"LogDensity": (1, 2), "Plate, 128 rows": (1, 4)}
+    assert summary["target"] == "LogDensity"
+    assert summary["layout_kept"] and summary["largest_constant_bytes"] < 1e4
+    assert summary["num_divergent"] == 0 and summary["acceptance_rate"] > 0.3
+    names = ["maximum likelihood", "mode (MAP)", "HMC ensemble", "one draw, on average"]
+    scores = {row["prediction"]: row for row in summary["scores"]}
+    assert list(scores) == names
+    # Guessing would be right in a tenth, and have a log score of -2.3.
+    assert min(row["accuracy"] for row in scores.values()) > 0.7
+    assert min(row["log_score"] for row in scores.values()) > -1.5
+    # The log of an average is at least the average of the logs, image by image (Jensen).
+    assert scores["HMC ensemble"]["log_score"] >= scores["one draw, on average"]["log_score"]
+    against = summary["gains"][1]["log_score_gain"]
+    difference = scores["HMC ensemble"]["log_score"] - scores["mode (MAP)"]["log_score"]
+    assert against == pytest.approx(difference, abs=1e-9)
+    assert (results / "neural_network.png").stat().st_size > 50_000
+
+
+def test_an_odd_number_of_devices_is_refused(run_quick_demo, tmp_path):
+    done = run_quick_demo("neural_network", tmp_path, "--devices", "3")
+    assert done.returncode != 0
+    assert "3 devices: expected an even number" in done.stderr
+    assert not (tmp_path / "summary.json").exists()
