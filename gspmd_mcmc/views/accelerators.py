@@ -1,4 +1,10 @@
-"""How much memory accelerators have, a JAX device each."""
+"""How much memory accelerators have, a JAX device each.
+
+The figures are the vendors'. Google counts in GiB; NVIDIA's GB are taken as 10^9 bytes, a little less
+than its drivers report (85.5e9 on an "80 GB" H100). A program gets less than that: a TPU's runtime
+reserves some (1.25 of the 32 GiB of a v4), and on a GPU JAX takes three quarters of the memory unless
+XLA_CLIENT_MEM_FRACTION says otherwise (docs.jax.dev, "GPU memory allocation").
+"""
 
 from dataclasses import dataclass
 
@@ -16,7 +22,7 @@ class Accelerator:
     name
         Such as "TPU v5e".
     memory_bytes
-        Of one JAX device. The runtime takes a part of it for itself.
+        Of one JAX device, all of it.
     source
         Where the figure is from.
     """
@@ -42,7 +48,7 @@ ACCELERATORS = {
         Accelerator("A100 80GB", 80 * 10**9, f"{_NVIDIA}/a100"),
         Accelerator("H100 80GB", 80 * 10**9, f"{_NVIDIA}/h100"),
         Accelerator("H200", 141 * 10**9, f"{_NVIDIA}/h200"),
-        Accelerator("B200", 180 * 10**9, f"{_NVIDIA}/hgx"),
+        Accelerator("B200", 180 * 10**9, f"{_NVIDIA}/dgx-b200"),
     )
 }
 

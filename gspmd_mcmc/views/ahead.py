@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,24 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.tree import path_str
 from gspmd_mcmc.views import ahead_child
-from gspmd_mcmc.views.communication import read_report, with_origins
+from gspmd_mcmc.views.communication import argument, read_report, with_origins
 from gspmd_mcmc.views.report import Argument, Communication
 
 MOST_DEVICES = 2048  # with more, the CPU backend refuses to compile
+_BIND = "Bind what is static before: functools.partial(function, name=value)"
+_NO_VALUE = (
+    "A shape has no value. What the function reads is an argument: build(mesh) returns (function, "
+    "*arguments). The shape of a result is jax.eval_shape(function, *shapes): of a kernel's state, "
+    "jax.eval_shape(gspmd_mcmc.HMC.init, kernel, position)."
+)
+_HINTS = {
+    "ShapeDtypeStruct": _NO_VALUE,
+    "not implemented for `jax.sharding.AbstractMesh`": _NO_VALUE,
+    "device assignment": "The function holds a sharding or an array on another mesh than the one that "
+    "build(mesh) gets. Make shardings from that mesh, and arrays arguments.",
+    "host_callbacks": "The function calls back to Python (jax.debug.print, jax.pure_callback), which "
+    "no other process can do. Plan it without that.",
+}
 
 
 def compile_ahead(function: Callable, args: tuple, mesh: AbstractMesh) -> Communication:
@@ -37,24 +52,51 @@ def compile_ahead(function: Callable, args: tuple, mesh: AbstractMesh) -> Commun
     ImportError
         If flatbuffers, which writes the exported program, is missing.
     ValueError
-        If the mesh has more than 2,048 devices, or an argument lies on another mesh.
+        If the mesh has more than 2,048 devices, an argument lies on another mesh, or the function takes
+        static arguments.
+    TypeError
+        If an argument is no array, shape or number.
+    NotImplementedError
+        If the function calls back to Python.
     RuntimeError
         If the compiler fails; its message is in the error.
     """
     if mesh.size > MOST_DEVICES:
         raise ValueError(f"a mesh of {mesh.size} devices; at most {MOST_DEVICES} can be compiled for")
     shapes = shapes_of(args, mesh)
-    flat = _on_leaves(function, args)
-    exported = export.export(jax.jit(flat, keep_unused=True), platforms=["cpu"])(*shapes)
-    found = _compile(_serialized(exported), dict(mesh.shape))
+    donated = _hinted(lambda: _donated(function, args))
+    flat = jax.jit(_on_leaves(function, args))
+    exported = _hinted(lambda: export.export(flat, platforms=["cpu"])(*shapes))
+    found = _compile(_serialized(exported), dict(mesh.shape), donated)
+    leaves = jax.tree_util.tree_leaves_with_path(args)
     arguments = tuple(
-        _argument(path_str(path), shape, taken)
-        for (path, _), shape, taken in zip(
-            jax.tree_util.tree_leaves_with_path(args), shapes, found["inputs"], strict=True
-        )
+        _argument(path_str(path), leaf, taken, mesh)
+        for (path, leaf), taken in zip(leaves, found["inputs"], strict=True)
+        if taken is not None
     )
     report = read_report(found["text"], found["memory"], arguments, dict(mesh.shape))
     return with_origins(report, function, args)
+
+
+def built(build: Callable, mesh: AbstractMesh) -> tuple[Callable, tuple]:
+    """Call ``build(mesh)``, and return the function and the arguments that it gives.
+
+    Raises
+    ------
+    TypeError
+        If it gives something else.
+    """
+    if not callable(build):
+        raise TypeError(f"build: expected a function of a mesh, got {type(build).__name__}")
+    parts = _hinted(lambda: build(mesh))
+    if not isinstance(parts, tuple | list) or not parts or not callable(parts[0]):
+        shown = f"a {type(parts).__name__}"
+        if isinstance(parts, tuple | list):
+            shown += f" of {', '.join(type(part).__name__ for part in parts) or 'nothing'}"
+        raise TypeError(
+            f"build(mesh): expected a function and its arguments, (function, *arguments), got {shown}"
+        )
+    return parts[0], tuple(parts[1:])
 
 
 def shapes_of(args: tuple, mesh: AbstractMesh) -> list[jax.ShapeDtypeStruct]:
@@ -62,6 +104,8 @@ def shapes_of(args: tuple, mesh: AbstractMesh) -> list[jax.ShapeDtypeStruct]:
 
     Raises
     ------
+    TypeError
+        If an argument is no array, shape or number.
     ValueError
         If an argument lies on another mesh.
     """
@@ -70,27 +114,73 @@ def shapes_of(args: tuple, mesh: AbstractMesh) -> list[jax.ShapeDtypeStruct]:
 
 
 def _shape(name: str, leaf: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
-    sharding = getattr(leaf, "sharding", None)
-    on_mesh = sharding if isinstance(sharding, NamedSharding) else None
-    if on_mesh is not None and on_mesh.mesh != mesh:
-        raise ValueError(
-            f"argument {name} lies on {on_mesh.mesh}, not on the mesh that is planned, {mesh}. "
-            "Place it on the mesh that the function gets: gspmd_mcmc.place(tree, mesh, spec)"
-        )
+    _require_array(name, leaf)
+    sharding = _on_mesh(name, leaf, mesh)
     if _is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, leaf)
-        return jax.ShapeDtypeStruct(data.shape, data.dtype)
-    return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=on_mesh)
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+    # A Python number takes the dtype of what it meets.
+    is_weak = getattr(leaf, "weak_type", isinstance(leaf, int | float | complex))
+    return jax.ShapeDtypeStruct(
+        np.shape(leaf), jnp.result_type(leaf), sharding=sharding, weak_type=is_weak
+    )
+
+
+def _on_mesh(name: str, leaf: Any, mesh: AbstractMesh) -> NamedSharding | None:
+    """Return the sharding of an argument that lies on the mesh; None of one on a single device."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or (not isinstance(sharding, NamedSharding) and sharding.num_devices == 1):
+        return None
+    where = getattr(sharding, "mesh", sharding)
+    if where != mesh:
+        raise ValueError(
+            f"argument {name} lies on {where}, not on the mesh that is planned, {mesh}. "
+            "Place it on the mesh that the function gets: gspmd_mcmc.place(tree, mesh, spec)"
+        )
+    try:
+        sharding.shard_shape(np.shape(leaf))
+    except ValueError as error:
+        raise ValueError(
+            f"argument {name} of shape {np.shape(leaf)} does not cut into equal parts under "
+            f"{sharding.spec} on {mesh}. gspmd_mcmc.place pads its rows"
+        ) from error
+    return sharding
+
+
+def _require_array(name: str, leaf: Any) -> None:
+    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    if not is_array and not isinstance(leaf, int | float | complex):
+        raise TypeError(
+            f"argument {name}: expected an array, a ShapeDtypeStruct or a number, got a "
+            f"{type(leaf).__name__}. {_BIND}"
+        )
 
 
 def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+def _key_impl(leaf: Any) -> Any:
+    """Return the implementation of a key, or of the shape of one."""
+    found = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
+    return found[0]
+
+
+def _donated(function: Any, args: tuple) -> list[int]:
+    """Return which leaves of the arguments a jitted function takes the memory of."""
+    if not hasattr(function, "trace"):
+        return []
+    infos = jax.tree.leaves(function.trace(*args).args_info)
+    if len(infos) != len(jax.tree.leaves(args)):
+        raise ValueError(f"the function takes some of its arguments as static. {_BIND}")
+    return [i for i, info in enumerate(infos) if info.donated]
+
+
 def _on_leaves(function: Callable, args: tuple) -> Callable:
     """Make a function of the leaves: what is exported holds neither pytree classes nor typed keys."""
     leaves, treedef = jax.tree.flatten(args)
-    impls = [jax.random.key_impl(leaf) if _is_key(leaf) else None for leaf in leaves]
+    impls = [_key_impl(leaf) if _is_key(leaf) else None for leaf in leaves]
 
     def flat(*leaves):
         typed = [
@@ -104,6 +194,17 @@ def _on_leaves(function: Callable, args: tuple) -> Callable:
     return flat
 
 
+def _hinted(call: Callable) -> Any:
+    """Call a function; to errors of JAX that shapes without arrays make likely, add what to do."""
+    try:
+        return call()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        for sign, hint in _HINTS.items():
+            if sign in str(error):
+                error.add_note(hint)
+        raise
+
+
 def _serialized(exported: export.Exported) -> bytes:
     try:
         return bytes(exported.serialize())
@@ -111,17 +212,18 @@ def _serialized(exported: export.Exported) -> bytes:
         raise ImportError("flatbuffers is missing: pip install 'gspmd_mcmc[plan]' brings it") from error
 
 
-def _compile(program: bytes, axes: dict[str, int]) -> dict[str, Any]:
+def _compile(program: bytes, axes: dict[str, int], donated: list[int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "program.bin").write_bytes(program)
-        (folder / "mesh.json").write_text(json.dumps(axes))
+        (folder / "options.json").write_text(json.dumps({"axes": axes, "donated": donated}))
         # -P: what stands beside the script is not for import.
         command = [sys.executable, "-P", str(Path(ahead_child.__file__)), str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, env=_environment())
         if done.returncode:
             raise RuntimeError(
-                f"compiling for {math.prod(axes.values())} devices failed:\n{done.stderr[-4000:]}"
+                f"compiling for {math.prod(axes.values())} devices failed, exit status "
+                f"{done.returncode}:\n{done.stderr[-4000:]}"
             )
         return json.loads((folder / "compiled.json").read_text())
 
@@ -133,14 +235,11 @@ def _environment() -> dict[str, str]:
     return kept | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": str(int(jax.config.jax_enable_x64))}  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _argument(path: str, shape: jax.ShapeDtypeStruct, taken: dict[str, Any]) -> Argument:
-    itemsize = shape.dtype.itemsize
-    spec = [tuple(axes) if isinstance(axes, list) else axes for axes in taken["spec"]]
-    return Argument(
-        path=path,
-        shape=tuple(shape.shape),
-        dtype=str(shape.dtype),
-        spec=P(*spec),
-        num_bytes=math.prod(shape.shape) * itemsize,
-        bytes_per_device=math.prod(taken["block"]) * itemsize,
-    )
+def _argument(path: str, leaf: Any, taken: dict[str, Any], mesh: AbstractMesh) -> Argument:
+    """Describe an argument by the spec that the program takes it in, and by its number of parts."""
+    spec = taken["spec"]
+    if spec is not None:
+        axes = [tuple(entry) if isinstance(entry, list) else entry for entry in spec]
+        return argument(path, leaf, NamedSharding(mesh, P(*axes[: np.ndim(leaf)])))
+    found = argument(path, leaf, None)
+    return replace(found, bytes_per_device=found.num_bytes // taken["parts"])

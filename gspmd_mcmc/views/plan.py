@@ -3,20 +3,22 @@
 import io
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from rich.console import Console, Group
 from rich.text import Text
 
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
+from gspmd_mcmc.tree import path_str
 from gspmd_mcmc.views import accelerators
 from gspmd_mcmc.views.accelerators import Accelerator
-from gspmd_mcmc.views.ahead import MOST_DEVICES, compile_ahead, shapes_of
-from gspmd_mcmc.views.extrapolation import Rule, extrapolate, laid_on
+from gspmd_mcmc.views.ahead import MOST_DEVICES, built, compile_ahead, shapes_of
+from gspmd_mcmc.views.extrapolation import Rule, extrapolate, on_whole_mesh
 from gspmd_mcmc.views.report import Communication
 from gspmd_mcmc.views.report_text import draw_report
 from gspmd_mcmc.views.units import size
@@ -34,7 +36,7 @@ class Plan:
     report
         As `communication` gives it.
     layout
-        Where the arguments would lie; printing it draws them.
+        Where the arguments would lie, those that the program uses; printing it draws them.
     accelerator
         The kind of device that it is held against, if one was named.
     rule
@@ -121,28 +123,35 @@ def plan(
     ------
     ImportError
         If the extra ``plan`` is missing.
+    TypeError, ValueError
+        If ``build`` returns no function and arrays or shapes on its mesh; if a name is not known.
     RuntimeError
         If the compiler fails, or programs of different meshes are too different to extrapolate.
     """
     device = accelerators.accelerator(accelerator) if accelerator is not None else None
     mesh = make_abstract_mesh(chains=chains, data=data, model=model)
     began = time.perf_counter()
-    function, *args = build(mesh)
+    function, args = built(build, mesh)
     if mesh.size <= MOST_DEVICES:
-        report, rule = compile_ahead(function, tuple(args), mesh), None
+        report, rule = compile_ahead(function, args, mesh), None
     else:
+        shapes_of(args, mesh)  # raises on what lies elsewhere, before anything is compiled
         report, rule = extrapolate(build, mesh)
-        arguments = laid_on(report.arguments, shapes_of(tuple(args), mesh), mesh)
-        report = replace(report, arguments=arguments)
+        report = on_whole_mesh(report, args, mesh)
     report = report.with_trips(**trips) if trips else report
     seconds = time.perf_counter() - began
-    return Plan(mesh, report, visualize(_drawn(report, tuple(args), mesh)), device, rule, seconds)
+    return Plan(mesh, report, visualize(_drawn(report, args, mesh)), device, rule, seconds)
 
 
 def _drawn(report: Communication, args: tuple, mesh: AbstractMesh) -> Any:
-    """Return the arguments as shapes that lie where the program takes them."""
-    shapes = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, a.spec or P()))
-        for a in report.arguments
-    ]
-    return jax.tree.unflatten(jax.tree.structure(args), shapes)
+    """Return the arguments that are used, as shapes that lie where the program takes them."""
+    taken = {a.path: a.spec for a in report.arguments}
+
+    def lay(path, leaf):
+        if path_str(path) not in taken:
+            return None
+        spec = taken[path_str(path)]
+        sharding = None if spec is None else NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(lay, args)

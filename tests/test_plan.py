@@ -1,0 +1,635 @@
+"""Programs planned for meshes that are not there, against the same programs on meshes that are.
+
+The MovieLens step has its real shapes: users x 3,706 films, 20 dimensions.
+"""
+
+import functools
+import math
+import re
+import sys
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+from gspmd_mcmc.placement.mesh import make_abstract_mesh
+from gspmd_mcmc.views import ahead, extrapolation
+from gspmd_mcmc.views.accelerators import ACCELERATORS, Accelerator
+from gspmd_mcmc.views.ahead import compile_ahead
+from gspmd_mcmc.views.communication import communication
+from gspmd_mcmc.views.extrapolation import extrapolate, predict_report
+from gspmd_mcmc.views.plan import plan
+from gspmd_mcmc.views.report import BudgetExceeded
+from gspmd_mcmc.views.visualize import LayoutView
+
+S = jax.ShapeDtypeStruct
+F32 = jnp.float32
+ROWS = P("data")
+MESH = make_abstract_mesh(data=8)
+FILMS, DIMENSIONS, MANY_USERS = 3706, 20, 2_500_000
+
+
+def on(mesh, *shape, spec=ROWS, dtype=F32):
+    """An array that is never made, on a mesh."""
+    return S(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def sum_of_squares(x):
+    return jnp.sum(x**2)
+
+
+# Steps of kernels: each builds (function, *arguments) on a real mesh or an abstract one.
+
+
+def flat_prior(params):
+    return tuple(-0.5 * params[name] ** 2 for name in sorted(params))
+
+
+def logistic_likelihood(params, block):
+    return gm.bernoulli_logits(block["x"] @ params["w"] + params["b"], block["y"])
+
+
+def logistic(mesh, spec: Any = ROWS, num_rows=4001):
+    data = {"x": S((num_rows, 16), F32), "y": S((num_rows,), jnp.bool_)}
+    target = gm.Posterior(flat_prior, gm.Plate(logistic_likelihood, gm.place(data, mesh, spec)))
+    return gm.HMC(target, 1e-2, 10), {"w": (16,), "b": ()}
+
+
+def effects_likelihood(params, block):
+    z = (params["effect"] - params["mean"]) * jnp.exp(-params["log_sd"])
+    return gm.poisson_log_rate(params["effect"], block["count"]) - 0.5 * z**2 - params["log_sd"]
+
+
+def effects(mesh, count: Any = S((1001,), jnp.int32)):  # noqa: B008 - immutable
+    data = gm.place({"count": count}, mesh, P("data"))
+    target = gm.Posterior(flat_prior, gm.Plate(effects_likelihood, data, local="effect"))
+    return gm.HMC(target, 1e-2, 10), {"effect": (1001,), "mean": (), "log_sd": ()}
+
+
+def one_chain(model, mesh):
+    kernel, sizes = model(mesh)
+    state = jax.eval_shape(gm.HMC.init, kernel, {name: S(shape, F32) for name, shape in sizes.items()})
+    return gm.HMC.step, kernel, jax.random.key(0), state
+
+
+def four_chains(model, mesh):
+    kernel, sizes = model(mesh)
+    shapes = {name: S((4, *shape), F32) for name, shape in sizes.items()}
+    init = jax.vmap(gm.HMC.init, in_axes=(None, 0), spmd_axis_name="chains")
+    state = jax.eval_shape(init, kernel, gm.place(shapes, mesh, P("chains")))
+    keys = gm.place(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 4)), mesh, P("chains"))
+    return jax.vmap(gm.HMC.step, in_axes=(None, 0, 0), spmd_axis_name="chains"), kernel, keys, state
+
+
+def over_columns(mesh):
+    """Columns of the data, and their coefficients, over a second mesh axis."""
+    kernel, _ = logistic(mesh, {"x": P("data", "model"), "y": P("data")})
+    position = {"w": on(mesh, 16, spec=P("model")), "b": on(mesh, spec=P())}
+
+    def step(kernel, key, position):
+        return kernel.step(key, kernel.init(position))
+
+    return step, kernel, jax.random.key(0), position
+
+
+def ahead_of(build, mesh):
+    function, *args = build(mesh)
+    return compile_ahead(function, tuple(args), mesh)
+
+
+def wire(report):
+    """What a report says of the collectives."""
+    return [
+        (c.kind, c.shape, c.num_bytes, c.operand_bytes, c.axes, c.group_size, c.loops, c.source)
+        for c in report.collectives
+    ]
+
+
+def held(report):
+    """What a report says of the arguments."""
+    return {a.path: (a.shape, a.dtype, a.num_bytes, a.bytes_per_device) for a in report.arguments}
+
+
+# On as many devices as there are.
+
+
+@pytest.mark.parametrize(
+    ("build", "axes"),
+    [
+        (functools.partial(one_chain, logistic), {"data": 8}),
+        (functools.partial(four_chains, effects), {"chains": 2, "data": 4}),
+        (over_columns, {"data": 4, "model": 2}),
+    ],
+)
+def test_a_step_is_planned_as_it_is_compiled_for_devices(build, axes):
+    planned = ahead_of(build, make_abstract_mesh(**axes))
+    function, *args = build(gm.make_mesh(**axes))
+    compiled = communication(function, *args)
+    assert planned.count("all-reduce") >= 2
+    assert wire(planned) == wire(compiled)
+    assert held(planned) == held(compiled)
+    assert planned.argument_bytes == compiled.argument_bytes
+    assert planned.output_bytes == compiled.output_bytes
+    assert (planned.num_devices, planned.mesh) == (8, axes)
+    assert planned.unknown == ()
+
+
+def test_a_plan_holds_what_a_run_holds():
+    """The state of shapes has no layout; the compiler gives it that of real arrays."""
+    kernel, _ = effects(gm.make_mesh(data=8), np.ones(1001, np.int32))
+    state = kernel.init({"effect": jnp.zeros(1001), "mean": jnp.zeros(()), "log_sd": jnp.zeros(())})
+    run = communication(jax.jit(gm.HMC.step), kernel, jax.random.key(0), state)
+    planned = ahead_of(functools.partial(one_chain, effects), MESH)
+    assert held(planned) == held(run)
+    assert wire(planned) == wire(run)
+
+
+def mixed(flag, scale, half, keys, key, other, number, unused, x, *, power):
+    draws = jax.vmap(jax.random.normal)(keys) + jax.random.normal(other)
+    scaled = jnp.where(flag, half * scale, half).sum()
+    out = {"key": jax.random.split(key), "none": None, "draws": draws, "kind": scaled, "one": 1.0}
+    return out, sum_of_squares(x) ** power + number.real
+
+
+def mixed_arguments(mesh):
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 16))
+    return (
+        functools.partial(mixed, power=2),
+        True,
+        2.0,  # takes the dtype of `half`, so that no float32 is made of it
+        on(mesh, 64, 3, dtype=jnp.bfloat16),
+        gm.place(keys, mesh, P("data")),
+        jax.random.key(1),
+        jax.random.key(2, impl="rbg"),
+        np.complex64(1),
+        on(mesh, 1000),
+        S((16,), np.float64),
+    )
+
+
+def test_arguments_of_all_kinds_are_planned_as_they_are_compiled():
+    planned = ahead_of(mixed_arguments, MESH)
+    function, *args = mixed_arguments(gm.make_mesh(data=8))
+    compiled = communication(function, *args)
+    assert held(planned) == held(compiled)
+    assert wire(planned) == wire(compiled)
+    assert planned.output_bytes == compiled.output_bytes
+    assert "[7]" not in held(planned)  # what is not used is not in the program
+    assert held(planned)["[3]"] == ((16,), "key<fry>", 16 * 8, 2 * 8)
+    assert held(planned)["[5]"] == ((), "key<rbg>", 16, 16)
+    assert held(planned)["[2]"][1] == "bfloat16"
+    assert "tests/test_plan.py" in planned.collectives[0].source
+
+
+def test_donation_and_layouts_of_outputs_are_planned():
+    def build(mesh):
+        out = (NamedSharding(mesh, P("data")), NamedSharding(mesh, P()))
+        step = jax.jit(lambda x, y: (x + 1, y * 2), donate_argnums=0, out_shardings=out)
+        return step, on(mesh, 1600), on(mesh, 80)
+
+    planned = ahead_of(build, MESH)
+    assert planned.alias_bytes == 800  # 1600 float32 over 8 devices
+    assert planned.argument_bytes == 800 + 40
+    assert [(c.kind, c.num_bytes) for c in planned.collectives] == [("all-gather", 320)]
+    # An upper bound that counts donated memory once.
+    assert planned.peak_bytes <= 840 + 320 + planned.temporary_bytes + planned.constant_bytes + 100
+
+
+def test_the_mesh_is_there_when_no_argument_lies_on_it():
+    def build(mesh):
+        rows = NamedSharding(mesh, P("data"))
+        return lambda x: sum_of_squares(jax.lax.with_sharding_constraint(2 * x, rows)), S((1600,), F32)
+
+    planned = plan(build, data=8).report
+    assert [(c.kind, c.axes) for c in planned.collectives] == [("all-reduce", ("data",))]
+    assert planned.argument_bytes == 800
+
+
+def test_float64_is_planned_where_it_is_on():
+    with jax.enable_x64(True):
+        planned = ahead_of(lambda m: (sum_of_squares, on(m, 16, dtype=jnp.float64)), MESH)
+    assert planned.argument_bytes == 2 * 8
+    assert [(c.shape, c.num_bytes) for c in planned.collectives] == [("f64[]", 8)]
+
+
+# On many more: MovieLens.
+
+
+def movielens_likelihood(params, watched):
+    logits = gm.inner_products(params["U"], params["V"])
+    return gm.bernoulli_logits(logits, watched).sum(1) - 0.5 * (params["U"] ** 2).sum(1)
+
+
+def movielens(users, mesh):
+    watched = gm.place(S((users, FILMS), jnp.bool_), mesh, P("data"))
+    target = gm.Posterior(flat_prior, gm.Plate(movielens_likelihood, watched, local="U"))
+    kernel = gm.HMC(target, step_size=1e-2, num_integration_steps=10)
+    shapes = {"U": (users, DIMENSIONS), "V": (FILMS, DIMENSIONS), "s": ()}
+    position = {name: S(shape, F32) for name, shape in shapes.items()}
+    state = jax.eval_shape(gm.HMC.init, kernel, position)
+    return jax.jit(gm.HMC.step), kernel, jax.random.key(0), state
+
+
+@functools.cache
+def movielens_on(users, num_devices):
+    return ahead_of(functools.partial(movielens, users), make_abstract_mesh(data=num_devices))
+
+
+def argument_bytes_of(users, num_devices, num_tiles):
+    """What a device holds: its rows of the cells and of U, and V, whole."""
+    rows = math.ceil(users / num_devices)
+    cells, u, v = rows * FILMS, 4 * rows * DIMENSIONS, 4 * FILMS * DIMENSIONS
+    scalars = 4 * 6 + 8  # step size, leapfrogs, s, its gradient and prior, log density; the key
+    # U and V in the position and in the gradient, V's prior, and a two-float sum of each tile.
+    return cells + 2 * (u + v) + v + scalars + 8 * num_tiles
+
+
+# Tiles of at most 256 MB, a cell counted as 2.5 float32.
+TILES = {64: 6, 512: 1, 1024: 1, 2048: 1}
+
+
+@pytest.mark.parametrize(
+    ("users", "num"), [(MANY_USERS, 64), (MANY_USERS, 512), (MANY_USERS, 2048), (6040, 2048)]
+)
+def test_movielens_sends_one_gradient_a_leapfrog_on_any_number_of_devices(users, num):
+    report = movielens_on(users, num)
+    assert report.num_devices == num
+    assert report.runs("all-reduce", "leapfrog") == 1
+    assert report.sent_bytes("leapfrog") == 4 * FILMS * DIMENSIONS
+    report.check(within="leapfrog", all_reduce=1, collectives=1)
+    report.check(all_gather=0, all_to_all=0, collective_permute=0, constant_bytes=1e4, whole_bytes=1e6)
+    assert [c.num_bytes for c in report.collectives if not c.loops] == [16]  # the energy's sums
+    assert {c.group_size for c in report.collectives} == {num}
+    tiles = 1 if users == 6040 else TILES[num]
+    assert report.argument_bytes == argument_bytes_of(users, num, tiles)
+    assert report.temporary_bytes < 1.2 * 2**28  # a tile
+
+
+def test_movielens_names_the_lines_and_not_those_of_the_process_that_compiled_it():
+    report = movielens_on(MANY_USERS, 2048)
+    gradient = next(c for c in report.collectives if c.loops)
+    assert gradient.library_source.startswith("gspmd_mcmc/")
+    assert "kernels/integrators.py" in gradient.loops[0].source
+    files = {frame.file for c in report.collectives for frame in c.stack}
+    assert files
+    assert not any("ahead" in file for file in files)
+
+
+# Above 2,048 devices: the rule.
+
+
+@pytest.fixture
+def movielens_plan(monkeypatch):
+    """The step on 8,192 devices; the three programs that it needs are compiled once for all tests."""
+
+    def cached(function, args, mesh):
+        return movielens_on(MANY_USERS, mesh.size)
+
+    monkeypatch.setattr(extrapolation, "compile_ahead", cached)
+    build = functools.partial(movielens, MANY_USERS)
+    return plan(build, data=8192, accelerator="TPU v5e", trips={"leapfrog": 10})
+
+
+def test_movielens_is_planned_on_8192_devices(movielens_plan):
+    report = movielens_plan.report
+    assert (report.num_devices, report.mesh) == (8192, {"data": 8192})
+    assert report.runs("all-reduce", "leapfrog") == 1
+    assert report.runs("all-reduce") == 11
+    assert report.sent_bytes("leapfrog") == 4 * FILMS * DIMENSIONS
+    assert {c.group_size for c in report.collectives} == {8192}
+    assert report.argument_bytes == argument_bytes_of(MANY_USERS, 8192, 1)
+    assert report.argument_bytes == sum(a.bytes_per_device for a in report.arguments)
+    assert movielens_plan.rule.compiled == (512, 1024, 2048)
+    assert movielens_plan.fits
+
+
+def test_the_rule_predicts_2048_devices_from_64_and_512():
+    """Collectives exactly, arguments but for pad. A tile of 64 devices is full, so that one is off."""
+    small, large, true = (movielens_on(MANY_USERS, n) for n in (64, 512, 2048))
+    predicted = predict_report(small, large, 64, 512, "data", 2048)
+    assert wire(predicted) == wire(true)
+    assert predicted.argument_bytes == pytest.approx(true.argument_bytes, rel=2e-4)
+    assert predicted.output_bytes == pytest.approx(true.output_bytes, rel=2e-4)
+    assert predicted.temporary_bytes > 2 * true.temporary_bytes
+
+
+def test_the_rule_predicts_2048_devices_from_512_and_1024():
+    small, large, true = (movielens_on(MANY_USERS, n) for n in (512, 1024, 2048))
+    predicted = predict_report(small, large, 512, 1024, "data", 2048)
+    assert wire(predicted) == wire(true)
+    for name in ("argument_bytes", "output_bytes", "temporary_bytes", "peak_bytes"):
+        assert getattr(predicted, name) == pytest.approx(getattr(true, name), rel=1e-3), name
+
+
+@pytest.mark.parametrize("sizes", [(64, 512, 2048), (512, 1024, 2048)])
+def test_the_rule_says_how_far_it_is_off(sizes):
+    reports = [movielens_on(MANY_USERS, n) for n in sizes]
+    _, rule = extrapolation._rule_applied(reports, "data", sizes, make_abstract_mesh(data=8192))
+    off = []
+    for name in ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes"):
+        first, second, last = (getattr(report, name) for report in reports)
+        a, b = np.linalg.solve([[1, 1 / sizes[0]], [1, 1 / sizes[1]]], [first, second])
+        off.append(abs(a + b / sizes[2] - last) / reports[2].peak_bytes)
+    assert rule.error == pytest.approx(max(off), abs=1 / reports[2].peak_bytes)
+    assert (rule.error > 1) == (sizes[0] == 64)
+    assert f"off by at most {rule.error:.2%} on the last" in str(rule)
+
+
+@pytest.fixture
+def on_real_devices(monkeypatch):
+    """Set the limit at 8 devices, and compile for 2, 4 and 8 here."""
+
+    def compiled(function, args, mesh):
+        return communication(
+            function, *jax.tree.map(lambda x: on(real(mesh), *x.shape, spec=x.sharding.spec), args)
+        )
+
+    monkeypatch.setattr(extrapolation, "MOST_DEVICES", 8)
+    monkeypatch.setattr(sys.modules[plan.__module__], "MOST_DEVICES", 8)
+    monkeypatch.setattr(extrapolation, "compile_ahead", compiled)
+
+
+def real(mesh):
+    return gm.make_mesh(data=mesh.size, devices=jax.devices()[: mesh.size])
+
+
+def descent(mesh):
+    """Three steps down a gradient, the rows over the mesh."""
+
+    def run(x, w):
+        with jax.named_scope("descent"):
+            return jax.lax.fori_loop(
+                0, 3, lambda i, w: w - jax.grad(lambda w: sum_of_squares(x @ w))(w), w
+            )
+
+    return run, on(mesh, 3200, 50), on(mesh, 50, spec=P())
+
+
+def test_an_extrapolated_plan_is_what_would_be_compiled(on_real_devices):
+    true = ahead_of(descent, make_abstract_mesh(data=32))
+    planned = plan(descent, data=32)
+    assert planned.rule is not None
+    assert (planned.rule.axis, planned.rule.compiled) == ("data", (2, 4, 8))
+    assert wire(planned.report) == wire(true)
+    assert planned.report.runs("all-reduce") == 3
+    assert held(planned.report) == held(true)
+    assert planned.report.argument_bytes == true.argument_bytes == 4 * 50 * (100 + 1)
+    assert planned.report.peak_bytes == pytest.approx(true.peak_bytes, rel=0.02)
+    assert "extrapolated: compiled for data = 2, 4, 8" in str(planned)
+
+
+def test_what_grows_with_the_mesh_is_off_and_the_rule_says_so(on_real_devices):
+    """Every device contributes a row of 80 bytes, which all devices gather."""
+
+    def build(mesh):
+        gathered = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(real(mesh), P()))
+        return gathered, on(mesh, mesh.size, 20)
+
+    report, rule = extrapolate(build, make_abstract_mesh(data=32))
+    sent = report.collectives[0]
+    assert (sent.kind, sent.operand_bytes, sent.group_size) == ("all-gather", 80, 32)
+    assert (sent.shape, sent.operand_shape) == (f"{sent.num_bytes} bytes", "f32[1,20]")
+    assert sent.num_bytes < 32 * 80
+    assert rule.error > 0.2
+
+
+def test_trips_that_depend_on_the_mesh_are_not_known_on_another(on_real_devices):
+    def build(mesh):
+        def turns(x):
+            with jax.named_scope("turns"):
+                return jax.lax.fori_loop(0, mesh.size, lambda i, a: jnp.sin(a) + a.sum(), x)
+
+        return turns, on(mesh, 64)
+
+    report, _ = extrapolate(build, make_abstract_mesh(data=32))
+    assert [(loop.name, loop.trips) for loop in report.loops] == [("turns", None)]
+    assert report.with_trips(turns=32).runs("all-reduce") == 32
+
+
+def test_a_program_that_changes_with_the_mesh_is_not_extrapolated(on_real_devices):
+    def build(mesh):
+        spec = P() if mesh.size > 4 else P("data")
+        return sum_of_squares, on(mesh, 64, spec=spec)
+
+    message = (
+        "cannot be extrapolated: 1 x all-reduce over data only with data=2. Plan a mesh of at most 8"
+    )
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        extrapolate(build, make_abstract_mesh(data=32))
+
+
+def test_a_mesh_with_two_long_axes_is_refused():
+    with pytest.raises(RuntimeError, match="leaves 2 along 'chains'; make them smaller"):
+        plan(lambda m: (sum_of_squares, on(m, 1024)), chains=1024, data=1024)
+
+
+# Against an accelerator.
+
+
+def test_a_plan_says_whether_it_fits(movielens_plan):
+    peak = movielens_plan.report.peak_bytes
+    assert f"fits: at most {peak / 1e6:.1f} MB of the 17.2 GB of a TPU v5e" in str(movielens_plan)
+    exact = replace(movielens_plan, accelerator=Accelerator("toy", peak))
+    assert exact.fits
+    assert "fits: " in str(exact) and "of a toy (100.0%)" in str(exact)
+    small = replace(movielens_plan, accelerator=Accelerator("toy", peak - 1))
+    assert not small.fits
+    assert "DOES NOT FIT: " in str(small)
+    none = replace(movielens_plan, accelerator=None)
+    assert none.fits is None
+    assert "on each of 8,192 devices" in str(none)
+
+
+def test_an_accelerator_that_is_not_known_is_refused_before_anything_is_built():
+    with pytest.raises(ValueError, match=r"no accelerator 'v5e'; there are .*TPU v5e.*Accelerator\("):
+        plan(lambda mesh: pytest.fail("built"), data=8, accelerator="v5e")
+
+
+def test_every_accelerator_has_its_source():
+    for name, device in ACCELERATORS.items():
+        assert (device.name, device.source[:8]) == (name, "https://")
+        assert 8e9 <= device.memory_bytes <= 200e9
+
+
+def test_a_plan_is_drawn_in_100_columns(movielens_plan):
+    lines = str(movielens_plan).splitlines()
+    assert max(map(len, lines)) <= 100
+    for part in ("P(data=8192)", "all-reduce f32[3706,20]", "temporaries", "extrapolated"):
+        assert any(part in line for line in lines), part
+    assert isinstance(movielens_plan.layout, LayoutView)
+    watched = movielens_plan.layout["[0].target.plates[0].data"].leaves[0]
+    assert watched.shape == (math.ceil(MANY_USERS / 8192) * 8192, FILMS)
+
+
+# Data that are whole on every device.
+
+CELLS = np.random.default_rng(0).normal(size=(5000, 100)).astype(np.float32)
+
+
+def test_data_that_no_spec_lays_out_are_named():
+    def build(mesh):
+        data = {"cells": S((50_000, 16), F32), "seen": S((50_000,), F32)}
+        placed = gm.place(data, mesh, {"cells": P(), "seen": P("data")})
+        return lambda data, w: sum_of_squares(data["cells"] @ w), placed, on(mesh, 16, spec=P())
+
+    planned = plan(build, data=8)
+    assert planned.report.whole == ("argument [0]['cells'] float32[50000, 16], 3.2 MB",)
+    assert "whole on each of 8 devices:\n  argument [0]['cells']" in str(planned)
+    with pytest.raises(BudgetExceeded, match=re.escape("argument [0]['cells']")):
+        planned.report.check(whole_bytes=1e6)
+
+
+def test_data_that_a_function_closes_over_are_named():
+    report = ahead_of(lambda m: (lambda w: jnp.sum((CELLS @ w) ** 2), on(m, 100, spec=P())), MESH)
+    assert len(report.whole) == 1
+    assert report.whole[0].startswith("constant f32[5000,100], 2 MB: CELLS, a global that")
+    with pytest.raises(BudgetExceeded, match="CELLS, a global that"):
+        report.check(whole_bytes=1e6)
+
+
+# What goes wrong.
+
+
+def refuse(build, **axes):
+    return plan(build, **(axes or {"data": 8}))
+
+
+def on_a_real_mesh(mesh):
+    there = gm.make_mesh(data=8)
+    return sum_of_squares, {"x": gm.place(np.ones(16, np.float32), there, P("data"))}
+
+
+def static(x, n):
+    return x.sum() * len(range(n))
+
+
+X = on(MESH, 16)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (X, TypeError, "build: expected a function of a mesh, got ShapeDtypeStruct"),
+        (lambda m: sum_of_squares, TypeError, "(function, *arguments), got a function"),
+        (lambda m: (X, sum_of_squares), TypeError, "got a tuple of ShapeDtypeStruct, function"),
+        (lambda m: (), TypeError, "got a tuple of nothing"),
+        (on_a_real_mesh, ValueError, "argument [0]['x'] lies on Mesh('data': 8, axis_types=(Auto,))"),
+        (
+            lambda m: (sum_of_squares, on(make_abstract_mesh(data=4), 16)),
+            ValueError,
+            "argument [0] lies on AbstractMesh('data': 4, axis_types=(Auto,)), not on the mesh that",
+        ),
+        (
+            lambda m: (sum_of_squares, on(m, 10)),
+            ValueError,
+            "argument [0] of shape (10,) does not cut into equal parts under P",
+        ),
+        (lambda m: (static, X, "three"), TypeError, "argument [1]: expected an array, a ShapeDtype"),
+        (lambda m: (static, X, static), TypeError, "got a function. Bind what is static"),
+        (
+            lambda m: (jax.jit(static, static_argnums=1), X, 3),
+            ValueError,
+            "takes some of its arguments as static. Bind what is static before: functools.partial",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(build, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        plan(build, data=8)
+
+
+def closes_over_a_shape(mesh):
+    data = on(mesh, 16, 3)
+    return lambda w: jnp.sum(data @ w), on(mesh, 3, spec=P())
+
+
+def computes_with_shapes(mesh):
+    kernel, position = effects(mesh)
+    return (
+        gm.HMC.step,
+        kernel,
+        jax.random.key(0),
+        kernel.init({n: S(s, F32) for n, s in position.items()}),
+    )
+
+
+def keeps_its_own_devices(mesh):
+    there = NamedSharding(gm.make_mesh(data=4, devices=jax.devices()[:4]), P("data"))
+    return lambda x: jax.lax.with_sharding_constraint(x, there), on(mesh, 16)
+
+
+def prints(mesh):
+    def loss(x):
+        jax.debug.print("{}", x)
+        return sum_of_squares(x)
+
+    return loss, on(mesh, 16)
+
+
+@pytest.mark.parametrize(
+    ("build", "hint"),
+    [
+        (closes_over_a_shape, "What the function reads is an argument"),
+        (computes_with_shapes, "jax.eval_shape(gspmd_mcmc.HMC.init, kernel, position)"),
+        (keeps_its_own_devices, "Make shardings from that mesh"),
+        (prints, "The function calls back to Python"),
+    ],
+)
+def test_to_errors_of_jax_it_is_added_what_to_do(build, hint):
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
+        plan(build, data=8)
+    assert any(hint in note for note in error.value.__notes__)
+
+
+@pytest.mark.parametrize("where", ["build", "function", "jitted"])
+def test_an_error_of_the_caller_passes_through(where):
+    error = ValueError("my own")
+
+    def fail(*args):
+        raise error
+
+    wrong = {"build": fail, "function": lambda m: (fail, X), "jitted": lambda m: (jax.jit(fail), X)}
+    with pytest.raises(ValueError, match="my own") as raised:
+        plan(wrong[where], data=8)
+    assert raised.value is error
+    assert not any("shape" in note for note in getattr(error, "__notes__", []))
+
+
+def test_more_devices_than_can_be_compiled_for_are_refused():
+    mesh = make_abstract_mesh(data=4096)
+    with pytest.raises(ValueError, match="a mesh of 4096 devices; at most 2048"):
+        compile_ahead(sum_of_squares, (on(mesh, 4096),), mesh)
+
+
+def test_an_argument_elsewhere_is_found_before_smaller_meshes_are_compiled_for(monkeypatch):
+    monkeypatch.setattr(extrapolation, "compile_ahead", lambda *args: pytest.fail("compiled"))
+    with pytest.raises(ValueError, match=re.escape("argument [0] lies on AbstractMesh('data': 8")):
+        plan(lambda mesh: (sum_of_squares, X), data=4096)
+
+
+def test_a_loop_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="no loop 'leapfrogs'"):
+        movielens_on(MANY_USERS, 512).with_trips(leapfrogs=3)
+
+
+def test_what_the_other_process_says_is_in_the_error(monkeypatch):
+    broken = ahead._environment() | {"JAX_PLATFORMS": "abacus"}
+    monkeypatch.setattr(ahead, "_environment", lambda: broken)
+    with pytest.raises(
+        RuntimeError, match=r"(?s)compiling for 8 devices failed, exit status 1:.*abacus"
+    ):
+        plan(lambda mesh: (sum_of_squares, X), data=8)
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    for name in [name for name in sys.modules if name.endswith("export.serialization")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=re.escape("pip install 'gspmd_mcmc[plan]'")):
+        plan(lambda mesh: (sum_of_squares, X), data=8)
