@@ -245,7 +245,9 @@ def _metric(target: Any, inverse_mass_matrix: PyTree | None) -> PyTree | None:
         return None
     metric = local.lay_out(target, inverse_mass_matrix, "HMC: inverse_mass_matrix")
     for path, leaf in jax.tree_util.tree_leaves_with_path(metric):
-        if not is_traced(leaf) and not jnp.all(leaf > 0):
+        if is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            continue
+        if not jnp.all(leaf > 0):
             raise ValueError(
                 f"HMC: inverse_mass_matrix {tree.path_str(path)}: expected positive variances"
             )

@@ -1,6 +1,7 @@
 """Rows that a mesh axis does not divide: padded with copies of a real row, and said so."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,6 +42,14 @@ class Padded:
         if not hasattr(v, "shape"):
             return f"Padded({v!r})"
         return f"Padded({v.dtype}{list(v.shape)}: {self.num_rows} rows + {self.num_pad} pad)"
+
+
+def real_rows(padded: Padded) -> Any:
+    """Return the real rows as an array, still on the devices; as a shape if the values are one."""
+    values = padded.values
+    if isinstance(values, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((padded.num_rows, *values.shape[1:]), values.dtype)
+    return values[: padded.num_rows]
 
 
 def is_padded(node) -> bool:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.mesh import require_auto
-from gspmd_mcmc.placement.padding import Padded, is_padded, padded_rows
+from gspmd_mcmc.placement.padding import Padded, is_padded, padded_rows, real_rows
 from gspmd_mcmc.tree import PyTree, path_str
 
 
@@ -96,7 +96,7 @@ def _is_spec(node: Any) -> bool:
 
 def _place_leaf(name: str, leaf: Any, mesh: Mesh | AbstractMesh, spec: P) -> Any:
     if isinstance(leaf, Padded):
-        leaf = _real_rows(leaf)
+        leaf = real_rows(leaf)
     is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
     array = leaf if is_array else np.asarray(leaf)
     _check_numbers(name, leaf, array)
@@ -113,13 +113,6 @@ def _place_leaf(name: str, leaf: Any, mesh: Mesh | AbstractMesh, spec: P) -> Any
     else:
         values = _put_host_array(name, array, shape, sharding)
     return Padded(values, array.shape[0]) if padded else values
-
-
-def _real_rows(padded: Padded) -> Any:
-    values = padded.values
-    if isinstance(values, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((padded.num_rows, *values.shape[1:]), values.dtype)
-    return values[: padded.num_rows]
 
 
 def _check_numbers(name: str, leaf: Any, array: Any) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, Partial
 
-from gspmd_mcmc.placement.padding import Padded, is_padded
+from gspmd_mcmc.placement.padding import Padded, is_padded, real_rows
 from gspmd_mcmc.targets.bijections import constrain
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
@@ -234,11 +234,14 @@ def _values(leaf: Any) -> Any:
 
 
 def _whole(leaf: Any) -> Any:
-    return leaf.values[: leaf.num_rows] if isinstance(leaf, Padded) else leaf
+    return real_rows(leaf) if isinstance(leaf, Padded) else leaf
 
 
-def _first_row(leaf: Any) -> jax.Array:
-    return jnp.asarray(np.asarray(_values(leaf)[:1]))
+def _first_row(leaf: Any) -> Any:
+    values = _values(leaf)
+    if isinstance(values, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((1, *values.shape[1:]), values.dtype)
+    return jnp.asarray(np.asarray(values[:1]))
 
 
 def _named(function: Callable, name: str) -> Callable:

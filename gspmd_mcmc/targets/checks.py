@@ -19,8 +19,21 @@ class NonFiniteStart(ValueError):
 
 def admit(target: PyTree, position: PyTree) -> PyTree:
     """Return a position as the kernels hold it: checked, arrays, local leaves padded and laid out."""
+    _refuse_shapes(target, position)
     check_position(target, position)
     return lay_out(target, position)
+
+
+def _refuse_shapes(target: PyTree, position: PyTree) -> None:
+    """Raise where there are shapes in the place of arrays: of those only shapes can follow."""
+    for what, of in (("the target's data", target), ("position", position)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(of):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"{what} {path_str(path)}: expected an array, got the shape {leaf.dtype}"
+                    f"{list(leaf.shape)}. For the shapes of a state, to plan with, call "
+                    "jax.eval_shape(gspmd_mcmc.HMC.init, kernel, position)"
+                )
 
 
 def check_position(target: PyTree, position: PyTree) -> None:

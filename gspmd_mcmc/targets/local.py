@@ -156,13 +156,17 @@ def lay_out(target: Any, position: PyTree, what: str = "position") -> PyTree:
     found = rows_of(target, position)
     paths, treedef = jax.tree_util.tree_flatten_with_path(position, is_leaf=is_padded)
     laid = [
-        jnp.asarray(leaf) if rows is None else _lay_out_leaf(f"{what} {path_str(path)}", leaf, rows)
+        _as_array(leaf) if rows is None else _lay_out_leaf(f"{what} {path_str(path)}", leaf, rows)
         for (path, leaf), rows in zip(paths, found, strict=True)
     ]
     return jax.tree.unflatten(treedef, laid)
 
 
-def _lay_out_leaf(name: str, leaf: Any, rows: Rows) -> jax.Array:
+def _as_array(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
+
+
+def _lay_out_leaf(name: str, leaf: Any, rows: Rows) -> Any:
     array = leaf.values if isinstance(leaf, Padded) else leaf
     num_real = leaf.num_rows if isinstance(leaf, Padded) else np.shape(array)[:1]
     sizes = (rows.num_rows,) if isinstance(leaf, Padded) else ((rows.num_rows,), (rows.num_padded,))
@@ -171,6 +175,8 @@ def _lay_out_leaf(name: str, leaf: Any, rows: Rows) -> jax.Array:
             f"{name} is local to a plate of {rows}: expected a leading axis of {rows.num_rows}, got "
             f"{leaf if isinstance(leaf, Padded) else f'shape {np.shape(array)}'}"
         )
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return rows.lay_shape(array)
     missing = rows.num_padded - np.shape(array)[0]
     if missing:
         array = jnp.asarray(array)

@@ -29,6 +29,7 @@ from gspmd_mcmc.targets.posterior import Posterior
 
 CHECK_POINTS = 10
 CHECK_TOLERANCE = 1e-3
+_PLACED = (jax.Array, jax.ShapeDtypeStruct)
 
 
 def from_numpyro(
@@ -75,6 +76,8 @@ def from_numpyro(
     sharded = _sharded_plates(sites, plates or {}, bound.arrays)
     blocks, target = _streamed(bound, sites, sharded)
     target = _with_derived(bound, blocks, target, sites)
+    if bound.has_shapes:  # of a mesh that is not there: nothing to check with
+        return target
     _check_support(bound, blocks, target)
     if check:
         _check_against_numpyro(bound, blocks, target)
@@ -106,12 +109,17 @@ class _Bound:
         leaves = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
         # A NumPy scalar may be the size of a plate: like a Python number, it is none of the arrays.
         arrays = {
-            k: x if is_padded(x) or isinstance(x, jax.Array) else jnp.asarray(x)
+            k: x if is_padded(x) or isinstance(x, _PLACED) else jnp.asarray(x)
             for k, x in leaves.items()
             if is_padded(x) or (hasattr(x, "dtype") and not isinstance(x, np.generic))
         }
         constants = {k: x for k, x in leaves.items() if k not in arrays}
         return cls(model, signature, treedef, tuple(leaves), constants, arrays)
+
+    @property
+    def has_shapes(self) -> bool:
+        """Whether some of the arrays are shapes alone."""
+        return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.arrays))
 
     def call(self, arrays: dict[str, Any], substitute: Callable) -> dict[str, dict]:
         """Run the model with other arrays under a substitution; return its trace."""

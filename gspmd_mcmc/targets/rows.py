@@ -83,6 +83,14 @@ class Rows:
         rest = placed.spec[1:] if placed is not None and placed.mesh == self.mesh else ()
         return jax.device_put(array, NamedSharding(self.mesh, P(self.axes, *rest)))
 
+    def lay_shape(self, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Return a shape with all rows, padded, where they lie: `lay` of an array that is not there."""
+        shape = (self.num_padded, *like.shape[1:])
+        if self.mesh is None:
+            return jax.ShapeDtypeStruct(shape, like.dtype)
+        sharding = NamedSharding(self.mesh, P(self.axes, *_rest_of_spec(like)))
+        return jax.ShapeDtypeStruct(shape, like.dtype, sharding=sharding)
+
     def is_real(self, ndim: int) -> jax.Array:
         """Tell real rows from pad, shape [rows, 1, ...] of ``ndim`` axes."""
         is_real = jnp.arange(self.num_padded) < self.num_rows

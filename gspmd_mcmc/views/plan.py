@@ -14,6 +14,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
+from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.tree import path_str
 from gspmd_mcmc.views import accelerators
 from gspmd_mcmc.views.accelerators import Accelerator
@@ -154,4 +155,9 @@ def _drawn(report: Communication, args: tuple, mesh: AbstractMesh) -> Any:
         sharding = None if spec is None else NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding)
 
-    return jax.tree_util.tree_map_with_path(lay, args)
+    laid = jax.tree_util.tree_map_with_path(lay, args)
+
+    def is_unused(node) -> bool:
+        return is_padded(node) and node.values is None
+
+    return jax.tree.map(lambda node: None if is_unused(node) else node, laid, is_leaf=is_unused)
