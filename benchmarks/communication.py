@@ -98,15 +98,16 @@ def _show(console: Console, records: list[dict], devices: int) -> None:
 
 
 def _cells(record: dict) -> list[str]:
-    from gspmd_mcmc.views.units import size
+    from gspmd_mcmc.views.units import bytes_text
 
     if "error" in record:
         return [f"FAILED: {record['error'].splitlines()[-1]}"]
     counts = record["collectives_per_leapfrog"]
     sent = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "nothing"
     fields = ("argument_bytes", "temporary_bytes", "largest_constant_bytes")
-    held = [size(record[name]) for name in fields]
-    return [f"{sent}, {size(record['bytes_per_leapfrog'])}", *held, "\n".join(record["whole"]) or "-"]
+    held = [bytes_text(record[name]) for name in fields]
+    sent = f"{sent}, {bytes_text(record['bytes_per_leapfrog'])}"
+    return [sent, *held, "\n".join(record["whole"]) or "-"]
 
 
 if __name__ == "__main__":

@@ -28,10 +28,10 @@ from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.sharded import Sharded
 from gspmd_mcmc.views import cost, plots
-from gspmd_mcmc.views.accelerators import Accelerator
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.plan import plan
-from gspmd_mcmc.views.report import BudgetExceeded
+from gspmd_mcmc.views.program.accelerators import Accelerator
+from gspmd_mcmc.views.program.report import BudgetExceeded
 from gspmd_mcmc.views.visualize import LayoutView, visualize
 
 __version__ = "0.1.0"

@@ -24,3 +24,10 @@ def run_quick_demo():
         return subprocess.run(command, capture_output=True, text=True, env=strict, timeout=300)
 
     return run
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_compiled_programs():
+    """Forget the programs of a module: a process that holds thousands runs out of memory maps."""
+    yield
+    jax.clear_caches()

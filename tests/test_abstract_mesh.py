@@ -254,3 +254,54 @@ def test_rows_and_shared_latents_on_one_axis_are_refused_as_on_a_real_mesh():
             kernel.init(position | {"mean": shared})
         messages.append(str(error.value))
     assert messages[0] == messages[1]
+
+
+def counts_model(count):
+    numpyro = pytest.importorskip("numpyro")
+    dist = numpyro.distributions
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    sd = numpyro.sample("sd", dist.HalfNormal(1))
+    with numpyro.plate("patients", len(count)):
+        effect = numpyro.sample("effect", dist.Normal(mean, sd))
+        numpyro.deterministic("rate", jnp.exp(effect))
+        numpyro.sample("count", dist.Poisson(jnp.exp(effect)), obs=count)
+
+
+def test_a_numpyro_model_is_built_of_shapes_as_of_arrays():
+    """1,001 rows on 8 devices: the same shapes of target, state and metric as with real counts."""
+    plates = {"patients": "data"}
+    real_mesh = gm.make_mesh(data=8)
+    counts = gm.place(np.ones(1001, np.int32), real_mesh, P("data"))
+    real = gm.from_numpyro(counts_model, counts, plates=plates)
+    shapes = gm.place(
+        jax.ShapeDtypeStruct((1001,), jnp.int32), gm.make_abstract_mesh(data=8), P("data")
+    )
+    planned = gm.from_numpyro(counts_model, shapes, plates=plates)
+    assert str(planned) == str(real)
+
+    metric = jax.eval_shape(type(planned).origin, planned)
+    abstract_kernel = gm.HMC(planned, 0.1, 5, inverse_mass_matrix=metric)
+    state = jax.eval_shape(gm.HMC.init, abstract_kernel, metric)
+    ones = jax.tree.map(jnp.ones_like, real.origin())
+    kernel = gm.HMC(real, 0.1, 5, inverse_mass_matrix=ones)
+    expected = kernel.init(ones)
+    for part in ("position", "log_density_grad"):
+        shapes_of = [jax.tree.map(np.shape, getattr(s, part)) for s in (state, expected)]
+        assert shapes_of[0] == shapes_of[1]
+    laid, real_laid = abstract_kernel.inverse_mass_matrix, kernel.inverse_mass_matrix
+    assert laid is not None and real_laid is not None
+    assert laid["effect"].shape == real_laid["effect"].shape == (1008,)
+    assert laid["effect"].sharding.spec == real_laid["effect"].sharding.spec
+
+
+def test_an_eager_start_of_shapes_says_what_to_call():
+    mesh = gm.make_abstract_mesh(data=8)
+    plate = gm.Plate(
+        lambda params, x: x * params,
+        gm.place(jax.ShapeDtypeStruct((16,), jnp.float32), mesh, P("data")),
+    )
+    kernel = gm.HMC(gm.Posterior(lambda params: -(params**2), plate), 0.1, 2)
+    with pytest.raises(
+        TypeError, match=r"the target's data .*float32\[16\].*jax.eval_shape\(gspmd_mcmc.HMC.init"
+    ):
+        kernel.init(jnp.zeros(()))

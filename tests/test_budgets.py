@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views.hlo import KINDS
-from gspmd_mcmc.views.report import Argument
+from gspmd_mcmc.views.program.hlo import KINDS
+from gspmd_mcmc.views.program.parts import Argument
 
 MESH = gm.make_mesh()
 BODY = computation(

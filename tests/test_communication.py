@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.views.communication import communication
-from gspmd_mcmc.views.hlo import KINDS
+from gspmd_mcmc.views.program.hlo import KINDS
 
 HERE = "tests/test_communication.py"
 

@@ -12,7 +12,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.views.communication import communication
-from gspmd_mcmc.views.device_groups import axes_of_groups, axes_of_pairs, read_groups, read_pairs
+from gspmd_mcmc.views.program.device_groups import (
+    axes_of_groups,
+    axes_of_pairs,
+    read_groups,
+    read_pairs,
+)
 
 MESHES = [{"a": 8}, {"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}]
 NAMES = ["-".join(map(str, mesh.values())) for mesh in MESHES]

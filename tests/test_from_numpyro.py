@@ -35,7 +35,7 @@ from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets import numpyro as of_numpyro
 from gspmd_mcmc.targets.local import cut, lay_out
 from gspmd_mcmc.views.communication import communication
-from gspmd_mcmc.views.hlo import KINDS
+from gspmd_mcmc.views.program.hlo import KINDS
 
 KEY = jax.random.key(0)
 ROWS = P("data")

@@ -6,8 +6,8 @@ import pytest
 from hlo_texts import ADD, GROUPS, MESH, read, text_of
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views.communication import read_report
-from gspmd_mcmc.views.hlo_shapes import num_bytes_of, parts_of, shapes_of
+from gspmd_mcmc.views.program.hlo_shapes import num_bytes_of, parts_of, shapes_of
+from gspmd_mcmc.views.program.reading import read_report
 
 
 def seen(report):

@@ -19,7 +19,7 @@ from gspmd_mcmc.sampling.layout import read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.views.communication import communication
-from gspmd_mcmc.views.hlo import KINDS
+from gspmd_mcmc.views.program.hlo import KINDS
 
 USERS, MOVIES, WIDTH, CHAINS = 61, 12, 3, 4
 KEY = jax.random.key(0)

@@ -19,13 +19,13 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
-from gspmd_mcmc.views import ahead, extrapolation
-from gspmd_mcmc.views.accelerators import ACCELERATORS, Accelerator
-from gspmd_mcmc.views.ahead import compile_ahead
 from gspmd_mcmc.views.communication import communication
-from gspmd_mcmc.views.extrapolation import extrapolate, predict_report
 from gspmd_mcmc.views.plan import plan
-from gspmd_mcmc.views.report import BudgetExceeded
+from gspmd_mcmc.views.program import ahead, extrapolation
+from gspmd_mcmc.views.program.accelerators import ACCELERATORS, Accelerator
+from gspmd_mcmc.views.program.ahead import compile_ahead
+from gspmd_mcmc.views.program.extrapolation import extrapolate, predict_report
+from gspmd_mcmc.views.program.report import BudgetExceeded
 from gspmd_mcmc.views.visualize import LayoutView
 
 S = jax.ShapeDtypeStruct
@@ -584,7 +584,8 @@ def prints(mesh):
 def test_to_errors_of_jax_it_is_added_what_to_do(build, hint):
     with pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
         plan(build, data=8)
-    assert any(hint in note for note in error.value.__notes__)
+    said = [str(error.value), *getattr(error.value, "__notes__", [])]
+    assert any(hint in text for text in said)
 
 
 @pytest.mark.parametrize("where", ["build", "function", "jitted"])

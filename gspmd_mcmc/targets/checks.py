@@ -19,8 +19,8 @@ class NonFiniteStart(ValueError):
 
 def admit(target: PyTree, position: PyTree) -> PyTree:
     """Return a position as the kernels hold it: checked, arrays, local leaves padded and laid out."""
-    _refuse_shapes(target, position)
     check_position(target, position)
+    _refuse_shapes(target, position)
     return lay_out(target, position)
 
 

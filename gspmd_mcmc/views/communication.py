@@ -5,26 +5,17 @@ constants; and the compiler is asked for the memory. Nothing is run.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.stages import Compiled, Lowered
 
 from gspmd_mcmc.tree import path_str
-from gspmd_mcmc.views import device_groups, hlo
-from gspmd_mcmc.views.closures import closed_over
-from gspmd_mcmc.views.hlo import Frame, Operation, Program
-from gspmd_mcmc.views.hlo_shapes import hlo_dtype, num_bytes_of, shapes_of
-from gspmd_mcmc.views.report import Argument, Collective, Communication, Constant
-
-MOST_CONSTANTS = 20
-NAMED_BYTES = 1000  # smaller constants are given no origin
-_VIEWS = __file__.rsplit("/", 1)[0] + "/"
+from gspmd_mcmc.views.program.parts import Argument
+from gspmd_mcmc.views.program.reading import argument, read_report, with_origins
+from gspmd_mcmc.views.program.report import Communication
 
 
 def communication(
@@ -59,123 +50,6 @@ def communication(
     return report.with_trips(**trips) if trips else report
 
 
-def read_report(
-    text: str, memory: Mapping[str, int], arguments: tuple[Argument, ...], mesh: dict[str, int]
-) -> Communication:
-    """Make the report of an optimised program's text.
-
-    Parameters
-    ----------
-    text
-        What ``compiled.as_text()`` returned.
-    memory
-        ``argument``, ``output``, ``temporary`` and ``alias`` bytes on a device.
-    arguments
-        The arrays that go in.
-    mesh
-        Sizes of the mesh's axes.
-    """
-    program = hlo.read_program(text)
-    num_devices = _num_devices(text, mesh)
-    constants = _constants(program)
-    return Communication(
-        num_devices=num_devices,
-        mesh=mesh,
-        collectives=_collectives(program, mesh, num_devices),
-        unknown=_unknown(program),
-        constants=constants[:MOST_CONSTANTS],
-        arguments=arguments,
-        argument_bytes=memory.get("argument", 0),
-        output_bytes=memory.get("output", 0),
-        temporary_bytes=memory.get("temporary", 0),
-        constant_bytes=sum(c.num_bytes for c in constants),
-        alias_bytes=memory.get("alias", 0),
-        loop_nests=program.loop_nests(),
-    )
-
-
-# Reading the program.
-
-
-def _collectives(program: Program, mesh: dict[str, int], num_devices: int) -> tuple[Collective, ...]:
-    found = []
-    for operation, computation, loops in program.walk():
-        kind = hlo.collective_kind(operation)
-        if kind and hlo.is_start(operation):
-            siblings = {o.name: o for o in program.computations[computation]}
-            axes, group_size = _devices(operation, mesh, num_devices)
-            shape = hlo.result_shape(operation, siblings)
-            operands = _bare(", ".join(siblings[o].shape for o in operation.operands if o in siblings))
-            found.append(
-                Collective(
-                    kind=kind,
-                    shape=_bare(shape),
-                    num_bytes=num_bytes_of(shape),
-                    operand_shape=operands,
-                    operand_bytes=num_bytes_of(operands),
-                    axes=axes,
-                    group_size=group_size,
-                    loops=loops,
-                    op_name=operation.op_name,
-                    stack=_without_views(program.stack(operation)),
-                )
-            )
-    return tuple(found)
-
-
-def _without_views(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Leave out the call of `communication` itself and what led to it: it caused nothing."""
-    return tuple(itertools.takewhile(lambda frame: not frame.file.startswith(_VIEWS), stack))
-
-
-def _devices(
-    operation: Operation, mesh: dict[str, int], num_devices: int
-) -> tuple[tuple[str, ...], int]:
-    """Return the mesh axes that a collective runs over, and the size of its groups."""
-    pairs = device_groups.read_pairs(operation.attributes)
-    if pairs is not None:
-        axes = device_groups.axes_of_pairs(pairs, mesh) if mesh else ()
-        return axes, math.prod(mesh[a] for a in axes) if axes else len(np.unique(pairs))
-    groups = device_groups.read_groups(operation.attributes, num_devices)
-    if groups is None:
-        return (), 0
-    return (device_groups.axes_of_groups(groups, mesh) if mesh else ()), groups.shape[1]
-
-
-def _unknown(program: Program) -> tuple[str, ...]:
-    """Find what has no known form, and collectives of which it is not known from where they run."""
-    reached = {name for _, name, _ in program.walk()}
-    operations = [(o, name in reached) for name, c in program.computations.items() for o in c]
-    lost = (o.line for o, runs in operations if not runs and hlo.collective_kind(o) and hlo.is_start(o))
-    return (*program.unread, *(o.line for o, _ in operations if hlo.is_unknown(o)), *lost)
-
-
-def _constants(program: Program) -> tuple[Constant, ...]:
-    """Find all constants, the largest first."""
-    operations = (o for computation in program.computations.values() for o in computation)
-    found = [
-        Constant(_bare(o.shape), num_bytes_of(o.shape)) for o in operations if o.opcode == "constant"
-    ]
-    return tuple(sorted(found, key=lambda c: -c.num_bytes))
-
-
-def _bare(shape: str) -> str:
-    """Write a shape without its layout: f32[8,16], and several of them one after the other."""
-    return ", ".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in shapes_of(shape))
-
-
-def _num_devices(text: str, mesh: dict[str, int]) -> int:
-    head = text.partition("\n")[0]
-    for key in ("num_partitions=", "replica_count="):
-        number = head.partition(key)[2].partition(",")[0].strip()
-        if number.isdigit() and int(number) > 1:
-            return int(number)
-    return math.prod(mesh.values())
-
-
-# Asking the compiler.
-
-
 def _compiled(function: Callable | Lowered | Compiled, args: tuple) -> Compiled:
     if isinstance(function, Compiled):
         return function
@@ -208,50 +82,9 @@ def _arguments(compiled: Any) -> tuple[Argument, ...]:
     )
 
 
-def argument(path: str, leaf: Any, sharding: Any) -> Argument:
-    """Describe an array that goes into a program under a sharding."""
-    shape = tuple(np.shape(leaf))
-    dtype = _dtype_in_program(leaf)
-    block = sharding.shard_shape(shape) if sharding is not None else shape
-    return Argument(
-        path=path,
-        shape=shape,
-        dtype=str(dtype),
-        spec=sharding.spec if isinstance(sharding, NamedSharding) else None,
-        num_bytes=math.prod(shape) * dtype.itemsize,
-        bytes_per_device=math.prod(block) * dtype.itemsize,
-    )
-
-
-def _dtype_in_program(leaf: Any) -> Any:
-    """Return the dtype that an array has as an argument or a constant: a double may become single."""
-    return jax.dtypes.canonicalize_dtype(jax.numpy.result_type(leaf), allow_extended_dtype=True)
-
-
 def _mesh(args: tuple, compiled: Any) -> dict[str, int]:
     """Return the axes of the largest mesh that an array of the program lies on."""
     leaves = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     leaves += jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     meshes = [s.mesh for s in leaves if isinstance(s, NamedSharding)]
     return dict(max(meshes, key=lambda mesh: mesh.size).shape) if meshes else {}
-
-
-def with_origins(report: Communication, function: Any, args: tuple) -> Communication:
-    """Name the closed-over arrays that constants are."""
-    if report.largest_constant_bytes < NAMED_BYTES:
-        return report
-    arrays = closed_over(function, args)
-    constants = tuple(replace(c, origin=_origin(c, arrays)) for c in report.constants)
-    return replace(report, constants=constants)
-
-
-def _origin(constant: Constant, arrays: list[tuple[str, Any]]) -> str:
-    """Find the array of a constant's shape; or else of its size, as the compiler may reshape it."""
-    if constant.num_bytes < NAMED_BYTES:
-        return ""
-    ((dtype, dims),) = shapes_of(constant.shape)
-    alike = [(name, array) for name, array in arrays if math.prod(array.shape) == math.prod(dims)]
-    same = [(name, array) for name, array in alike if tuple(array.shape) == dims]
-    # The compiler may have converted it, or given it another shape.
-    exact = [(name, array) for name, array in same if hlo_dtype(_dtype_in_program(array)) == dtype]
-    return " or ".join(name for name, _ in exact or same or alike)

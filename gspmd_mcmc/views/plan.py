@@ -16,13 +16,13 @@ from rich.text import Text
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.tree import path_str
-from gspmd_mcmc.views import accelerators
-from gspmd_mcmc.views.accelerators import Accelerator
-from gspmd_mcmc.views.ahead import MOST_DEVICES, built, compile_ahead, shapes_of
-from gspmd_mcmc.views.extrapolation import Rule, extrapolate, on_whole_mesh
-from gspmd_mcmc.views.report import Communication
-from gspmd_mcmc.views.report_text import draw_report
-from gspmd_mcmc.views.units import size
+from gspmd_mcmc.views.program import accelerators
+from gspmd_mcmc.views.program.accelerators import Accelerator
+from gspmd_mcmc.views.program.ahead import MOST_DEVICES, built, compile_ahead, shapes_of
+from gspmd_mcmc.views.program.extrapolation import Rule, extrapolate, on_whole_mesh
+from gspmd_mcmc.views.program.report import Communication
+from gspmd_mcmc.views.program.report_text import draw_report
+from gspmd_mcmc.views.units import bytes_text
 from gspmd_mcmc.views.visualize import LayoutView, visualize
 
 
@@ -80,14 +80,13 @@ class Plan:
     __repr__ = __str__
 
     def _verdict(self) -> str:
+        needed = self.report.peak_bytes
+        at_most = f"at most {bytes_text(needed)}"
         if self.accelerator is None:
-            return f"needs at most {size(self.report.peak_bytes)} on each of {self.mesh.size:,} devices"
-        needed, there = self.report.peak_bytes, self.accelerator.memory_bytes
+            return f"needs {at_most} on each of {self.mesh.size:,} devices"
+        there, name = self.accelerator.memory_bytes, self.accelerator.name
         fits = "fits" if self.fits else "DOES NOT FIT"
-        return (
-            f"{fits}: at most {size(needed)} of the {size(there)} of a {self.accelerator.name} "
-            f"({needed / there:.1%})"
-        )
+        return f"{fits}: {at_most} of the {bytes_text(there)} of a {name} ({needed / there:.1%})"
 
 
 def plan(

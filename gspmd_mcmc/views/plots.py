@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from gspmd_mcmc.views import plots_drawing as drawing
-from gspmd_mcmc.views.plots_elements import Elements, choose, require_draws
-from gspmd_mcmc.views.plots_panels import (
+from gspmd_mcmc.views.figures import drawing
+from gspmd_mcmc.views.figures.elements import Elements, choose, require_draws
+from gspmd_mcmc.views.figures.panels import (
     Panels,
     as_list,
     chain_styles,

@@ -1,10 +1,12 @@
 """Numbers for people."""
 
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
-def size(num_bytes: float) -> str:
-    """Write a number of bytes for people: 622,608 bytes are 623 kB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(num_bytes) < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.4g} TB"
+
+def bytes_text(num_bytes: int) -> str:
+    """Write a number of bytes with a decimal unit: ``784 B``, ``31.4 kB``, ``2 GB``."""
+    value, unit = float(num_bytes), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    digits = f"{value:.1f}".removesuffix(".0") if unit and value < 99.95 else f"{value:.0f}"
+    return f"{digits} {_UNITS[unit]}"

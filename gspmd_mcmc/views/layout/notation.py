@@ -6,7 +6,6 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 _SHORT = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def array_text(dtype: Any, shape: tuple[int, ...] | None) -> str:
@@ -37,15 +36,6 @@ def spec_text(spec: P, sizes: dict[str, int]) -> str:
 def axes_text(axes: tuple[tuple[str, int], ...]) -> str:
     """Write mesh axes with their sizes: ``chains=2, data=4``."""
     return ", ".join(f"{name}={size}" for name, size in axes)
-
-
-def bytes_text(num_bytes: int) -> str:
-    """Write a number of bytes with a decimal unit: ``784 B``, ``31.4 kB``, ``2 GB``."""
-    value, unit = float(num_bytes), 0
-    while value >= 999.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    digits = f"{value:.1f}".removesuffix(".0") if unit and value < 99.95 else f"{value:.0f}"
-    return f"{digits} {_UNITS[unit]}"
 
 
 def shorten(text: str, width: int) -> str:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from gspmd_mcmc.views.layout.devices import ABSTRACT, Devices, number_ranges
 from gspmd_mcmc.views.layout.drawings import meshes_of
 from gspmd_mcmc.views.layout.layouts import DELETED, DEVICE, HOST, LeafLayout, Totals
-from gspmd_mcmc.views.layout.notation import array_text, axes_text, bytes_text, several
+from gspmd_mcmc.views.layout.notation import array_text, axes_text, several
+from gspmd_mcmc.views.units import bytes_text
 
 MAX_LEVELS = 3
 

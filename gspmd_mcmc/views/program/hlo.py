@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from gspmd_mcmc.views.hlo_shapes import parts_of
-from gspmd_mcmc.views.stack_frames import Frame, read_frames
+from gspmd_mcmc.views.program.hlo_shapes import parts_of
+from gspmd_mcmc.views.program.stack_frames import Frame, read_frames
 
 KINDS = (
     "all-reduce",

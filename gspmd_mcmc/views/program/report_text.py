@@ -7,9 +7,10 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from gspmd_mcmc.views.hlo import Loop
-from gspmd_mcmc.views.report import Collective, Communication
-from gspmd_mcmc.views.units import size
+from gspmd_mcmc.views.program.hlo import Loop
+from gspmd_mcmc.views.program.parts import Collective
+from gspmd_mcmc.views.program.report import Communication
+from gspmd_mcmc.views.units import bytes_text
 
 _MEMORY = (
     ("arguments", "argument_bytes"),
@@ -67,7 +68,7 @@ def _leaf(collective: Collective) -> Text:
     sources = dict.fromkeys((collective.source, collective.library_source))
     return Text.assemble(
         (collective.kind, "bold"),
-        f" {_short(collective.shape)} {size(collective.num_bytes)} over {collective.where}",
+        f" {_short(collective.shape)} {bytes_text(collective.num_bytes)} over {collective.where}",
         *((f"\n{source}", "dim") for source in sources if source),
     )
 
@@ -81,5 +82,5 @@ def _memory(report: Communication) -> Table:
     table.add_column(justify="left")
     table.add_column(justify="right")
     for name, attribute in _MEMORY:
-        table.add_row(name, size(getattr(report, attribute)))
+        table.add_row(name, bytes_text(getattr(report, attribute)))
     return table

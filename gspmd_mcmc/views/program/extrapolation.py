@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
 from gspmd_mcmc.tree import path_str
-from gspmd_mcmc.views.ahead import MOST_DEVICES, built, compile_ahead
-from gspmd_mcmc.views.communication import argument
-from gspmd_mcmc.views.hlo import Loop
-from gspmd_mcmc.views.report import Argument, Collective, Communication
+from gspmd_mcmc.views.program.ahead import MOST_DEVICES, built, compile_ahead
+from gspmd_mcmc.views.program.hlo import Loop
+from gspmd_mcmc.views.program.parts import Argument, Collective
+from gspmd_mcmc.views.program.reading import argument
+from gspmd_mcmc.views.program.report import Communication
 
 _MEMORY = ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes", "alias_bytes")
 

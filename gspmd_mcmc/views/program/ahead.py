@@ -23,9 +23,10 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.tree import path_str
-from gspmd_mcmc.views import ahead_child
-from gspmd_mcmc.views.communication import argument, read_report, with_origins
-from gspmd_mcmc.views.report import Argument, Communication
+from gspmd_mcmc.views.program import ahead_child
+from gspmd_mcmc.views.program.parts import Argument
+from gspmd_mcmc.views.program.reading import argument, read_report, with_origins
+from gspmd_mcmc.views.program.report import Communication
 
 MOST_DEVICES = 2048  # with more, the CPU backend refuses to compile
 _BIND = "Bind what is static before: functools.partial(function, name=value)"

@@ -23,7 +23,7 @@ class Frame:
     @property
     def _short_file(self) -> str:
         """The file, below the folder of this package or the working folder where it is there."""
-        for folder in (Path(__file__).parents[2], Path.cwd()):
+        for folder in (Path(__file__).parents[3], Path.cwd()):
             if Path(self.file).is_relative_to(folder):
                 return str(Path(self.file).relative_to(folder))
         return self.file

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from gspmd_mcmc.views.hlo import KINDS
-from gspmd_mcmc.views.units import size
+from gspmd_mcmc.views.program.hlo import KINDS
+from gspmd_mcmc.views.units import bytes_text
 
 _MEMORY = ("argument_bytes", "output_bytes", "temporary_bytes", "peak_bytes")
 
@@ -22,7 +22,7 @@ def excess(report: Any, name: str, most: float, within: str | int | None) -> str
         inside = [c for c in report.collectives if c.is_within(within)]
         # Where nothing is allowed, it does not matter how often it is sent.
         found = report.sent_bytes(within) if most else sum(c.num_bytes for c in inside)
-        return _named(name, most, size(found), inside) if found > most else ""
+        return _named(name, most, bytes_text(found), inside) if found > most else ""
     if name == "constant_bytes":
         return _of_constants(report, name, most)
     if name == "whole_bytes":
@@ -48,7 +48,7 @@ def _of_collectives(report: Any, name: str, most: float, within: str | int | Non
 
 def _of_constants(report: Any, name: str, most: float) -> str:
     over = [c for c in report.constants if c.num_bytes > most]
-    return _named(name, most, size(report.largest_constant_bytes), over) if over else ""
+    return _named(name, most, bytes_text(report.largest_constant_bytes), over) if over else ""
 
 
 def _of_whole(report: Any, name: str, most: float) -> str:
@@ -56,7 +56,7 @@ def _of_whole(report: Any, name: str, most: float) -> str:
         return ""
     over = [a for a in report.arguments if a.is_whole and a.num_bytes > most]
     over += [c for c in report.constants if c.num_bytes > most]
-    return _named(name, most, size(max(o.num_bytes for o in over)), over) if over else ""
+    return _named(name, most, bytes_text(max(o.num_bytes for o in over)), over) if over else ""
 
 
 def _of_memory(report: Any, name: str, most: float) -> str:
@@ -66,7 +66,7 @@ def _of_memory(report: Any, name: str, most: float) -> str:
     ]
     held += [(c.num_bytes, c) for c in report.constants if name == "peak_bytes"]
     largest = sorted(held, key=lambda pair: -pair[0])[:5]
-    return _named(name, most, size(found), [held for _, held in largest]) if found > most else ""
+    return _named(name, most, bytes_text(found), [held for _, held in largest]) if found > most else ""
 
 
 def _named(name: str, most: float, found: str, offenders: list) -> str:

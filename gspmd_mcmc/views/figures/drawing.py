@@ -5,8 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_mcmc.views import plots_numbers as numbers
-from gspmd_mcmc.views.plots_panels import (
+from gspmd_mcmc.views.figures import numbers
+from gspmd_mcmc.views.figures.panels import (
     BLUE,
     ORANGE,
     WARMUP_SHADE,

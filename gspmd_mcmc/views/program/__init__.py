@@ -1,0 +1,1 @@
+"""Compiled programs: read, counted, compiled ahead of time."""
