@@ -3,6 +3,8 @@
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
+# A file's tests share a process; files in the order of tests/conftest.py.
+TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-oldest check format peers bench clean
 
@@ -16,7 +18,7 @@ demo: .venv/.installed
 	$(BIN)/python demos/mnist_logistic.py --out out/mnist_logistic
 
 test: .venv/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest $(TWO_PROCESSES)
 
 check: .venv/.installed
 	$(BIN)/ruff check .
@@ -31,7 +33,7 @@ format: .venv/.installed
 test-oldest:
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --editable '.[test]' jax==0.9.0 jaxlib==0.9.0
-	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile
+	.venv-oldest/bin/python -m pytest $(TWO_PROCESSES)
 
 # TFP, NumPyro and BlackJAX, which the benchmarks compare with; no dependency of ours.
 peers:

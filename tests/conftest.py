@@ -13,6 +13,18 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+# Files whose tests run whole demos or many chains: begun first, so that no process ends long after
+# the other.
+LONG = (
+    *("test_readme", "test_demos", "test_from_numpyro", "test_local_latents", "test_plan_a_pod"),
+    *("test_neural_network", "test_mesh_equivalence", "test_sharded_distributions", "test_sample"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 @pytest.fixture(scope="session")
 def run_quick_demo():
     """Give ``run(name, out, *options)``: a demo with --quick in a process of its own, as strict."""
