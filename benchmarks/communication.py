@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -73,10 +74,14 @@ def report_of(name: str, data_dir: str, devices: int) -> dict:
 
     args = (program.carry,) if closed else (program.carry, *data)
     report = gm.communication(closing_over if closed else transition, *args)
-    loops = [c for c in report.collectives if c.loops]
+    return {"name": name, **_facts(report)}
+
+
+def _facts(report: Any) -> dict:
+    """Return what is kept of a report; a leapfrog is an iteration of its outermost loops."""
+    kinds = {c.kind for c in report.collectives if c.loops}
     return {
-        "name": name,
-        "collectives_per_leapfrog": {k: report.runs(k, within=1) for k in {c.kind for c in loops}},
+        "collectives_per_leapfrog": {kind: report.runs(kind, within=1) for kind in kinds},
         "bytes_per_leapfrog": report.sent_bytes(within=1),
         "collectives": len(report.collectives),
         "unknown": len(report.unknown),

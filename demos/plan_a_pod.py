@@ -1,10 +1,11 @@
 # %% [markdown]
 """A step planned for thousands of devices, on a laptop that has none of them.
 
-The MovieLens model for 2.5 million users. Its HMC step is compiled, as shapes alone, for meshes of up
-to 8,192 devices: what a leapfrog sends, what a device holds, whether that fits an accelerator. A
-mistake that would cost dearly there, a data set that is whole on every device, is found here. Then, on
-paper: how far a step scales, from the compute time of a row that is measured on this machine.
+The MovieLens model for 2.5 million users. Its HMC step is planned, as shapes alone, for meshes of up
+to 8,192 devices (compiled for up to 2,048, extrapolated beyond): what a leapfrog sends, what a device
+holds, whether that fits an accelerator. A mistake that would cost dearly there, a data set that is
+whole on every device, is found here. Then, on paper: how far a step scales, from the compute time of a
+row that is measured on this machine.
 
     python demos/plan_a_pod.py [--devices N] [--out DIR] [--quick]
 

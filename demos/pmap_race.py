@@ -1,4 +1,4 @@
-"""Hold two programs to the same values, and race them: the machinery of `pmap_to_jit`."""
+"""Hold two programs to the same values, and race them, for `pmap_to_jit` and `array_shardings`."""
 
 import ast
 import inspect

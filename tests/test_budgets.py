@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from blocks import over_rows
 from hlo_texts import ADD, GROUPS, REDUCE, computation, loop, read
 from jax import lax
 from jax.sharding import NamedSharding
@@ -77,7 +78,7 @@ def test_a_violation_names_the_loops_and_where_it_counts():
     with pytest.raises(gm.BudgetExceeded) as raised:
         in_loops(3).check(within="leapfrog", all_reduce=0)
     assert str(raised.value).splitlines() == [
-        "over budget (collectives of one iteration of 'leapfrog')",
+        "not within budget (collectives of one iteration of 'leapfrog')",
         "  all_reduce: at most 0, found 1",
         "    all-reduce f32[32] (128 bytes) over b, in step x 3 > leapfrog x 5",
     ]
@@ -113,7 +114,7 @@ def test_where_none_is_allowed_trip_counts_do_not_matter():
 @pytest.mark.parametrize("budget", ["all_reduce", "sent_bytes", "collectives"])
 def test_where_some_are_allowed_the_trip_counts_are_asked_for(budget):
     report = in_loops(None)
-    with pytest.raises(ValueError, match=r"with_trips\(\*\*\{'step': ...\}\), or count within='step'"):
+    with pytest.raises(ValueError, match=r"with_trips\(step=\.\.\.\), or count within='step'"):
         report.check(**{budget: 10})
     report.check(within="step", all_reduce=5)
     report.with_trips(step=2).check(all_reduce=10)
@@ -175,7 +176,7 @@ def held():
 @pytest.mark.parametrize(
     ("name", "exact", "offenders"),
     [
-        ("constant_bytes", 200_000, ["constant f32[500,100], 200 kB"]),
+        ("constant_bytes", 200_007, ["constant f32[500,100], 200 kB", "constant s8[7], 7 B"]),
         ("argument_bytes", 124_000, [str(WHOLE), str(LAID)]),
         ("output_bytes", 50, []),
         ("temporary_bytes", 7_000, []),
@@ -226,6 +227,18 @@ def test_the_message_names_the_line_that_caused_it():
         assert f"tests/test_budgets.py:{line} (reduced_twice)" in str(raised.value)
 
 
+def test_a_pair_is_the_least_and_the_most():
+    """Of a program in which each device computes everything: nothing is sent, and that is wrong."""
+    alone = gm.communication(lambda x: jnp.sin(x).sum(), jnp.ones((64, 16)))
+    alone.check(all_reduce=1)
+    with pytest.raises(gm.BudgetExceeded, match="all_reduce: at least 1, found 0"):
+        alone.check(all_reduce=(1, 1))
+    together = gm.communication(lambda x: jnp.sin(x).sum(), over_rows(64, 16))
+    together.check(all_reduce=(1, 1), sent_bytes=(4, 4))
+    with pytest.raises(gm.BudgetExceeded, match="all_reduce: at most 0, found 1"):
+        together.check(all_reduce=(0, 0))
+
+
 def test_the_message_names_the_array_that_is_a_constant():
     images = np.random.default_rng(0).normal(size=(64, 500)).astype(np.float32)
 
@@ -233,6 +246,6 @@ def test_the_message_names_the_array_that_is_a_constant():
         return lax.fori_loop(0, 3, lambda _, a: a + jnp.sin(images @ w).sum(), 0.0)
 
     report = gm.communication(log_density, jnp.ones(500))
-    report.check(constant_bytes=images.nbytes)
+    report.check(constant_bytes=images.nbytes + 100)
     with pytest.raises(gm.BudgetExceeded, match=r"constant_bytes: .*\n    constant f32\[64,500\]"):
         report.check(constant_bytes=images.nbytes - 1)

@@ -209,6 +209,31 @@ def test_a_step_of_a_kernel_reduces_once_a_leapfrog(hmc_report):
     assert step.runs("all-reduce") == 5 + hmc_report.count("all-reduce") - 1
 
 
+def test_a_step_on_mnist_sends_its_gradient_once_a_leapfrog():
+    """Of 60,000 images, as shapes: nothing of their size is made."""
+
+    def log_likelihood(params, batch):
+        logits = batch["image"].astype(jnp.float32) / 255 @ params["w"] + params["b"][None]
+        return gm.categorical_logits(logits, batch["label"])
+
+    def log_prior(params):
+        return -0.5 * params["w"] ** 2, -0.5 * params["b"] ** 2
+
+    images = {
+        "image": jax.ShapeDtypeStruct((60_000, 784), jnp.uint8),
+        "label": jax.ShapeDtypeStruct((60_000,), jnp.int32),
+    }
+    plate = gm.Plate(log_likelihood, gm.place(images, MESH, P("data")))
+    kernel = gm.HMC(gm.Posterior(log_prior, plate), step_size=1e-3, num_integration_steps=20)
+    position = {"w": jnp.zeros((784, 10)), "b": jnp.zeros(10)}
+    state = jax.eval_shape(gm.HMC.init, kernel, position)
+    report = communication(gm.HMC.step, kernel, jax.random.key(0), state, trips={"leapfrog": 20})
+    assert report.runs("all-reduce", within="leapfrog") == 1
+    assert report.sent_bytes(within="leapfrog") == 4 * (784 * 10 + 10)
+    report.check(within="leapfrog", collectives=1, whole_bytes=1e6, constant_bytes=1e6)
+    assert report.runs("all-reduce") == 20 + report.count("all-reduce") - 1
+
+
 def test_a_collective_of_the_library_names_the_library_line(hmc_report):
     (found,) = (c for c in hmc_report.collectives if c.loops)
     assert found.library_source.startswith("gspmd_mcmc/")
@@ -240,6 +265,21 @@ def test_the_drawing_shows_nesting_sources_and_memory():
     assert lines[5] == "        └── all-reduce f32[8,16] 512 B over data"
     assert lines[6].strip().startswith("tests/blocks.py:")
     assert any(line.split() == ["arguments", "512", "B"] for line in lines)
+
+
+def test_the_drawing_adds_up_what_each_loop_and_the_call_send():
+    report = communication(on_blocks(three_steps), X)
+    lines = [" ".join(line.split()) for line in str(report).splitlines()]
+    assert "one leapfrog 1 all-reduce, 512 B" in lines
+    assert "one step unknown: report.with_trips(...) says how often loops run" in lines
+    lines = [" ".join(line.split()) for line in str(report.with_trips(leapfrog=10)).splitlines()]
+    assert "one step 10 all-reduce, 5.1 kB" in lines
+    assert "the whole call 30 all-reduce, 15.4 kB" in lines
+
+
+def test_the_drawing_shows_what_goes_in_where_it_is_not_what_comes_out():
+    whole = jax.jit(lambda x: 1 * x, out_shardings=NamedSharding(X.sharding.mesh, P()))
+    assert "all-gather f32[8,16] -> f32[64,16] 4.1 kB over data" in str(communication(whole, X))
 
 
 def test_a_program_without_collectives_says_so():

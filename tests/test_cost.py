@@ -271,6 +271,7 @@ def test_measurements_that_give_no_line_are_refused(measured, message):
         ({"devices": [0, 1]}, "devices: growing numbers, 1 or more"),
         ({"devices": [4, 2]}, "devices: growing numbers, 1 or more"),
         ({"interconnect": []}, "an Interconnect, or several, the innermost first"),
+        ({"interconnect": "ethernet"}, r"an Interconnect, or several, .* not \('ethernet',\)"),
         ({"interconnect": ["ethernet"]}, "an Interconnect, or several, the innermost first"),
         ({"interconnect": NVLINK_4}, "4,096 devices are more than NVLink 4"),
         ({"interconnect": [ETHERNET_10G, NVLINK_4]}, "each joins more devices than the one before it"),

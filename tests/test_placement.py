@@ -157,6 +157,22 @@ def test_a_spec_that_does_not_fit_names_leaf_shape_axis_and_mesh(spec, parts):
     assert [part for part in parts if part not in str(error.value)] == []
 
 
+def test_a_sharding_says_mesh_spec_and_memory():
+    sharding = NamedSharding(gm.make_mesh(data=8), P("data"), memory_kind="pinned_host")
+    for x in (np.ones((16, 2)), jnp.ones((16, 2)), np.ones((9, 2))):
+        placed = gm.place({"x": x}, sharding)["x"]
+        placed = placed.values if isinstance(placed, gm.Padded) else placed
+        assert placed.sharding == sharding
+    with pytest.raises(ValueError, match="the sharding has its spec"):
+        gm.place(ROWS, sharding, P("data"))
+
+
+def test_what_is_no_mesh_is_refused():
+    for wrong in (jnp.ones(3).sharding, jax.devices(), P("data"), None):
+        with pytest.raises(TypeError, match="place: expected a mesh .* a NamedSharding"):
+            gm.place(ROWS, wrong)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_spec_for_a_scalar_is_refused():
     with pytest.raises(ValueError, match=re.escape("leaf ['b'] of shape ()")):
         gm.place({"b": 1.0}, data_mesh(4), P("data"))

@@ -434,7 +434,8 @@ def test_a_mesh_with_two_long_axes_is_refused():
 
 def test_a_plan_says_whether_it_fits(movielens_plan):
     peak = movielens_plan.report.peak_bytes
-    assert f"fits: at most {peak / 1e6:.1f} MB of the 17.2 GB of a TPU v5e" in str(movielens_plan)
+    verdict = f"fits: at most {peak / 1e6:.1f} MB of the 17.2 GB that JAX has of a TPU v5e"
+    assert verdict in str(movielens_plan)
     exact = replace(movielens_plan, accelerator=Accelerator("toy", peak))
     assert exact.fits
     assert "fits: " in str(exact) and "of a toy (100.0%)" in str(exact)
@@ -444,6 +445,13 @@ def test_a_plan_says_whether_it_fits(movielens_plan):
     none = replace(movielens_plan, accelerator=None)
     assert none.fits is None
     assert "on each of 8,192 devices" in str(none)
+
+
+def test_of_a_gpu_three_quarters_are_counted(movielens_plan):
+    peak = movielens_plan.report.peak_bytes
+    whole = replace(movielens_plan, accelerator=Accelerator("toy", peak, share=0.75))
+    assert not whole.fits
+    assert ACCELERATORS["H100 80GB"].usable_bytes == 60e9
 
 
 def test_an_accelerator_that_is_not_known_is_refused_before_anything_is_built():

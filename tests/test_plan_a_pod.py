@@ -37,7 +37,7 @@ def test_the_data_set_that_is_whole_on_every_device_is_named(run):
     printed, summary, _ = run
     assert summary["mistaken_bytes"] > USERS * MOVIES
     assert "argument [0].target.plates[0].data uint8[100000, 3706]" in printed
-    assert "over budget" in printed
+    assert "not within budget" in printed
 
 
 def test_the_prediction_is_called_one_and_drawn(run):

@@ -516,6 +516,32 @@ def test_it_serves_our_own_placement_and_plates():
         np.testing.assert_allclose(total, x.sum() + y.sum(), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("shape", "data", "cuts"),
+    [((4, 2), (8, 6), (4, 2)), ((1, 8), (16,), (8,)), ((2, 1, 4), (4, 3, 8), (2, 1, 4))],
+)
+def test_place_takes_it_and_lays_out_what_device_put_does(shape, data, cuts):
+    sharding, x = eight().reshape(shape), numbers(*data)
+    placed = gm.place({"x": x}, sharding)["x"]
+    assert_holds(placed, array_of_sets(jax.devices()).reshape(cuts), x)
+    assert placed.sharding.is_equivalent_to(jax.device_put(x, sharding).sharding, x.ndim)
+    assert placed.sharding.mesh == sharding.mesh
+
+
+def test_place_gives_copies_of_any_rank_and_pads_rows_by_it():
+    copied = gm.place({"a": np.ones(3), "b": np.ones((2, 2)), "c": 1.0}, eight().replicate())
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(copied))
+    padded = gm.place(numbers(9, 2), eight().reshape(4, 2))
+    assert isinstance(padded, gm.Padded) and (padded.num_rows, padded.values.shape) == (9, (12, 2))
+    again = gm.place(padded, eight().reshape(8, 1))
+    assert (again.num_rows, again.values.shape) == (9, (16, 2))
+
+
+def test_place_refuses_a_rank_that_it_does_not_fit_and_names_the_leaf():
+    with pytest.raises(ValueError, match=r"leaf \['b'\]: a PositionalSharding of shape \(4, 2\) fits"):
+        gm.place({"a": np.ones((4, 2)), "b": np.ones(8)}, eight().reshape(4, 2))
+
+
 def test_importing_it_starts_no_backend():
     """A user sets the number of CPU devices after the import."""
     code = (

@@ -243,6 +243,7 @@ def test_a_sharding_alone():
     leaf = only_leaf(sharding, shape=(8, 16))
     assert owners_by_view(leaf) == owners_by_jax(sharding, (8, 16))
     assert "JAX will refuse it" in only_leaf(sharding, shape=(8,)).notes[0]
+    assert visualize(sharding).totals.num_unknown == 0  # it is no array that a total should count
 
 
 def test_other_memories_are_not_counted():

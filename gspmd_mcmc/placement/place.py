@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.mesh import require_auto
 from gspmd_mcmc.placement.padding import Padded, is_padded, padded_rows, real_rows
+from gspmd_mcmc.placement.positional import PositionalSharding
 from gspmd_mcmc.tree import PyTree, path_str
 
 
@@ -24,7 +25,7 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
         ``jax.ShapeDtypeStruct``, of which nothing is made.
     mesh
         The mesh, its axes Auto (`make_mesh`, `make_abstract_mesh`); or one sharding for every leaf, a
-        ``NamedSharding`` or a `PositionalSharding`, which says both mesh and spec.
+        ``NamedSharding`` or a `PositionalSharding`, which says mesh, spec and kind of memory.
     specs
         A `PartitionSpec`, or a prefix tree of them: one spec serves the whole subtree below it. None:
         whole on every device.
@@ -39,14 +40,22 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
 
     Raises
     ------
+    TypeError
+        If the mesh is neither a mesh nor such a sharding.
     ValueError
         If a spec has more entries than a leaf has axes, names no axis of the mesh, or splits an axis
-        other than the leading one unevenly; if the prefix tree does not fit. The message names the
-        leaf.
+        other than the leading one unevenly; if the prefix tree does not fit; if a positional sharding
+        does not fit a leaf's rank. The message names the leaf.
     """
-    mesh, specs = _mesh_and_specs(mesh, specs)
+    if isinstance(mesh, NamedSharding):
+        return _place_by_sharding(tree, mesh, specs)
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            "place: expected a mesh (gspmd_mcmc.make_mesh), a NamedSharding or a PositionalSharding, "
+            f"got a {type(mesh).__name__}"
+        )
     require_auto(mesh)
-    leaf_specs = _broadcast(specs, tree)
+    leaf_specs = _broadcast(P() if specs is None else specs, tree)
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf, spec: _place_leaf(path_str(path), leaf, mesh, spec),
         tree,
@@ -55,17 +64,30 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
     )
 
 
-def _mesh_and_specs(
-    mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
-) -> tuple[Mesh | AbstractMesh, PyTree]:
-    """Take a sharding apart; without specs, everything is whole on every device."""
-    if not isinstance(mesh, NamedSharding):
-        return mesh, P() if specs is None else specs
+def _place_by_sharding(tree: PyTree, sharding: NamedSharding, specs: PyTree) -> PyTree:
+    """Lay every leaf out by one sharding, in the memory that it names."""
     if specs is not None:
         raise ValueError(
-            f"place: the sharding has its spec, {mesh.spec}; expected no specs, got {specs}"
+            f"place: the sharding has its spec, {sharding.spec}; expected no specs, got {specs}"
         )
-    return mesh.mesh, mesh.spec
+    require_auto(sharding.mesh)
+
+    def put(path: Any, leaf: Any) -> Any:
+        name = path_str(path)
+        spec = _spec_for(name, leaf, sharding)
+        return _place_leaf(name, leaf, sharding.mesh, spec, sharding.memory_kind)
+
+    return jax.tree_util.tree_map_with_path(put, tree, is_leaf=is_padded)
+
+
+def _spec_for(name: str, leaf: Any, sharding: NamedSharding) -> P:
+    """Return the spec that a sharding has for a leaf; a positional one has its own rule of ranks."""
+    if not isinstance(sharding, PositionalSharding):
+        return sharding.spec
+    try:
+        return sharding.spec_at(np.ndim(leaf.values if is_padded(leaf) else leaf))
+    except ValueError as error:
+        raise ValueError(f"leaf {name}: {error}") from error
 
 
 def _broadcast(specs: PyTree, tree: PyTree) -> PyTree:
@@ -94,14 +116,16 @@ def _is_spec(node: Any) -> bool:
     return isinstance(node, P)
 
 
-def _place_leaf(name: str, leaf: Any, mesh: Mesh | AbstractMesh, spec: P) -> Any:
+def _place_leaf(
+    name: str, leaf: Any, mesh: Mesh | AbstractMesh, spec: P, memory_kind: str | None = None
+) -> Any:
     if isinstance(leaf, Padded):
         leaf = real_rows(leaf)
     is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
     array = leaf if is_array else np.asarray(leaf)
     _check_numbers(name, leaf, array)
     splits = _check_spec(name, array.shape, mesh, spec)
-    sharding = NamedSharding(mesh, spec)
+    sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
     rows = padded_rows(array.shape[0], splits[0]) if splits else 0
     padded = bool(splits) and rows != array.shape[0]
     shape = (rows, *array.shape[1:]) if splits else array.shape

@@ -165,6 +165,11 @@ class PositionalSharding(NamedSharding):
             spec = _for_rank(spec, ndim)
         return NamedSharding(mesh, spec, memory_kind=self.memory_kind)
 
+    def spec_at(self, ndim: int) -> P:
+        """Return the spec on `mesh` that lays out data of a rank; ValueError if none does."""
+        self._check_rank(ndim)
+        return _for_rank(self.spec, ndim)
+
     def check_compatible_aval(self, aval_shape: Sequence[int]) -> None:
         """Raise ValueError unless the sharding is congruent with the shape of a data array."""
         ndim = len(aval_shape)

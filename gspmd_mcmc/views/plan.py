@@ -1,6 +1,5 @@
 """A program on a mesh that is not there: what it would send and hold."""
 
-import io
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
@@ -21,7 +20,7 @@ from gspmd_mcmc.views.program.accelerators import Accelerator
 from gspmd_mcmc.views.program.ahead import MOST_DEVICES, built, compile_ahead, shapes_of
 from gspmd_mcmc.views.program.extrapolation import Rule, extrapolate, on_whole_mesh
 from gspmd_mcmc.views.program.report import Communication
-from gspmd_mcmc.views.program.report_text import draw_report
+from gspmd_mcmc.views.program.report_text import draw_report, plain
 from gspmd_mcmc.views.units import bytes_text
 from gspmd_mcmc.views.visualize import LayoutView, visualize
 
@@ -55,10 +54,10 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the program's memory is within the accelerator's; None if none was named."""
+        """Whether the program fits what JAX has of the accelerator's memory; None if none was named."""
         if self.accelerator is None:
             return None
-        return self.report.peak_bytes <= self.accelerator.memory_bytes
+        return self.report.peak_bytes <= self.accelerator.usable_bytes
 
     def __rich__(self) -> Group:
         """Draw the layout, the collectives, the memory."""
@@ -72,10 +71,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
-        console.print(self)
-        assert isinstance(console.file, io.StringIO)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        return plain(self)
 
     __repr__ = __str__
 
@@ -84,9 +80,10 @@ class Plan:
         at_most = f"at most {bytes_text(needed)}"
         if self.accelerator is None:
             return f"needs {at_most} on each of {self.mesh.size:,} devices"
-        there, name = self.accelerator.memory_bytes, self.accelerator.name
+        there, name = self.accelerator.usable_bytes, self.accelerator.name
         fits = "fits" if self.fits else "DOES NOT FIT"
-        return f"{fits}: {at_most} of the {bytes_text(there)} of a {name} ({needed / there:.1%})"
+        share = f"{needed / there:.1%}"
+        return f"{fits}: {at_most} of the {bytes_text(there)} that JAX has of a {name} ({share})"
 
 
 def plan(

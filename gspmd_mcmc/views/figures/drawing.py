@@ -5,10 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd_mcmc.views.colours import BLUE, ORANGE
 from gspmd_mcmc.views.figures import numbers
 from gspmd_mcmc.views.figures.panels import (
-    BLUE,
-    ORANGE,
     WARMUP_SHADE,
     WARNING,
     chain_styles,

@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, less the yellow, which is faint
-# on white; a grey takes its place.
-COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#000000"]
-BLUE, ORANGE, WARNING, GREY = COLORS[0], COLORS[1], COLORS[5], "0.78"
+from gspmd_mcmc.views.colours import BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION
+
+# A grey takes the place of Okabe and Ito's yellow, which is faint on white.
+COLORS = [BLUE, ORANGE, GREEN, PURPLE, SKY_BLUE, VERMILION, "#999999", "#000000"]
+WARNING, GREY = VERMILION, "0.78"
 NUM_SINGLED_OUT = 3
 WARMUP_SHADE = "0.92"
 OUTLINE_PARTS = 1000
@@ -177,7 +178,7 @@ def label(axis: Any, title: str, x: str) -> None:
     longest = max(map(len, title.splitlines()))
     axis.set_title(title, fontsize=9 if longest <= LONG_TITLE else 9 * LONG_TITLE / longest)
     axis.set_xlabel(x, fontsize=8)
-    axis.tick_params(labelsize=7)
+    axis.tick_params(which="both", labelsize=7)
 
 
 def say(axis: Any, text: str) -> None:

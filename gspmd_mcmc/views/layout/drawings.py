@@ -18,7 +18,7 @@ class Drawing:
     Attributes
     ----------
     leaf
-        The leaf that is drawn: of those that share the layout, one with the most axes.
+        The leaf that is drawn: of those that share the layout, the one with the most bytes.
     alike
         Paths of the others.
     """
@@ -91,7 +91,7 @@ def _key(leaf: LeafLayout) -> Hashable:
 
 
 def _drawing(leaves: list[LeafLayout]) -> Drawing:
-    chosen = max(leaves, key=lambda leaf: (len(leaf.shape or ()), leaf.num_bytes or 0))
+    chosen = max(leaves, key=lambda leaf: (leaf.num_bytes or 0, len(leaf.shape or ())))
     return Drawing(chosen, tuple(leaf.path for leaf in leaves if leaf is not chosen))
 
 

@@ -74,6 +74,11 @@ class LeafLayout:
         """Whether it stands for a mesh itself, one device to a block."""
         return self.shape is None and self.dtype in ("Mesh", "AbstractMesh")
 
+    @property
+    def is_array(self) -> bool:
+        """Whether it is an array or a number; a mesh and a sharding alone have only the name of one."""
+        return not isinstance(self.dtype, str)
+
     def over(self, axis: int) -> str:
         """Mesh axes that an axis of the leaf lies over: ``data``, ``data, model``, or nothing."""
         entries = () if self.spec is None else partitions(self.spec)
@@ -191,6 +196,6 @@ def add_up(leaves: tuple[LeafLayout, ...]) -> Totals:
             key = devices.kind, number
             by_device[key] = by_device.get(key, 0) + count
     on_host = sum(leaf.num_bytes or 0 for leaf in leaves if leaf.memory == HOST)
-    arrays = [leaf for leaf in leaves if leaf.label != NO_ARRAY and not leaf.is_mesh]
+    arrays = [leaf for leaf in leaves if leaf.is_array]
     num_unknown = sum(leaf.bytes_per_device is None for leaf in arrays)
     return Totals(by_device, on_host, num_unknown)

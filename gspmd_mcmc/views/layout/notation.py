@@ -1,4 +1,4 @@
-"""How a layout is written in a line: arrays, specs, bytes, and names that are too long."""
+"""How a layout is written in a line: arrays, specs, mesh axes, and names that are too long."""
 
 import re
 from typing import Any

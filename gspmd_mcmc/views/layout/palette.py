@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable
 
-# Okabe and Ito (2008), "Color Universal Design"; a dark grey stands for their black.
+from gspmd_mcmc.views import colours
+
+DARK_GREY = "#4D4D4D"  # in the place of Okabe and Ito's black
 OKABE_ITO = (
-    "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#4D4D4D",
-)  # fmt: skip
+    *(colours.ORANGE, colours.SKY_BLUE, colours.GREEN, colours.YELLOW),
+    *(colours.BLUE, colours.VERMILION, colours.PURPLE, DARK_GREY),
+)
 # Ten steps of matplotlib's viridis: lightness alone tells them apart.
 VIRIDIS = (
     "#440154", "#482878", "#3E4989", "#31688E", "#26828E",

@@ -4,9 +4,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.views.layout.layouts import DELETED, DEVICE, HOST, NOWHERE, LeafLayout
 from gspmd_mcmc.views.layout.notation import partitions
-
-# The size above which `init` and `step` refuse closed-over data: a leaf that is worth splitting.
-LARGE_BYTES = 1_000_000
+from gspmd_mcmc.views.units import LARGE_BYTES
 
 
 def remarks(leaf: LeafLayout) -> tuple[str, ...]:

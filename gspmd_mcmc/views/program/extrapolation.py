@@ -29,7 +29,8 @@ class Rule:
     share of what is laid over it. Collectives are the same ones. Two sizes give a and b. Arguments are
     counted from their shapes on the whole mesh instead. Of outputs and temporaries the rule is short by
     the pad of rows that the mesh does not divide: less than a row a device. Temporaries that a tile
-    bounds on the smaller meshes only are not of this law; ``error`` tells.
+    bounds on the smaller meshes only are not of this law: ``error`` tells where that ends among the
+    three; where it ends beyond them, the rule says too much.
 
     Attributes
     ----------

@@ -83,7 +83,7 @@ class Collective:
                 raise ValueError(
                     f"how often {self.kind} runs is not known: loop {loop.name!r} "
                     f"({loop.source or 'no known source'}) has no trip count that the compiler knows. "
-                    f"Give it: with_trips(**{{{loop.name!r}: ...}}), or count within={loop.name!r}"
+                    f"Give it: {_trips_call(loop.name)}, or count within={loop.name!r}"
                 )
         return math.prod(loop.trips or 0 for loop in inner) if self.is_within(within) else 0
 
@@ -107,6 +107,12 @@ class Collective:
         loops = f", in {' > '.join(map(str, self.loops))}" if self.loops else ""
         source = f", {self.source}" if self.source else ""
         return f"{self.kind} {self.shape} ({self.num_bytes:,} bytes) over {self.where}{loops}{source}"
+
+
+def _trips_call(name: str) -> str:
+    """Write the call that gives a loop its trip count; a name like ``while.3`` is no keyword."""
+    given = f"{name}=..." if name.isidentifier() else f"**{{{name!r}: ...}}"
+    return f"with_trips({given})"
 
 
 @dataclass(frozen=True)

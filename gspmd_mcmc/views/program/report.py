@@ -3,15 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gspmd_mcmc.views.program.budgets import excess, require_kind
+from gspmd_mcmc.views.program.budgets import require_kind, violation
 from gspmd_mcmc.views.program.hlo import Loop
 from gspmd_mcmc.views.program.parts import Argument, Collective, Constant, Traffic
-
-LARGE_BYTES = 1_000_000  # what is whole on every device and larger than this is pointed out
+from gspmd_mcmc.views.units import LARGE_BYTES
 
 
 class BudgetExceeded(AssertionError):
-    """A program sends or holds more than it was allowed."""
+    """A program sends or holds more than it was allowed, or less than it must."""
 
 
 @dataclass(frozen=True)
@@ -137,11 +136,15 @@ class Communication:
         return replace(self, collectives=collectives, loop_nests=nests)
 
     def check(
-        self, *, within: str | int | None = None, unknown: int = 0, **budgets: float
+        self,
+        *,
+        within: str | int | None = None,
+        unknown: int = 0,
+        **budgets: float | tuple[float, float],
     ) -> "Communication":
         """Hold the program to a budget; for tests of one's own.
 
-        ``report.check(within="leapfrog", all_reduce=1, all_gather=0, constant_bytes=1e6)``.
+        ``report.check(within="leapfrog", all_reduce=(1, 1), all_gather=0, constant_bytes=1e6)``.
 
         Parameters
         ----------
@@ -150,9 +153,10 @@ class Communication:
         unknown
             How many lines of unknown form are allowed.
         budgets
-            The most that is allowed: runs of a kind, with underscores (``all_reduce=1``);
-            ``collectives``, of all kinds together; ``sent_bytes``; on a device, ``constant_bytes`` (of
-            the largest constant), ``argument_bytes``, ``output_bytes``, ``temporary_bytes``,
+            The most that is allowed, or a pair, the least and the most: an all-reduce that is missing
+            may mean that every device computes everything. Runs of a kind, with underscores
+            (``all_reduce=1``); ``collectives``, of all kinds together; ``sent_bytes``; on a device,
+            ``argument_bytes``, ``output_bytes``, ``temporary_bytes``, ``constant_bytes``,
             ``peak_bytes``; ``whole_bytes``, of the largest argument or constant that is whole on
             several devices.
 
@@ -164,21 +168,21 @@ class Communication:
         Raises
         ------
         BudgetExceeded
-            If any is exceeded. The message names every offender and the line that caused it.
+            If one is not held. The message names every offender and the line that caused it.
         ValueError
             If the program has no loop ``within``.
         TypeError
             If there is no budget of a name.
         """
         self._require_loop(within)
-        found = [excess(self, name, most, within) for name, most in budgets.items()]
+        found = [violation(self, name, budget, within) for name, budget in budgets.items()]
         if len(self.unknown) > unknown:
             lines = "\n".join(f"    {line[:160]}" for line in self.unknown)
             found.append(f"unknown: at most {unknown} lines of unknown form, found:\n{lines}")
         over = [text for text in found if text]
         if over:
             where = "" if within is None else f" (collectives of one iteration of {within!r})"
-            raise BudgetExceeded(f"over budget{where}\n  " + "\n  ".join(over))
+            raise BudgetExceeded(f"not within budget{where}\n  " + "\n  ".join(over))
         return self
 
     def _require_loop(self, within: str | int | None) -> None:

@@ -1,6 +1,8 @@
 """The report of a program's communication, in a terminal."""
 
 import io
+from collections import Counter
+from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -22,8 +24,8 @@ _MEMORY = (
 
 
 def draw_report(report: Communication) -> Group:
-    """Draw the collectives below their loops, the memory of a device, and what is whole on all."""
-    parts = [_collectives(report), _memory(report)]
+    """Draw the collectives below their loops, their totals, memory, and what is whole on all."""
+    parts = [_collectives(report), *_totals(report), _memory(report)]
     if report.whole:
         parts.append(Text(f"whole on each of {report.num_devices} devices:", style="bold"))
         parts += [Text(f"  {text}") for text in report.whole]
@@ -33,10 +35,10 @@ def draw_report(report: Communication) -> Group:
     return Group(*parts)
 
 
-def plain(report: Communication) -> str:
-    """Write the same as plain text."""
+def plain(drawing: Any) -> str:
+    """Write a report, or another drawing of rich, as plain text of at most 100 columns."""
     console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
-    console.print(draw_report(report))
+    console.print(drawing)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
@@ -66,15 +68,40 @@ def _branch(branches: dict[tuple[Loop, ...], Tree], loops: tuple[Loop, ...]) -> 
 
 def _leaf(collective: Collective) -> Text:
     sources = dict.fromkeys((collective.source, collective.library_source))
+    shapes = dict.fromkeys((collective.operand_shape, collective.shape))  # once where they are the same
     return Text.assemble(
         (collective.kind, "bold"),
-        f" {_short(collective.shape)} {bytes_text(collective.num_bytes)} over {collective.where}",
+        f" {' -> '.join(_short(shape) for shape in shapes if shape)}"
+        f" {bytes_text(collective.num_bytes)} over {collective.where}",
         *((f"\n{source}", "dim") for source in sources if source),
     )
 
 
 def _short(shape: str, most: int = 60) -> str:
     return shape if len(shape) <= most else f"{shape[:most]}… ({shape.count('[')} arrays)"
+
+
+def _totals(report: Communication) -> list[Table]:
+    """Count the collectives of an iteration of each loop and of the call; nothing without any."""
+    if not report.collectives:
+        return []
+    table = Table(title="collectives together", title_justify="left", show_header=False, box=None)
+    for name in dict.fromkeys(loop.name for loop in report.loops):
+        table.add_row(f"one {name}", _total(report, name))
+    table.add_row("the whole call", _total(report, None))
+    return [table]
+
+
+def _total(report: Communication, within: str | None) -> str:
+    try:
+        traffic = report.traffic(within)
+    except ValueError:  # a loop's trip count is not known
+        return "unknown: report.with_trips(...) says how often loops run"
+    runs: Counter[str] = Counter()
+    for sent in traffic:
+        runs[sent.kind] += sent.runs
+    counted = ", ".join(f"{number:,} {kind}" for kind, number in runs.items())
+    return f"{counted}, {bytes_text(report.sent_bytes(within))}"
 
 
 def _memory(report: Communication) -> Table:

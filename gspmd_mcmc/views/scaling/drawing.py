@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gspmd_mcmc.views import colours
 from gspmd_mcmc.views.scaling.collective_times import fastest_all_reduce
 
 if TYPE_CHECKING:
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
     from gspmd_mcmc.views.scaling.prediction import Prediction, Scaling
 
 _WIDTH = 96
-# Okabe and Ito's colours, which colour-blind readers can tell apart; lines differ in style, too.
-_COMPUTE, _COMMUNICATION, _TOTAL, _IDEAL = "#0072B2", "#D55E00", "#000000", "#999999"
-_WEAK, _STRONG = "#009E73", "#CC79A7"
+# Lines differ in style, too.
+_COMPUTE, _COMMUNICATION, _TOTAL, _IDEAL = colours.BLUE, colours.VERMILION, "#000000", "#999999"
+_WEAK, _STRONG = colours.GREEN, colours.PURPLE
 
 
 def text(prediction: "Prediction") -> str:
@@ -36,7 +37,8 @@ def text(prediction: "Prediction") -> str:
         f"{'devices':>7} | {'rows each':>9} {columns} | {columns}",
     ]
     lines += [_row(strong, weak, i) for i in range(len(strong.devices))]
-    lines += ["", f"strong scaling: {crossing(strong)}", f"weak scaling:   {crossing(weak)}", ""]
+    lines += ["", f"strong scaling: {crossing(strong)}", f"weak scaling:   {crossing(weak)}"]
+    lines += [*_half_lost(strong), ""]
     if model.not_modelled:
         kinds = ", ".join(sent(c) for c in model.not_modelled)
         lines += [*_wrapped(f"NOT MODELLED, so communication takes longer than shown: {kinds}"), ""]
@@ -88,6 +90,16 @@ def _name(model: "CostModel") -> str:
     if model.all_reduce is fastest_all_reduce:
         return "the better of ring and tree, on a torus a ring for each axis"
     return getattr(model.all_reduce, "__name__", repr(model.all_reduce))
+
+
+def _half_lost(scaling: "Scaling") -> list[str]:
+    """Say from where on half of the devices' time is lost, to communication or to fixed seconds."""
+    lost = scaling.devices[scaling.efficiency < 0.5]
+    return (
+        [f"efficiency of strong scaling is below one half from {lost[0]:,} devices"]
+        if lost.size
+        else []
+    )
 
 
 def crossing(scaling: "Scaling") -> str:

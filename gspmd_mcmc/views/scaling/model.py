@@ -110,10 +110,8 @@ class CostModel:
         return sum((c.runs * self._one(c, n, total_rows) for c in modelled), 0.0)
 
     def _one(self, c: SentCollective, n: int, total_rows: int) -> float:
-        size, num_bytes = (
-            c.group_size,
-            float(c.num_bytes if c.kind == "all-gather" else c.operand_bytes),
-        )
+        size = c.group_size
+        num_bytes = float(c.num_bytes if c.kind == "all-gather" else c.operand_bytes)
         if self.runs_over_axis(c):
             compiled = self._compiled_size(c)
             size = c.group_size // compiled * n
@@ -151,7 +149,8 @@ def check_links(links: tuple[Interconnect, ...], devices: np.ndarray) -> None:
     """Refuse interconnects that do not grow outwards or do not join so many devices: ValueError."""
     if not links or not all(isinstance(link, Interconnect) for link in links):
         raise ValueError(
-            f"interconnect: an Interconnect, or several, the innermost first, not {links!r}"
+            "interconnect: an Interconnect, or several, the innermost first (such as "
+            f"gspmd_mcmc.cost.NVLINK_4), not {links!r}"
         )
     reach = [math.inf if link.max_devices is None else link.max_devices for link in links]
     if any(inner >= outer for inner, outer in zip(reach, reach[1:], strict=False)):

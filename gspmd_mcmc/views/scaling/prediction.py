@@ -184,7 +184,8 @@ def predict(
     ValueError
         If a number is out of range, or the interconnects do not join so many devices.
     """
-    links = (interconnect,) if isinstance(interconnect, Interconnect) else tuple(interconnect)
+    is_one = isinstance(interconnect, Interconnect | str)  # a name is refused as a whole
+    links = (interconnect,) if is_one else tuple(interconnect)
     counts = checked_devices(devices)
     check_compute(num_rows, seconds_per_row, fixed_seconds)
     check_links(links, counts)
