@@ -28,3 +28,10 @@ def test_code_blocks_run_one_after_the_other(tmp_path):
     means = re.findall(r"^w\[\d\]\s+(-?[\d.]+)", done.stdout, re.MULTILINE)
     for mean, truth in zip(means, (1.0, -0.5, 0.0), strict=True):
         assert abs(float(mean) - truth) < 0.1
+
+
+def test_the_pictures_are_there():
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", (ROOT / "README.md").read_text())
+    assert len(pictures) >= 8
+    missing = [picture for picture in pictures if not (ROOT / picture).is_file()]
+    assert missing == []
