@@ -302,3 +302,8 @@ def test_rich_draws_it_in_colour(hmc_report):
     assert "\x1b[1m" in capture.get()
     assert "leapfrog" in capture.get()
     assert repr(hmc_report) == str(hmc_report)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="expected a function, .* got str"):
+        gm.communication("f")  # pyright: ignore

@@ -280,3 +280,8 @@ def test_many_parts_are_cut_short():
     assert shown_parts(10, 10) == list(range(10))
     assert shown_parts(64, 10) == [0, 1, 2, 3, None, 63]
     assert shown_parts(64, 3) == [0, None, 63]
+
+
+def test_the_shape_of_a_vector_may_be_a_number():
+    sharding = NamedSharding(gm.make_mesh(data=8), P("data"))
+    assert str(visualize(sharding, shape=16)) == str(visualize(sharding, shape=(16,)))

@@ -94,7 +94,9 @@ class LayoutView:
         return self.text()
 
 
-def visualize(tree: PyTree, *, shape: tuple[int, ...] | None = None, ax: Any = None) -> LayoutView:
+def visualize(
+    tree: PyTree, *, shape: int | tuple[int, ...] | None = None, ax: Any = None
+) -> LayoutView:
     """Show where the arrays of a tree live: which device holds which block, and how many bytes.
 
     Only shapes and shardings are read: nothing is computed, and no data move.
@@ -127,6 +129,7 @@ def visualize(tree: PyTree, *, shape: tuple[int, ...] | None = None, ax: Any = N
     >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     >>> print(visualize(jax.ShapeDtypeStruct((1_000_000, 512), "float32", sharding=rows)))
     """
+    shape = (shape,) if isinstance(shape, int) else shape
     view = LayoutView(read_tree(tree, None if shape is None else tuple(shape)))
     if ax is not None:
         draw_on(ax, _only_leaf(view))
