@@ -57,8 +57,8 @@ def _compiled(function: Callable | Lowered | Compiled, args: tuple) -> Compiled:
         return function.compile()
     if not callable(function):
         raise TypeError(
-            "communication: expected a function, or what .lower(...) or .compile() of one returned, got "
-            f"{type(function).__name__}"
+            "communication: expected a function, or what .lower(...) or .compile() of one returned, "
+            f"got {type(function).__name__}"
         )
     jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
     return jitted.lower(*args).compile()
