@@ -1,0 +1,148 @@
+"""Statistics of every column of draws: leaf by leaf, in blocks of bounded memory, where they lie.
+
+Columns are all the axes of a leaf after [chains, draws]. A block takes a part of each shard of one
+column axis, so that cutting blocks moves nothing between devices.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd_mcmc.tree import PyTree, is_traced, path_str
+
+# Temporaries that a block may take on a device, and how many arrays of the block's size a statistic
+# (tails, or ranks of draws and of folded draws) holds at a time: measured by `communication`.
+TEMPORARY_BYTES = 256 * 2**20
+COPIES = 10
+
+
+def per_leaf(statistic: Callable, draws: PyTree, copies: int = COPIES, **options: Any) -> PyTree:
+    """Apply a statistic of columns to every leaf.
+
+    Parameters
+    ----------
+    statistic
+        A function at module level (programs are kept by its identity) of an array
+        [chains, draws, ...] of floats; it returns an array [...] or a tree of such. Columns must not
+        mix: it may be given a block of them.
+    draws
+        Tree with leaves [chains, draws, ...], jax or NumPy; integers and booleans become floats.
+    copies
+        How many arrays of the size of its draws the statistic holds at a time.
+    options
+        Hashable keyword arguments of the statistic.
+
+    Returns
+    -------
+    tree
+        Like ``draws``; leaves [...], laid out as the columns of the leaves are.
+
+    Raises
+    ------
+    ValueError
+        If a leaf has fewer than two axes, or no chain.
+    TypeError
+        If a leaf is not of real numbers.
+    """
+
+    def apply(leaf):
+        return _apply(leaf, statistic, tuple(sorted(options.items())), copies, _shards(leaf))
+
+    check_draws(draws)
+    return jax.tree.map(apply, draws)
+
+
+def as_float(x: jax.Array) -> jax.Array:
+    """Return floats of at least single precision."""
+    wanted = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.result_type(float)
+    return x.astype(jnp.promote_types(x.dtype, wanted))
+
+
+def nan_columns(x: jax.Array) -> jax.Array:
+    """Return NaN for each column of draws [chains, draws, ...], laid out as the columns are."""
+    return jnp.sum(x, axis=(0, 1)) * jnp.nan
+
+
+def check_draws(draws: PyTree) -> None:
+    """Raise, with the leaf's path, unless all leaves are real numbers [chains, draws, ...]."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(draws):
+        _check(path, leaf)
+
+
+def _check(path, leaf) -> None:
+    shape = np.shape(leaf)
+    if len(shape) < 2 or not shape[0]:
+        raise ValueError(
+            f"draws at {path_str(path)}: expected the shape [chains, draws, ...] with one chain or "
+            f"more, got {list(shape)}. Give the draws of a single chain a leading axis: x[None]."
+        )
+    dtype = jnp.result_type(leaf)
+    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+        raise TypeError(
+            f"draws at {path_str(path)}: expected floats, integers or booleans, got {dtype}. Judge the "
+            "parts of complex numbers apart; leave keys out."
+        )
+
+
+def _shards(leaf) -> tuple[int, ...] | None:
+    """In how many shards each column axis lies; None inside a program, where nobody knows."""
+    if is_traced(leaf):
+        return None
+    if not isinstance(leaf, jax.Array):
+        return (1,) * (np.ndim(leaf) - 2)
+    local = leaf.sharding.shard_shape(leaf.shape)
+    return tuple(n // max(m, 1) for n, m in zip(leaf.shape[2:], local[2:], strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _apply(leaf, statistic: Callable, options: tuple, copies: int, shards: tuple[int, ...] | None):
+    def function(x):
+        return statistic(as_float(x), **dict(options))
+
+    num_shards = shards or tuple(_most_shards(n) for n in leaf.shape[2:])
+    local = math.prod(leaf.shape) * max(leaf.dtype.itemsize, 4) * copies
+    if shards:
+        local //= math.prod(shards)
+    if leaf.ndim == 2 or local <= TEMPORARY_BYTES:
+        return function(leaf)
+    return _by_blocks(function, leaf, num_shards, math.ceil(local / TEMPORARY_BYTES))
+
+
+def _most_shards(length: int) -> int:
+    """Into how many shards an axis of a program's argument could be cut, at most."""
+    return math.gcd(length, jax.device_count())
+
+
+def _by_blocks(function: Callable, leaf, shards: tuple[int, ...], num_blocks: int):
+    """Cut each shard of the longest column axis into blocks, and take one of every shard at a time."""
+    lengths = [n // s for n, s in zip(leaf.shape[2:], shards, strict=True)]
+    column_axis = int(np.argmax(lengths))
+    length, axis = lengths[column_axis], column_axis + 2
+    size = math.ceil(length / min(num_blocks, length))
+    shape = (*leaf.shape[:axis], shards[column_axis], length, *leaf.shape[axis + 1 :])
+
+    def block(start):
+        # The shards are told apart in the loop: before it, XLA would copy all of the draws for that.
+        apart = leaf.reshape(shape)
+        return function(jax.lax.dynamic_slice_in_dim(apart, start, size, axis + 1))
+
+    # The last block begins early enough to be whole: some of its columns are computed twice.
+    starts = np.minimum(np.arange(0, length, size), length - size)
+    blocks = jax.lax.map(block, starts)
+    join = functools.partial(_join, axis=column_axis + 1, length=length, shape=leaf.shape[2:])
+    return jax.tree.map(join, blocks)
+
+
+def _join(blocks: jax.Array, axis: int, length: int, shape: tuple[int, ...]) -> jax.Array:
+    """Lay blocks [blocks, ...] side by side along a column axis, and merge it with its shards."""
+    num_blocks, size = blocks.shape[0], blocks.shape[axis + 1]
+    beside = jnp.moveaxis(blocks[:-1], 0, axis)
+    whole = beside.reshape(*beside.shape[:axis], (num_blocks - 1) * size, *beside.shape[axis + 2 :])
+    rest = length - (num_blocks - 1) * size
+    last = jax.lax.slice_in_dim(blocks[-1], size - rest, size, axis=axis)
+    return jnp.concatenate([whole, last], axis=axis).reshape(shape)

@@ -1,0 +1,152 @@
+"""Effective sample sizes: how many independent draws the draws are worth.
+
+References
+----------
+Geyer, "Practical Markov chain Monte Carlo", Statistical Science 7 (1992): the initial positive and
+monotone sequences. Vehtari, Gelman, Simpson, Carpenter and Bürkner, Bayesian Analysis 16 (2021): chains
+together, bulk and tails.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_mcmc.diagnostics.autocovariance import mean_autocovariance
+from gspmd_mcmc.diagnostics.columns import nan_columns, per_leaf
+from gspmd_mcmc.diagnostics.ranks import has_nan, merged, scored, split
+from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS
+from gspmd_mcmc.tree import PyTree
+
+TAILS = (0.05, 0.95)
+
+
+def ess_bulk(draws: PyTree) -> PyTree:
+    """Effective sample size of the normal scores of ranks: of the bulk, whether moments exist or not.
+
+    Parameters
+    ----------
+    draws
+        Tree with leaves [chains, draws, ...].
+
+    Returns
+    -------
+    tree
+        Like ``draws`` with leaves [...]. Chains are split first. NaN where a draw is NaN and for fewer
+        than four draws; where all draws are equal, their number. At most S log10(S) of S draws.
+    """
+    return per_leaf(column_ess_bulk, draws)
+
+
+def ess_tail(draws: PyTree, probabilities: tuple[float, ...] = TAILS) -> PyTree:
+    """Smallest effective sample size of the estimates of some quantiles' levels.
+
+    Parameters
+    ----------
+    draws
+        Tree with leaves [chains, draws, ...].
+    probabilities
+        Of the quantiles, each in [0, 1].
+
+    Returns
+    -------
+    tree
+        Like ``draws`` with leaves [...]; NaN as of `ess_bulk`.
+    """
+    if not probabilities or not all(0 <= p <= 1 for p in probabilities):
+        raise ValueError(f"ess_tail: expected probabilities in [0, 1], got {probabilities}.")
+    return per_leaf(column_ess_tail, draws, probabilities=tuple(map(float, probabilities)))
+
+
+def ess_mean(draws: PyTree) -> PyTree:
+    """Effective sample size of the estimate of the mean; arguments and result as of `ess_bulk`.
+
+    NaN also where a draw is infinite.
+    """
+    return per_leaf(column_ess_mean, draws)
+
+
+def ess_sd(draws: PyTree) -> PyTree:
+    """Effective sample size of squared distances from the mean, hence of the standard deviation.
+
+    Arguments and result as of `ess_mean`.
+    """
+    return per_leaf(column_ess_sd, draws)
+
+
+def column_ess_bulk(x: jax.Array) -> jax.Array:
+    """Bulk effective sample size [...] of draws [chains, draws, ...]; see `ess_bulk`."""
+    if x.shape[1] < LEAST_DRAWS:
+        return nan_columns(x)
+    halves = split(x)
+    size = effective_size(scored(halves).scores)
+    return jnp.where(has_nan(x), jnp.nan, size)
+
+
+def column_ess_tail(x: jax.Array, probabilities: tuple[float, ...] = TAILS) -> jax.Array:
+    """Tail effective sample size [...] of draws [chains, draws, ...]; see `ess_tail`."""
+    if x.shape[1] < LEAST_DRAWS:
+        return nan_columns(x)
+    ordered = jnp.sort(merged(x), axis=0)
+    sizes = [_level_ess(x, ordered, p) for p in probabilities]
+    return jnp.where(has_nan(x), jnp.nan, jnp.stack(sizes).min(axis=0))
+
+
+def _level_ess(x: jax.Array, ordered: jax.Array, probability: float) -> jax.Array:
+    # A draw is at most the interpolated quantile if it is at most the draw below that.
+    below = ordered[math.floor((len(ordered) - 1) * probability)]
+    return effective_size(split((x <= below[None, None]).astype(x.dtype)))
+
+
+def column_ess_mean(x: jax.Array) -> jax.Array:
+    """Effective sample size [...] for the mean of draws [chains, draws, ...]; see `ess_mean`."""
+    if x.shape[1] < LEAST_DRAWS:
+        return nan_columns(x)
+    return effective_size(split(in_own_unit(x)))
+
+
+def column_ess_sd(x: jax.Array) -> jax.Array:
+    """Effective sample size [...] for the sd of draws [chains, draws, ...]; see `ess_sd`."""
+    if x.shape[1] < LEAST_DRAWS:
+        return nan_columns(x)
+    return effective_size(split(in_own_unit(x) ** 2))
+
+
+def in_own_unit(x: jax.Array) -> jax.Array:
+    """Take off each column's mean, in a unit whose squares neither over- nor underflow."""
+    first = x[:1, :1]
+    centred = (x - first) - jnp.mean(x - first, axis=(0, 1), keepdims=True)
+    largest = jnp.max(jnp.abs(centred), axis=(0, 1), keepdims=True)
+    return centred / jnp.where(largest > 0, largest, 1.0)
+
+
+def effective_size(x: jax.Array) -> jax.Array:
+    """Effective sample size [...] of chains [chains, draws, ...], two or more, taken as they are."""
+    num_chains, num_draws = x.shape[:2]
+    covariance = mean_autocovariance(x)
+    within = covariance[0] * num_draws / (num_draws - 1)
+    total = covariance[0] + jnp.var(jnp.mean(x, axis=1), axis=0, ddof=1)
+    num_pairs = max(0, (num_draws - 3) // 2) + 1
+    correlation = 1 - (within[None] - covariance[: 2 * num_pairs]) / total[None]
+    correlation = jnp.concatenate([jnp.ones_like(correlation[:1]), correlation[1:]])
+    size = num_chains * num_draws
+    time = jnp.maximum(_autocorrelation_time(correlation), 1 / math.log10(size))
+    is_constant = (x == x[:1, :1]).all(axis=(0, 1))
+    return jnp.where(is_constant, size, size / time)
+
+
+def _autocorrelation_time(correlation: jax.Array) -> jax.Array:
+    """Sum of autocorrelations [lags, ...] over both signs of the lag, as far as they can be told.
+
+    Sums of two neighbours are positive and fall in a reversible chain. They are added up to the first
+    that is not positive, none larger than one before; what is left at that lag counts once.
+    """
+    pairs = correlation.reshape(-1, 2, *correlation.shape[1:])
+    even, pair = pairs[:, 0], pairs.sum(axis=1)
+    least = jax.lax.cummin(pair, axis=0)
+    is_in = (least > 0).at[-1].set(False)
+    is_end = ~is_in & jnp.concatenate([jnp.ones_like(is_in[:1]), is_in[:-1]])
+    rest = jnp.where((even > 0) | (pair >= 0), even, 0.0)
+    added = jnp.sum(jnp.where(is_in, 2 * least, 0.0), axis=0)
+    time = added + jnp.sum(jnp.where(is_end, rest, 0.0), axis=0) - 1
+    return jnp.where(jnp.isnan(correlation).any(axis=0), jnp.nan, time)

@@ -1,0 +1,82 @@
+"""Monte Carlo standard errors of means and standard deviations.
+
+References
+----------
+Vehtari, Gelman, Simpson, Carpenter and Bürkner, Bayesian Analysis 16 (2021). The error of the standard
+deviation is by the delta method from that of the variance, with the effective sample size of squares.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_mcmc.diagnostics.columns import nan_columns, per_leaf
+from gspmd_mcmc.diagnostics.ess import column_ess_mean, column_ess_sd, in_own_unit
+from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS
+from gspmd_mcmc.tree import PyTree
+
+
+def mcse_mean(draws: PyTree) -> PyTree:
+    """Monte Carlo standard error of the mean of each column: sd / sqrt(`ess_mean`).
+
+    Parameters
+    ----------
+    draws
+        Tree with leaves [chains, draws, ...].
+
+    Returns
+    -------
+    tree
+        Like ``draws`` with leaves [...], in the unit of the draws. NaN where a draw is not finite and
+        for fewer than four draws; 0 where all are equal.
+    """
+    return per_leaf(column_mcse_mean, draws)
+
+
+def mcse_sd(draws: PyTree) -> PyTree:
+    """Monte Carlo standard error of the standard deviation; arguments and result as of `mcse_mean`.
+
+    The effective sample size is that of squared distances from the mean (`ess_sd`). arviz-stats takes
+    that of the draws themselves, which is too large where chains are antithetic.
+    """
+    return per_leaf(column_mcse_sd, draws)
+
+
+def column_mcse_mean(x: jax.Array) -> jax.Array:
+    """Monte Carlo error [...] of the mean of draws [chains, draws, ...]; see `mcse_mean`."""
+    if x.shape[1] < LEAST_DRAWS:
+        return nan_columns(x)
+    return column_sd(x) / jnp.sqrt(column_ess_mean(x))
+
+
+def column_mcse_sd(x: jax.Array) -> jax.Array:
+    """Monte Carlo error [...] of the sd of draws [chains, draws, ...]; see `mcse_sd`."""
+    if x.shape[1] < LEAST_DRAWS:
+        return nan_columns(x)
+    centred = in_own_unit(x)
+    variance = jnp.mean(centred**2, axis=(0, 1))
+    of_squares = jnp.mean((centred**2 - variance[None, None]) ** 2, axis=(0, 1))
+    is_constant = variance == 0
+    error = jnp.sqrt(of_squares / column_ess_sd(x) / jnp.where(is_constant, 1, variance)) / 2
+    return error * _unit(x)
+
+
+def column_mean(x: jax.Array) -> jax.Array:
+    """Return the mean [...] over all chains of draws [chains, draws, ...]."""
+    if not x.shape[1]:
+        return nan_columns(x)
+    return jnp.mean(x - x[:1, :1], axis=(0, 1)) + x[0, 0]
+
+
+def column_sd(x: jax.Array) -> jax.Array:
+    """Return the standard deviation [...] over all chains of draws [chains, draws, ...]."""
+    freedom = x.shape[0] * x.shape[1] - 1
+    if freedom < 1:
+        return nan_columns(x)
+    return jnp.sqrt(jnp.sum(in_own_unit(x) ** 2, axis=(0, 1)) / freedom) * _unit(x)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Return the unit [...] of `in_own_unit`."""
+    from_first = x - x[:1, :1]
+    centred = from_first - jnp.mean(from_first, axis=(0, 1), keepdims=True)
+    return jnp.max(jnp.abs(centred), axis=(0, 1))

@@ -1,0 +1,95 @@
+"""Split chains, normal scores of ranks, and folded draws, column by column.
+
+References
+----------
+Vehtari, Gelman, Simpson, Carpenter and Bürkner, "Rank-normalization, folding, and localization: an
+improved R-hat for assessing convergence of MCMC", Bayesian Analysis 16 (2021).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.special import ndtri
+
+
+class Scored(NamedTuple):
+    """Draws [chains, draws, ...] in order of size, and by rank.
+
+    Attributes
+    ----------
+    ordered
+        The draws of all chains of each column from least to largest, [draws x chains, ...].
+    scores
+        Normal scores of the draws' ranks, [chains, draws, ...].
+    """
+
+    ordered: jax.Array
+    scores: jax.Array
+
+
+def split(x: jax.Array) -> jax.Array:
+    """Make two chains of each, [2 x chains, draws // 2, ...]; a draw in the middle is left out."""
+    num_chains, num_draws = x.shape[:2]
+    half = num_draws // 2
+    if num_draws % 2:
+        x = jnp.concatenate([x[:, :half], x[:, half + 1 :]], axis=1)
+    return x.reshape(2 * num_chains, half, *x.shape[2:])
+
+
+def merged(x: jax.Array) -> jax.Array:
+    """Put the draws of all chains in one row, [draws x chains, ...].
+
+    The chains are the inner axis: if they lie over devices, XLA brings them together here, once. Were
+    they the outer one, the row would lie over devices, and be sent to and fro by each sort and sum.
+    """
+    return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+
+
+def _apart(row: jax.Array, num_chains: int) -> jax.Array:
+    """Undo `merged`."""
+    return jnp.swapaxes(row.reshape(-1, num_chains, *row.shape[1:]), 0, 1)
+
+
+def scored(x: jax.Array) -> Scored:
+    """Order draws [chains, draws, ...], and replace each by the normal score of its rank.
+
+    Ranks are among the draws of all chains; equal draws share the mean of their ranks. The score of
+    rank r of S is Φ⁻¹((r - 3/8) / (S + 1/4)) (Blom 1958).
+    """
+    row = merged(x)
+    place = jax.lax.broadcasted_iota(jnp.int32, row.shape, 0)
+    ordered, origin = jax.lax.sort((row, place), dimension=0, num_keys=1, is_stable=False)
+    scores = _normal_score(_mean_places(ordered), len(row), x.dtype)
+    # Back to the order of the draws by a sort, which stays on the device; a scatter might not.
+    _, scores = jax.lax.sort((origin, scores), dimension=0, num_keys=1, is_stable=False)
+    return Scored(ordered, _apart(scores, len(x)))
+
+
+def _mean_places(ordered: jax.Array) -> jax.Array:
+    """Twice the place, from 0, of each of the ordered values; equal ones have the mean of theirs."""
+    place = jax.lax.broadcasted_iota(jnp.int32, ordered.shape, 0)
+    differs = ordered[1:] != ordered[:-1]
+    border = jnp.ones_like(differs, shape=(1, *ordered.shape[1:]))
+    first = jnp.concatenate([border, differs]) * place
+    last = jnp.where(jnp.concatenate([differs, border]), place, len(ordered))
+    return jax.lax.cummax(first, axis=0) + jax.lax.cummin(last, axis=0, reverse=True)
+
+
+def _normal_score(twice_place: jax.Array, size: int, dtype) -> jax.Array:
+    """Return normal scores, from the nearer end: near 1 a probability has few digits."""
+    from_end = jnp.minimum(twice_place, 2 * (size - 1) - twice_place).astype(dtype)
+    score = ndtri((from_end / 2 + 5 / 8) / (size + 1 / 4))
+    return jnp.where(twice_place < size, score, -score)
+
+
+def folded(x: jax.Array, ordered: jax.Array) -> jax.Array:
+    """Distance of draws [chains, draws, ...] from the median of all chains."""
+    middle = len(ordered) // 2
+    low = ordered[middle] if len(ordered) % 2 else ordered[middle - 1]
+    return jnp.abs(x - ((low + ordered[middle]) / 2)[None, None])
+
+
+def has_nan(x: jax.Array) -> jax.Array:
+    """Tell which columns [...] of draws [chains, draws, ...] hold a NaN."""
+    return jnp.isnan(x).any(axis=(0, 1))

@@ -1,0 +1,75 @@
+"""Potential scale reduction, which tells whether chains agree."""
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_mcmc.diagnostics.columns import nan_columns, per_leaf
+from gspmd_mcmc.diagnostics.ranks import folded, has_nan, scored, split
+from gspmd_mcmc.tree import PyTree
+
+LEAST_DRAWS = 4
+
+
+def rhat(draws: PyTree) -> PyTree:
+    """R-hat of each column: split, rank-normalised, and the larger of bulk and folded.
+
+    1 if chains, and the halves of each, are of one distribution. Chains that have converged are under
+    1.01. The folded form, of distances from the median, sees chains that differ in scale alone.
+
+    Parameters
+    ----------
+    draws
+        Tree with leaves [chains, draws, ...].
+
+    Returns
+    -------
+    tree
+        Like ``draws`` with leaves [...]. NaN where a draw is NaN, where all draws are equal, and for
+        fewer than four draws; infinite where every half chain stays at a value of its own. Infinite
+        draws are ranked as any other. A single chain is judged by its halves.
+
+    References
+    ----------
+    Vehtari, Gelman, Simpson, Carpenter and Bürkner, Bayesian Analysis 16 (2021), section 4.
+    """
+    return per_leaf(column_rhat, draws)
+
+
+def column_rhat(x: jax.Array) -> jax.Array:
+    """R-hat [...] of draws [chains, draws, ...]; see `rhat`."""
+    if x.shape[1] < LEAST_DRAWS:
+        return nan_columns(x)
+    halves = split(x)
+    bulk = scored(halves)
+    tail = scored(folded(halves, bulk.ordered))
+    # Draws of two values have one distance from the median, and then no folded R-hat.
+    largest = jnp.fmax(scale_reduction(bulk.scores), scale_reduction(tail.scores))
+    return jnp.where(has_nan(x), jnp.nan, largest)
+
+
+def scale_reduction(x: jax.Array) -> jax.Array:
+    """Plain R-hat [...] of draws [chains, draws, ...] as they are."""
+    mean, variance = chain_moments(x)
+    return from_moments(mean, variance, x.shape[1])
+
+
+def from_moments(mean: jax.Array, variance: jax.Array, num_draws) -> jax.Array:
+    """R-hat [...] of the means and variances [chains, ...] of chains of ``num_draws`` draws.
+
+    sqrt((N - 1) / N + B / W): W is the mean of the chains' variances, B the variance of their means
+    (Gelman and Rubin 1992, as in Stan).
+    """
+    within = jnp.mean(variance, axis=0)
+    between = jnp.var(mean, axis=0, ddof=1) if len(mean) > 1 else jnp.full_like(within, jnp.nan)
+    return jnp.sqrt(between / within + (num_draws - 1) / num_draws)
+
+
+def chain_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance [chains, ...] of draws [chains, draws, ...].
+
+    They are taken about the first draw: of a chain that stays where it is the variance is exactly 0.
+    """
+    first = x[:, :1]
+    mean = jnp.mean(x - first, axis=1, keepdims=True)
+    variance = jnp.sum((x - first - mean) ** 2, axis=1) / max(x.shape[1] - 1, 1)
+    return (first + mean)[:, 0], variance

@@ -1,0 +1,45 @@
+"""All that a summary says of each column, from one program: draws are put in order once."""
+
+from typing import NamedTuple
+
+import jax
+
+from gspmd_mcmc.diagnostics.columns import per_leaf
+from gspmd_mcmc.diagnostics.ess import column_ess_bulk, column_ess_tail
+from gspmd_mcmc.diagnostics.mcse import column_mcse_mean, column_mcse_sd, column_mean, column_sd
+from gspmd_mcmc.diagnostics.rhat import column_rhat
+from gspmd_mcmc.tree import PyTree
+
+COPIES = 22  # see `per_leaf`
+
+
+class Statistics(NamedTuple):
+    """Statistics of columns, each a tree like the draws with leaves [...]."""
+
+    mean: PyTree
+    sd: PyTree
+    mcse_mean: PyTree
+    mcse_sd: PyTree
+    ess_bulk: PyTree
+    ess_tail: PyTree
+    rhat: PyTree
+
+
+def statistics(draws: PyTree) -> Statistics:
+    """Compute the `Statistics` of draws, a tree with leaves [chains, draws, ...]."""
+    found = per_leaf(column_statistics, draws, copies=COPIES)
+    inner = jax.tree.structure(Statistics(*range(len(Statistics._fields))))
+    return jax.tree.transpose(jax.tree.structure(draws), inner, found)
+
+
+def column_statistics(x: jax.Array) -> Statistics:
+    """Statistics [...] of draws [chains, draws, ...]."""
+    return Statistics(
+        mean=column_mean(x),
+        sd=column_sd(x),
+        mcse_mean=column_mcse_mean(x),
+        mcse_sd=column_mcse_sd(x),
+        ess_bulk=column_ess_bulk(x),
+        ess_tail=column_ess_tail(x),
+        rhat=column_rhat(x),
+    )

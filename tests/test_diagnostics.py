@@ -1,0 +1,328 @@
+"""R-hat, effective sample sizes and Monte Carlo errors against arviz-stats and independent formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from gspmd_mcmc.diagnostics.autocovariance import mean_autocovariance
+from gspmd_mcmc.diagnostics.columns import per_leaf
+from gspmd_mcmc.diagnostics.energy import bfmi
+from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_mean, ess_sd, ess_tail
+from gspmd_mcmc.diagnostics.mcse import mcse_mean, mcse_sd
+from gspmd_mcmc.diagnostics.nested_rhat import column_nested_rhat, nested_rhat, rank_nested_rhat
+from gspmd_mcmc.diagnostics.rhat import rhat
+from gspmd_mcmc.diagnostics.statistics import Statistics, statistics
+
+arviz = pytest.importorskip("arviz_stats.base").array_stats
+
+AXES = {"chain_axis": 0, "draw_axis": 1}
+
+
+def autoregression(phi, shape, seed=0):
+    """AR(1) chains [chains, draws, ...] of unit innovations."""
+    noise = np.random.default_rng(seed).normal(size=shape)
+    x = noise.copy()
+    for n in range(1, shape[1]):
+        x[:, n] = phi * x[:, n - 1] + noise[:, n]
+    return x
+
+
+def families(num_chains, num_draws):
+    """Chains of many kinds, one in each column."""
+    shape = (num_chains, num_draws)
+    slow, fast, white = (autoregression(phi, shape, seed) for seed, phi in enumerate((0.95, -0.9, 0.0)))
+    chain = np.arange(num_chains)[:, None]
+    return {
+        "slow": slow,
+        "antithetic": fast,
+        "white": white,
+        "Cauchy": np.tan(np.pi * (stats.norm.cdf(white) - 0.5)),
+        "integers": np.round(white),
+        "two values": (white > 0.3) * 1.0,
+        "shifted": white + 3 * (chain == 0),
+        "wider": white * (1 + 5 * (chain == 0)),
+        "drift": white + np.linspace(0, 2, num_draws),
+        "far off": 1e4 + white,
+        "tiny": 1e-9 * slow,
+        "alternating": np.broadcast_to((-1.0) ** np.arange(num_draws), shape) + 0.01 * white,
+    }
+
+
+def reference(x):
+    """What arviz-stats makes of [chains, draws, columns]; the error of the sd by the formula."""
+    centred = x - x.mean(axis=(0, 1))
+    with np.errstate(all="ignore"):
+        # In units of one: arviz-stats takes squares that are all under 1e-15 for equal.
+        size_of_squares = arviz.ess(centred / centred.std(axis=(0, 1)), method="sd", **AXES)
+        second, fourth = (centred**2).mean(axis=(0, 1)), (centred**4).mean(axis=(0, 1))
+        return Statistics(
+            mean=x.mean(axis=(0, 1)),
+            sd=x.reshape(-1, x.shape[2]).std(axis=0, ddof=1),
+            mcse_mean=arviz.mcse(x, method="mean", **AXES),
+            mcse_sd=np.sqrt((fourth - second**2) / size_of_squares / second) / 2,
+            ess_bulk=arviz.ess(x, method="bulk", **AXES),
+            ess_tail=arviz.ess(x, method="tail", prob=(0.05, 0.95), **AXES),
+            rhat=arviz.rhat(x, **AXES),
+        )
+
+
+SHAPES = [(4, 1000), (4, 101), (2, 4), (3, 5)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_statistics_equal_those_of_arviz_in_float64(shape):
+    x = np.stack(list(families(*shape).values()), axis=2)
+    with jax.enable_x64(True):
+        found = statistics(x)
+    for name, ours, theirs in zip(found._fields, found, reference(x), strict=True):
+        # Near 0 a mean is as exact as its draws are large.
+        np.testing.assert_allclose(ours, theirs, rtol=1e-7, atol=1e-13, err_msg=name)
+
+
+def test_float32_is_near_float64():
+    """Where folded draws of float32 tie, rounding may order them otherwise: R-hat moves by 2e-4.
+
+    Effective sizes jump where two autocorrelations cancel to rounding; here none does.
+    """
+    x = np.stack(list(families(4, 1000).values()), axis=2).astype(np.float32)
+    found, expected = statistics(x), reference(x.astype(float))
+    for name, ours, theirs in zip(found._fields, found, expected, strict=True):
+        assert ours.dtype == jnp.float32
+        bound = 5e-4 if name == "rhat" else 1e-5
+        np.testing.assert_allclose(ours, theirs, rtol=bound, atol=2e-5 * theirs.std(), err_msg=name)
+
+
+def test_each_function_alone_gives_its_part_of_the_statistics():
+    x = np.stack(list(families(4, 50).values()), axis=2)
+    with jax.enable_x64(True):
+        together = statistics(x)
+        for function in (rhat, ess_bulk):
+            np.testing.assert_allclose(function(x), getattr(together, function.__name__), rtol=1e-10)
+        in_units = x / x.std(axis=(0, 1))
+        np.testing.assert_allclose(ess_sd(x), arviz.ess(in_units, method="sd", **AXES), rtol=1e-7)
+        other = arviz.ess(x, method="tail", prob=(0.1, 0.5), **AXES)
+        np.testing.assert_allclose(ess_tail(x, (0.1, 0.5)), other, rtol=1e-7)
+
+
+def test_trees_integers_and_booleans_keep_their_structure_and_shape():
+    white = autoregression(0.5, (4, 60, 3, 2))
+    draws = {"a": [white, np.round(white).astype(np.int32)], "b": white[..., 0, 0] > 0}
+    with jax.enable_x64(True):
+        found = ess_mean(draws)
+        assert jax.tree.map(jnp.shape, found) == {"a": [(3, 2), (3, 2)], "b": ()}
+        np.testing.assert_allclose(
+            found["a"][1], arviz.ess(np.round(white), method="mean", **AXES), rtol=1e-7
+        )
+        np.testing.assert_allclose(
+            found["b"], arviz.ess(draws["b"] * 1.0, method="mean", **AXES), rtol=1e-7
+        )
+    assert jax.tree.map(jnp.shape, statistics({"w": white}).sd) == {"w": (3, 2)}
+
+
+@pytest.mark.parametrize("num_draws", [0, 1, 3])
+def test_under_four_draws_there_is_no_diagnosis(num_draws):
+    x = np.random.default_rng(0).normal(size=(4, num_draws, 2))
+    for function in (rhat, ess_bulk, ess_tail, ess_mean, mcse_mean):
+        assert np.isnan(function(x)).all(), function.__name__
+        assert function(x).shape == (2,)
+
+
+def test_nan_infinite_and_equal_draws():
+    x = np.repeat(autoregression(0.0, (4, 40))[:, :, None], 4, axis=2)
+    x[1, 3, 0] = np.nan
+    x[1, 3, 1] = np.inf
+    x[:, :, 2] = 7.1
+    found = statistics(x)
+    assert np.isnan(found.rhat).tolist() == [True, False, True, False]
+    assert np.isnan(found.ess_bulk).tolist() == [True, False, False, False]
+    assert np.isnan(found.ess_tail).tolist() == [True, False, False, False]
+    assert np.isnan(found.mcse_mean).tolist() == [True, True, False, False]
+    assert (found.ess_bulk[2], found.ess_tail[2]) == (160, 160)  # the number of draws, as arviz-stats
+    assert (found.sd[2], found.mcse_mean[2], found.mcse_sd[2]) == (0, 0, 0)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(rhat(x)[1], arviz.rhat(x[..., 1], **AXES), rtol=1e-7)
+
+
+def test_a_middle_draw_that_is_left_out_still_tells_of_a_nan():
+    x = autoregression(0.0, (4, 41))
+    x[2, 20] = np.nan
+    assert np.isnan(rhat(x))
+    assert np.isnan(ess_bulk(x))
+
+
+def test_a_single_chain_is_judged_by_its_halves():
+    """arviz-stats gives NaN; its plain R-hat of the two halves' normal scores is what is meant."""
+    x = autoregression(0.5, (1, 80))
+    halves = x.reshape(2, 40)
+    scores = stats.norm.ppf((stats.rankdata(halves) - 0.375) / 80.25).reshape(2, 40)
+    distances = stats.rankdata(np.abs(halves - np.median(halves)))
+    far = stats.norm.ppf((distances - 0.375) / 80.25).reshape(2, 40)
+    expected = max(arviz.rhat(s, method="identity", **AXES) for s in (scores, far))
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(rhat(x), expected, rtol=1e-7)
+        np.testing.assert_allclose(ess_bulk(x), arviz.ess(x, method="bulk", **AXES), rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_bad"),
+    [("white", False), ("antithetic", False), ("Cauchy", False), ("integers", False)]
+    + [("shifted", True), ("wider", True), ("drift", True), ("stuck", True)],
+)
+def test_bad_chains_are_flagged_and_good_ones_are_not(name, is_bad):
+    kinds = families(4, 1000)
+    kinds["stuck"] = np.where(np.arange(4)[:, None] == 2, 0.4, kinds["white"])
+    assert (rhat(kinds[name]) > 1.01) == is_bad
+
+
+def test_chains_that_all_stand_still_at_other_places_have_infinite_rhat():
+    still = np.broadcast_to(np.array([0.1, 0.2, 0.3])[:, None], (3, 20))
+    assert rhat(still) == np.inf
+
+
+def test_only_the_folded_form_sees_a_wider_chain():
+    wider = families(4, 1000)["wider"]
+    with jax.enable_x64(True):
+        assert arviz.rhat(wider, method="z_scale", **AXES) < 1.01 < rhat(wider)
+
+
+def test_effective_size_of_an_autoregression_is_that_of_theory():
+    """(1 - φ) / (1 + φ) of the draws; 64 columns, so the mean of the estimates scatters by 1 %."""
+    for phi in (-0.5, 0.5, 0.9):
+        x = autoregression(phi, (4, 2000, 64))
+        theory = 8000 * (1 - phi) / (1 + phi)
+        assert np.mean(ess_mean(x)) == pytest.approx(theory, rel=0.05)
+
+
+def test_mcse_of_mean_and_sd_are_the_scatter_of_repeated_runs():
+    """Antithetic: with the effective size of the draws the sd's error would be 1.8 times less."""
+    x = autoregression(-0.4, (2, 500, 600))
+    pooled = x.reshape(-1, 600)
+    scatter_of_mean, scatter_of_sd = pooled.mean(axis=0).std(), pooled.std(axis=0).std()
+    # The scatter of 600 runs is itself known to 3 %.
+    assert np.mean(mcse_mean(x)) == pytest.approx(scatter_of_mean, rel=0.12)
+    assert np.mean(mcse_sd(x)) == pytest.approx(scatter_of_sd, rel=0.12)
+
+
+@pytest.mark.parametrize("num_draws", [2, 3, 97])
+def test_autocovariance_is_the_sum_of_products(num_draws):
+    x = autoregression(0.7, (3, num_draws, 2)) + 5
+    centred = x - x.mean(axis=1, keepdims=True)
+    expected = np.stack(
+        [
+            (centred[:, : num_draws - t] * centred[:, t:]).sum(axis=1).mean(axis=0) / num_draws
+            for t in range(num_draws)
+        ]
+    )
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(jax.jit(mean_autocovariance)(x), expected, atol=1e-12)
+    single = jax.jit(mean_autocovariance)(x.astype(np.float32))
+    np.testing.assert_allclose(single, expected, atol=3e-6 * expected[0].max())
+
+
+def margossian(x, num_superchains):
+    """Nested R-hat, written from equations 4 to 8 of the paper with loops."""
+    chains = np.split(x, num_superchains)
+    means = [np.mean([np.mean(c) for c in group]) for group in chains]
+    between = sum((m - np.mean(means)) ** 2 for m in means) / (num_superchains - 1)
+    within = []
+    for group, mean in zip(chains, means, strict=True):
+        num = len(group)
+        b = sum((np.mean(c) - mean) ** 2 for c in group) / (num - 1) if num > 1 else 0.0
+        w = np.mean([np.var(c, ddof=1) for c in group]) if x.shape[1] > 1 else 0.0
+        within.append(b + w)
+    return np.sqrt(1 + between / np.mean(within))
+
+
+@pytest.mark.parametrize(("shape", "num"), [((12, 9), 3), ((12, 9), 12), ((12, 1), 4), ((8, 30), 2)])
+def test_nested_rhat_is_that_of_the_paper(shape, num):
+    x = autoregression(0.6, shape) + np.arange(shape[0])[:, None] // (shape[0] // num)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(nested_rhat(x, num), margossian(x, num), rtol=1e-12)
+
+
+def test_nested_rhat_of_ranks_is_that_of_arviz():
+    x = np.stack(list(families(8, 21).values()), axis=2)
+    groups = np.repeat([0, 1, 2, 3], 2)
+    with jax.enable_x64(True), np.errstate(all="ignore"):
+        expected = arviz.rhat_nested(x, superchain_ids=groups, **AXES)
+        np.testing.assert_allclose(rank_nested_rhat(x, 4), expected, rtol=1e-7)
+
+
+def test_nested_rhat_with_single_chains_is_plain_rhat_but_for_one_over_draws():
+    x = autoregression(0.6, (6, 40))
+    with jax.enable_x64(True):
+        plain = arviz.rhat(x, method="identity", **AXES)
+        np.testing.assert_allclose(nested_rhat(x, 6) ** 2 - 1 / 40, plain**2, rtol=1e-12)
+
+
+def test_nested_rhat_judges_short_chains_where_plain_rhat_cannot():
+    """512 chains of 5 slow but stationary draws each, and the same started in 8 groups far apart."""
+    x = autoregression(0.9, (512, 100))[:, -5:]
+    apart = x + 2 * np.repeat(np.arange(8), 64)[:, None]
+    assert rhat(x) > 1.2  # each chain's few draws are alike
+    assert nested_rhat(x, 8) < 1.02 < 1.5 < nested_rhat(apart, 8)
+
+
+def test_superchains_must_be_even():
+    for number in (1, 5):
+        with pytest.raises(ValueError, match="divisor of the number of chains"):
+            nested_rhat({"w": np.zeros((8, 10))}, number)
+
+
+def test_bfmi_is_that_of_arviz_also_far_from_zero():
+    energy = 1e6 + autoregression(0.8, (4, 300))
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(bfmi(energy), arviz.bfmi(energy, **AXES), rtol=1e-7)
+    single = (energy - 1e6).astype(np.float32) + np.float32(100)
+    np.testing.assert_allclose(bfmi(single), arviz.bfmi(single.astype(float), **AXES), rtol=1e-3)
+
+
+def test_bfmi_flags_energies_that_move_slowly():
+    assert (bfmi(autoregression(0.0, (3, 500))) > 1.5).all()
+    assert (bfmi(autoregression(0.98, (3, 500))) < 0.3).all()
+
+
+def test_bfmi_of_chains_that_cannot_be_judged_is_nan():
+    energy = autoregression(0.0, (4, 30))
+    energy[0] = 3.3
+    energy[1, 5] = np.inf
+    energy[2, 5] = np.nan
+    assert np.isnan(bfmi(energy)).tolist() == [True, True, True, False]
+    assert np.isnan(bfmi(energy[:, :1])).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "length"), [((4, 20, 7), 7), ((4, 20, 3, 10), 10), ((4, 20, 5, 1), 5)]
+)
+def test_blocks_of_columns_do_not_change_the_result(shape, length):
+    """So many copies that a block is one column, or two or three, which do not divide the axis."""
+    x = autoregression(0.3, shape)
+    whole = per_leaf(column_nested_rhat, x, num_superchains=2)
+    nbytes = x.size * 4 // length
+    for columns in (1, 2, 3):
+        copies = 256 * 2**20 // (nbytes * columns) - 1
+        np.testing.assert_array_equal(
+            per_leaf(column_nested_rhat, x, copies=copies, num_superchains=2), whole
+        )
+        jitted = jax.jit(
+            lambda x, c=copies: per_leaf(column_nested_rhat, x, copies=c, num_superchains=2)
+        )
+        np.testing.assert_allclose(jitted(x), whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.zeros(10), np.zeros((0, 10)), np.float32(1.0)])
+def test_leaves_of_other_shapes_are_named(bad):
+    with pytest.raises(ValueError, match=r"\['w'\]\[1\].*\[chains, draws, \.\.\.\].*got"):
+        rhat({"w": [np.zeros((2, 10)), bad]})
+
+
+def test_complex_numbers_are_refused():
+    with pytest.raises(TypeError, match=r"\['z'\].*complex"):
+        rhat({"z": np.zeros((2, 10), np.complex64)})
+
+
+def test_probabilities_outside_the_unit_interval_are_refused():
+    with pytest.raises(ValueError, match="probabilities"):
+        ess_tail(np.zeros((2, 10)), (0.05, 1.5))
