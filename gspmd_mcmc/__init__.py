@@ -2,6 +2,7 @@
 
 from gspmd_mcmc.adaptation.window import WindowAdaptation
 from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState
+from gspmd_mcmc.kernels.nuts import NUTS, NUTSInfo
 from gspmd_mcmc.placement.mesh import make_abstract_mesh, make_mesh
 from gspmd_mcmc.placement.padding import Padded
 from gspmd_mcmc.placement.place import place
@@ -64,6 +65,8 @@ __all__ = [
     "JointDistributionSequential",
     "LayoutView",
     "LogDensity",
+    "NUTS",
+    "NUTSInfo",
     "NonFiniteStart",
     "Padded",
     "PositionalSharding",

@@ -466,3 +466,16 @@ def test_draws_of_another_number_of_chains_are_refused(draws):
 def test_draws_are_not_gone_on_from_with_another_kernel(draws):
     with pytest.raises(ValueError, match="draws are gone on from with their own kernel"):
         sample(position=draws, kernel=draws.kernel)
+
+
+def test_a_kernel_may_be_made_in_a_program_of_numbers_and_a_metric_from_outside():
+    """They are known while the program is staged, where jnp would trace what they are compared with."""
+    target = gm.LogDensity(lambda x: -(x**2))
+    step_size, negative, metric = jnp.float32(0.1), jnp.float32(-0.1), jnp.float32(2.0)
+
+    def step_size_of(x):
+        return x * gm.HMC(target, step_size, 10, inverse_mass_matrix=metric).step_size
+
+    assert float(jax.jit(step_size_of)(1.0)) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="HMC: step_size: expected a positive number"):
+        jax.jit(lambda x: x * gm.HMC(target, negative, 10).step_size)(1.0)

@@ -136,7 +136,7 @@ def find_step_size(kernel: Any, rng_key: jax.Array, mean_acceptance_rate: Any) -
     mean_acceptance_rate
         ``mean_acceptance_rate(kernel, rng_key)``: the mean over chains of one step's acceptance rate.
     """
-    one_step = kernel.with_num_integration_steps(jnp.ones_like(kernel.num_integration_steps))
+    one_step = kernel.one_leapfrog()
 
     def rate(step_size, i):
         return mean_acceptance_rate(one_step.with_step_size(step_size), jax.random.fold_in(rng_key, i))

@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels import metrics
+from gspmd_mcmc.kernels import metrics, settings
 from gspmd_mcmc.kernels.integrators import PhasePoint, integrate
 from gspmd_mcmc.targets import checks, local
-from gspmd_mcmc.tree import PyTree, is_traced, pytree, set_fields
+from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
 DIVERGENT_ENERGY_ERROR = 1000.0
 
@@ -98,37 +97,34 @@ class HMC:
         inverse_mass_matrix: PyTree | None = None,
         jitter: float | jax.Array = 0.0,
     ):
-        missing = [m for m in ("terms", "grad", "terms_and_grad") if not hasattr(target, m)]
-        if missing:
-            raise TypeError(
-                f"HMC: expected a target (Posterior, LogDensity), got {type(target).__name__} without "
-                f"{missing}; wrap a function as gspmd_mcmc.LogDensity(fn, *data)"
-            )
-        _check_step_size(step_size)
-        _check_num_integration_steps(num_integration_steps)
-        _require("jitter", jitter, lambda x: 0 <= x <= 1, "a number between 0 and 1")
+        settings.require_target("HMC", target)
+        settings.require("HMC", "jitter", jitter, lambda x: 0 <= x <= 1, "a number between 0 and 1")
         set_fields(
             self,
             target=target,
-            step_size=_strong(step_size, float),
-            num_integration_steps=_strong(num_integration_steps, int),
-            inverse_mass_matrix=_metric(target, inverse_mass_matrix),
-            jitter=_strong(jitter, float),
+            step_size=settings.step_size_of("HMC", step_size),
+            num_integration_steps=_num_integration_steps_of(num_integration_steps),
+            inverse_mass_matrix=settings.metric_of("HMC", target, inverse_mass_matrix),
+            jitter=settings.strong(jitter, float),
         )
 
     def with_step_size(self, step_size: float | jax.Array) -> "HMC":
         """Return the kernel with another step size; nothing compiles anew."""
-        _check_step_size(step_size)
-        return tree.replace(self, step_size=_strong(step_size, float))
+        return tree.replace(self, step_size=settings.step_size_of("HMC", step_size))
 
     def with_num_integration_steps(self, num_integration_steps: int | jax.Array) -> "HMC":
         """Return the kernel with another number of leapfrogs; nothing compiles anew."""
-        _check_num_integration_steps(num_integration_steps)
-        return tree.replace(self, num_integration_steps=_strong(num_integration_steps, int))
+        count = _num_integration_steps_of(num_integration_steps)
+        return tree.replace(self, num_integration_steps=count)
+
+    def one_leapfrog(self) -> "HMC":
+        """Return the kernel whose steps are one leapfrog: what a first step size is tried with."""
+        return tree.replace(self, num_integration_steps=jnp.ones_like(self.num_integration_steps))
 
     def with_inverse_mass_matrix(self, inverse_mass_matrix: PyTree | None) -> "HMC":
         """Return the kernel with another metric; from or to None is another program."""
-        return tree.replace(self, inverse_mass_matrix=_metric(self.target, inverse_mass_matrix))
+        metric = settings.metric_of("HMC", self.target, inverse_mass_matrix)
+        return tree.replace(self, inverse_mass_matrix=metric)
 
     def drawn(self, rng_key: jax.Array) -> "HMC":
         """Return the kernel of one step: its number of leapfrogs drawn, for all chains at once."""
@@ -147,18 +143,7 @@ class HMC:
         NonFiniteStart
             If, outside jit, the log density is not finite; the message names the leaf or term.
         """
-        checks.check_not_baked(self.target)
-        position = checks.admit(self.target, position)
-        _check_metric_fits(self.inverse_mass_matrix, position)
-        terms, log_density_grad = self.target.terms_and_grad(position)
-        log_density = tree.total(terms)
-        checks.check_finite_start(self.target, position, log_density)
-        return HMCState(
-            position=position,
-            log_density=log_density,
-            log_density_grad=log_density_grad,
-            terms=terms,
-        )
+        return init("HMC", self.target, self.inverse_mass_matrix, position)
 
     def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, HMCInfo]:
         """One transition: a fresh momentum, a trajectory, a Metropolis test."""
@@ -216,50 +201,25 @@ class HMC:
         return proposal, jnp.where(jnp.isfinite(energy_error), energy_error, jnp.inf)
 
 
-def _strong(value, kind: type) -> jax.Array:
-    """Turn a number into an uncommitted strong scalar, so that another number is no other program."""
-    if is_traced(value):
-        return value
-    return jnp.asarray(np.asarray(value), dtype=jnp.result_type(kind))
+def init(kernel: str, target: Any, inverse_mass_matrix: PyTree | None, position: PyTree) -> HMCState:
+    """Evaluate a target at a position, for the kernel of that name; see `HMC.init`."""
+    checks.check_not_baked(target)
+    position = checks.admit(target, position)
+    settings.check_metric_fits(kernel, inverse_mass_matrix, position)
+    terms, log_density_grad = target.terms_and_grad(position)
+    log_density = tree.total(terms)
+    checks.check_finite_start(target, position, log_density)
+    return HMCState(
+        position=position,
+        log_density=log_density,
+        log_density_grad=log_density_grad,
+        terms=terms,
+    )
 
 
-def _require(name: str, value, holds, expected: str) -> None:
-    if is_traced(value):
-        return
-    is_number = isinstance(value, int | float | np.number | np.ndarray | jax.Array)
-    if not is_number or np.shape(value) or not holds(value):
-        raise ValueError(f"HMC: {name}: expected {expected}, got {value!r}")
+def _num_integration_steps_of(count: int | jax.Array) -> jax.Array:
+    def holds(x) -> bool:
+        return x >= 1 and x == int(x)
 
-
-def _check_step_size(step_size) -> None:
-    _require("step_size", step_size, lambda x: 0 < x < np.inf, "a positive number")
-
-
-def _check_num_integration_steps(count) -> None:
-    _require("num_integration_steps", count, lambda x: x >= 1 and x == int(x), "at least 1 and whole")
-
-
-def _metric(target: Any, inverse_mass_matrix: PyTree | None) -> PyTree | None:
-    """Check the variances, and lay them out as positions are."""
-    if inverse_mass_matrix is None:
-        return None
-    metric = local.lay_out(target, inverse_mass_matrix, "HMC: inverse_mass_matrix")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(metric):
-        if is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-            continue
-        if not jnp.all(leaf > 0):
-            raise ValueError(
-                f"HMC: inverse_mass_matrix {tree.path_str(path)}: expected positive variances"
-            )
-    return metric
-
-
-def _check_metric_fits(inverse_mass_matrix: PyTree | None, position: PyTree) -> None:
-    if inverse_mass_matrix is None:
-        return
-    metric, like = (jax.tree.map(np.shape, t) for t in (inverse_mass_matrix, position))
-    if metric != like:
-        raise ValueError(
-            "HMC: inverse_mass_matrix: expected a tree of shapes like the position's, "
-            f"{like}, got {metric}"
-        )
+    settings.require("HMC", "num_integration_steps", count, holds, "at least 1 and whole")
+    return settings.strong(count, int)

@@ -36,11 +36,18 @@ def velocity_verlet(
     ----------
     Verlet, Physical Review 159 (1967); Leimkuhler and Reich, Simulating Hamiltonian Dynamics (2004).
     """
+    return velocity_verlet_with_terms(point, step_size, lambda x: ((), grad(x)), velocity)[0]
+
+
+def velocity_verlet_with_terms(
+    point: PhasePoint, step_size: jax.Array, terms_and_grad: Callable, velocity: Callable
+) -> tuple[PhasePoint, PyTree]:
+    """One leapfrog that returns the target's terms at its end too, from the pass of the gradient."""
     momentum = tree.axpy(step_size / 2, point.log_density_grad, point.momentum)
     position = tree.axpy(step_size, velocity(momentum), point.position)
-    log_density_grad = grad(position)
+    terms, log_density_grad = terms_and_grad(position)
     momentum = tree.axpy(step_size / 2, log_density_grad, momentum)
-    return PhasePoint(position, momentum, log_density_grad)
+    return PhasePoint(position, momentum, log_density_grad), terms
 
 
 def integrate(

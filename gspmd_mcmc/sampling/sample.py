@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gspmd_mcmc.adaptation.window import WindowAdaptation
 from gspmd_mcmc.kernels.hmc import HMC
+from gspmd_mcmc.kernels.nuts import NUTS
 from gspmd_mcmc.sampling import start as starts
 from gspmd_mcmc.sampling.collecting import Collecting, keep_position
 from gspmd_mcmc.sampling.draws import Draws
@@ -40,7 +41,7 @@ def sample(
     num_warmup: int = 1000,
     num_samples: int = 1000,
     thin: int = 1,
-    kernel: HMC | None = None,
+    kernel: HMC | NUTS | None = None,
     warmup: WindowAdaptation = WindowAdaptation(),  # noqa: B008 - frozen
     collect: Callable = keep_position,
     device_bytes: int | None = None,
@@ -71,7 +72,8 @@ def sample(
     thin
         Steps from one kept draw to the next: after warm-up the run takes ``num_samples * thin``.
     kernel
-        An `HMC` on the same target; by default 32 leapfrogs, their number jittered by half.
+        An `HMC` or `NUTS` on the same target; by default HMC of 32 leapfrogs, their number jittered by
+        half.
     warmup
         What is adapted (`WindowAdaptation`).
     collect
@@ -141,7 +143,7 @@ def sample(
 
 
 def _start(
-    kernel: HMC, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
+    kernel: HMC | NUTS, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
 ) -> tuple[Layout, Any]:
     """Find what kind of start this is; return the layout, and the states in buffers of our own."""
     if isinstance(initial, Draws):
@@ -159,7 +161,7 @@ def _start(
 
 
 def _start_from_position(
-    kernel: HMC, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
+    kernel: HMC | NUTS, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
 ) -> tuple[Layout, Any]:
     is_marked = isinstance(initial, starts.PerChain)
     position = initial.position if is_marked else initial
@@ -228,7 +230,7 @@ def _check_key(rng_key: jax.Array) -> None:
         )
 
 
-def _check_goes_on(draws: Draws, target: Any, kernel: HMC | None, num_chains: int) -> None:
+def _check_goes_on(draws: Draws, target: Any, kernel: HMC | NUTS | None, num_chains: int) -> None:
     """Raise unless earlier draws can be gone on from as they are."""
     if kernel is not None:
         raise ValueError("kernel: draws are gone on from with their own kernel; leave it out")
