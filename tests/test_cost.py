@@ -88,6 +88,9 @@ def test_the_crossover_is_where_the_lines_cross():
     assert prediction.crossover == prediction.strong.crossover == 64
     assert prediction.strong.crossover_between == pytest.approx(40.96)
     assert "between 32 and 64 devices (about 41)" in str(prediction)
+    # 4.096 / (4.096 + 0.1 n) is under one half on the same 64 devices; with nothing sent it never is.
+    assert "strong scaling is below one half from 64 devices" in str(prediction)
+    assert "below one half" not in str(predict([Sent()], **known, all_reduce=constant(0.0)))
     assert predict([Sent()], **known, all_reduce=constant(0.064)).crossover == 128  # More, not as much.
     assert prediction.weak.crossover is prediction.weak.crossover_between is None
     assert "weak scaling:   compute takes longer than communication, up to 4,096" in str(prediction)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc.diagnostics import streaming
-from gspmd_mcmc.diagnostics.columns import as_float, check_draws
+from gspmd_mcmc.diagnostics.columns import as_float, num_draws_of
 from gspmd_mcmc.tree import PyTree, pytree
 
 
@@ -85,10 +85,9 @@ def update(state: BatchMeans, chunk: PyTree) -> BatchMeans:
     Raises
     ------
     ValueError
-        If a leaf has not the shape [chains, draws, ...].
+        If a leaf has not the shape [chains, draws, ...], or not as many draws as the others.
     """
-    check_draws(chunk)
-    num_draws = jax.tree.leaves(chunk)[0].shape[1]
+    num_draws = num_draws_of(chunk)
     if not num_draws:
         return state
 

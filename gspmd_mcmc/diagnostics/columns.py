@@ -74,6 +74,25 @@ def check_draws(draws: PyTree) -> None:
         _check(path, leaf)
 
 
+def num_draws_of(chunk: PyTree) -> int:
+    """Return how many draws of each chain a chunk has.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `check_draws`; ValueError, with the leaf's path, if leaves have different numbers of draws.
+    """
+    check_draws(chunk)
+    (first_path, first), *others = jax.tree_util.tree_leaves_with_path(chunk)
+    for path, leaf in others:
+        if leaf.shape[1] != first.shape[1]:
+            raise ValueError(
+                f"draws at {path_str(path)}: expected {first.shape[1]} draws of each chain, as at "
+                f"{path_str(first_path)}, got {leaf.shape[1]}. Give the same draws of all leaves."
+            )
+    return first.shape[1]
+
+
 def _check(path, leaf) -> None:
     shape = np.shape(leaf)
     if len(shape) < 2 or not shape[0]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.diagnostics.columns import as_float, check_draws
+from gspmd_mcmc.diagnostics.columns import as_float, num_draws_of
 from gspmd_mcmc.diagnostics.nested_rhat import check_superchains
 from gspmd_mcmc.diagnostics.nested_rhat import from_moments as nested_from_moments
 from gspmd_mcmc.diagnostics.rhat import chain_moments
@@ -58,10 +58,9 @@ def update(moments: Moments, chunk: PyTree) -> Moments:
     Raises
     ------
     ValueError
-        If a leaf has not the shape [chains, draws, ...].
+        If a leaf has not the shape [chains, draws, ...], or not as many draws as the others.
     """
-    check_draws(chunk)
-    num_draws = jax.tree.leaves(chunk)[0].shape[1]
+    num_draws = num_draws_of(chunk)
     if not num_draws:
         return moments
     count = moments.count + num_draws
