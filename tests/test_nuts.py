@@ -17,7 +17,8 @@ import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.diagnostics.mcse import mcse_mean
 from gspmd_mcmc.diagnostics.rhat import rhat
-from gspmd_mcmc.kernels import metrics, nuts
+from gspmd_mcmc.kernels import metrics, nuts, u_turns
+from gspmd_mcmc.kernels.metrics_dense import DenseMetric
 from gspmd_mcmc.kernels.nuts import NUTS
 from gspmd_mcmc.sampling.chunks import advance
 from gspmd_mcmc.sampling.layout import read_layout
@@ -31,6 +32,8 @@ init, step = jax.jit(NUTS.init), jax.jit(NUTS.step)
 
 PRECISION = np.array([[1.0, 0.7, 0.0], [0.7, 2.0, -0.5], [0.0, -0.5, 30.0]])
 VARIANCES = np.array([1.5, 0.5, 0.1])
+DIAGONAL = np.diag(VARIANCES)
+DENSE = np.array([[1.5, -0.4, 0.1], [-0.4, 0.5, 0.05], [0.1, 0.05, 0.1]])
 
 
 def quartic(x, precision):
@@ -54,26 +57,27 @@ def quartic_kernel(step_size=0.2, max_tree_depth=7, cls=NUTS):
 class Leaf:
     x: np.ndarray
     p: np.ndarray
+    v: np.ndarray
     energy: float
 
 
-def numpy_leaf(x, p):
+def numpy_leaf(x, p, metric):
     log_density = -0.5 * x @ PRECISION @ x - 0.02 * np.sum(x**4)
-    return Leaf(x, p, 0.5 * p @ (VARIANCES * p) - log_density)
+    return Leaf(x, p, metric @ p, 0.5 * p @ metric @ p - log_density)
 
 
-def numpy_leapfrog(leaf, step_size):
+def numpy_leapfrog(leaf, step_size, metric):
     def grad(x):
         return -PRECISION @ x - 0.08 * x**3
 
     p = leaf.p + 0.5 * step_size * grad(leaf.x)
-    x = leaf.x + step_size * VARIANCES * p
-    return numpy_leaf(x, p + 0.5 * step_size * grad(x))
+    x = leaf.x + step_size * metric @ p
+    return numpy_leaf(x, p + 0.5 * step_size * grad(x), metric)
 
 
 def turns(leaves):
     rho = sum(leaf.p for leaf in leaves)
-    return not all(rho @ (VARIANCES * leaf.p) > 0 for leaf in (leaves[0], leaves[-1]))
+    return not all(rho @ leaf.v > 0 for leaf in (leaves[0], leaves[-1]))
 
 
 def invalid_from(leaves):
@@ -88,7 +92,7 @@ def invalid_from(leaves):
     return min(found)
 
 
-def numpy_trajectory(start, step_size, max_tree_depth, is_forward, log_uniform, leaf_uniform):
+def numpy_trajectory(start, step_size, metric, max_tree_depth, is_forward, log_uniform, leaf_uniform):
     """Return what the kernel should: position, leapfrogs, depth, acceptance rate, is divergent."""
     order = [start]  # the end that moved last is the last
     sample, log_weight, rates, count = start, 0.0, [], 0
@@ -98,7 +102,7 @@ def numpy_trajectory(start, step_size, max_tree_depth, is_forward, log_uniform, 
         order = order[::-1] if turns_back else order
         new = [order[-1]]
         for _ in range(2**depth):
-            new.append(numpy_leapfrog(new[-1], signed))
+            new.append(numpy_leapfrog(new[-1], signed, metric))
         new = new[1:]
         errors = np.array([leaf.energy - start.energy for leaf in new])
         diverged = np.flatnonzero(~(errors <= 1000))
@@ -143,7 +147,7 @@ def split_leaves(x):
     return {"a": jnp.asarray(x[..., :2]), "b": jnp.asarray(x[..., 2])}
 
 
-def check_trees(max_tree_depth=6):
+def check_trees(kernel_of, metric, max_tree_depth=6):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(NUM_CASES, 3)) * [1, 0.8, 0.2]
     x[::10] *= 15  # where the quartic makes steps diverge
@@ -151,34 +155,51 @@ def check_trees(max_tree_depth=6):
     step_sizes = np.exp(rng.uniform(np.log(0.02), np.log(1.5), NUM_CASES))
     with jax.enable_x64(True):
         keys = jax.random.split(jax.random.key(0), NUM_CASES)
-        kernel = quartic_kernel(max_tree_depth=max_tree_depth)
+        kernel = kernel_of(max_tree_depth=max_tree_depth)
         starts, momenta = split_leaves(x), split_leaves(p)
         out = cases(kernel, keys, starts, momenta, jnp.asarray(step_sizes), max_tree_depth)
     end, chance, uniforms = jax.tree.map(np.asarray, (out[0], out[1]._replace(leaf_key=0), out[2]))
     got = np.column_stack([end.sample.position["a"], end.sample.position["b"]])
-    lengths = end.num_integration_steps
+    lengths = end.progress.num_integration_steps
     for i in range(NUM_CASES):
         expected = numpy_trajectory(
-            *(numpy_leaf(x[i], p[i]), step_sizes[i], max_tree_depth),
+            *(numpy_leaf(x[i], p[i], metric), step_sizes[i], metric, max_tree_depth),
             *(chance.is_forward[i], chance.log_uniform[i], uniforms[i]),
         )
         case = f"case {i}"
         assert (lengths[i], end.depth[i]) == expected[1:3], case
         np.testing.assert_allclose(got[i], expected[0], rtol=1e-8, atol=1e-10, err_msg=case)
-        rate = end.sum_acceptance_rate[i] / lengths[i]
+        rate = end.progress.sum_acceptance_rate[i] / lengths[i]
         np.testing.assert_allclose(rate, expected[3], rtol=1e-8, err_msg=case)
-        assert end.is_divergent[i] == expected[4], case
+        assert end.progress.is_divergent[i] == expected[4], case
     return end
 
 
 def test_trees_are_those_of_the_recursion():
-    end = check_trees()
-    is_whole = end.num_integration_steps == 2**end.depth - 1
+    end = check_trees(quartic_kernel, DIAGONAL)
+    lengths, progress = end.progress.num_integration_steps, end.progress
+    is_whole = lengths == 2**end.depth - 1
     assert 0.1 < np.mean(is_whole) < 0.9, "both invalid and valid subtrees should be seen"
     assert set(end.depth) >= {1, 2, 3, 4, 5, 6} and np.mean(end.is_accepted) > 0.8
-    assert np.any(end.is_divergent)
-    is_saturated = ~end.is_turning & ~end.is_divergent
-    assert np.any(is_saturated) and set(end.num_integration_steps[is_saturated]) == {63}
+    assert np.any(progress.is_divergent)
+    is_saturated = ~progress.is_turning & ~progress.is_divergent
+    assert np.any(is_saturated) and set(lengths[is_saturated]) == {63}
+
+
+def dense_kernel(max_tree_depth):
+    kernel = quartic_kernel(max_tree_depth=max_tree_depth)
+    metric = DenseMetric.of_covariances(kernel.inverse_mass_matrix, {("a", "b"): DENSE})
+    return kernel.with_inverse_mass_matrix(metric)
+
+
+def test_trees_are_those_of_the_recursion_with_a_dense_metric():
+    end = check_trees(dense_kernel, DENSE)
+    assert set(end.depth) >= {1, 2, 3, 4, 5, 6} and np.mean(end.is_accepted) > 0.8
+
+
+def test_trees_of_another_metric_are_rejected():
+    with pytest.raises(AssertionError, match="case"):
+        check_trees(dense_kernel, DIAGONAL)
 
 
 # U-turns of balanced subtrees, on momenta of no dynamics, where every check matters
@@ -186,28 +207,22 @@ def test_trees_are_those_of_the_recursion():
 NUM_LEAVES, NUM_PATHS = 16, 400
 
 
-def turns_of_paths(kernel, chance, state, paths):
-    """Take momenta [paths, 1 + leaves, 3] for those of a subtree and the leaf before."""
+def turns_of_paths(paths):
+    """Take momenta [paths, 1 + leaves, 3] for those of a tree of one leaf and of a subtree."""
 
-    def add(trajectory, momentum):
-        grown = tree.replace(
-            trajectory,
-            near=tree.replace(trajectory.near, momentum=momentum),
-            new_momentum_sum=tree.add(trajectory.new_momentum_sum, momentum),
-            marks=nuts.mark(
-                trajectory.marks,
-                trajectory.leaf,
-                nuts.Marks(momentum, trajectory.near.momentum, trajectory.new_momentum_sum),
-            ),
-        )
-        return tree.replace(grown, iteration=grown.iteration + 1), kernel._turns(grown)
+    def velocity(p):
+        return metrics.velocity(split_leaves(VARIANCES), p)
 
-    def one(path):
-        first = jax.tree.map(lambda p: p[0], path)
-        leaves = jax.tree.map(lambda p: p[1:], path)
-        begin = kernel._begin(chance, state, first)
-        last_doubling = tree.replace(begin, iteration=jnp.int32(NUM_LEAVES - 1))
-        return jax.lax.scan(add, last_doubling, leaves)[1]
+    def one(momenta):
+        first = jax.tree.map(lambda p: p[0], momenta)
+        leaves = jax.tree.map(lambda p: p[1:], momenta)
+
+        def add(path, p):
+            path = u_turns.add(path, p, velocity(p))
+            within = u_turns.turns_at_newest_marks(path, p) | u_turns.turns_at_end_of_block(path, p)
+            return path, (within, u_turns.whole_turns(path, first, first, first, velocity))
+
+        return jax.lax.scan(add, u_turns.begin(velocity(first), jnp.zeros(()), 5), leaves)[1]
 
     return jax.vmap(one)(paths)
 
@@ -216,17 +231,16 @@ def check_turns():
     rng = np.random.default_rng(1)
     paths = (rng.normal(size=(NUM_PATHS, 1 + NUM_LEAVES, 3)) + 0.9) / np.sqrt(VARIANCES)
     with jax.enable_x64(True):
-        kernel = quartic_kernel()
-        state, chance = kernel.init(split_leaves(np.zeros(3))), kernel.chance(jax.random.key(0))
         program = jax.jit(lambda *args: turns_of_paths(*args))  # traced anew: checks may be broken
-        turns_found = program(kernel, chance, state, split_leaves(paths))
-    within, across, whole = jax.tree.map(np.asarray, turns_found)
+        turns_found = program(split_leaves(paths))
+    within, whole = jax.tree.map(np.asarray, turns_found)
     for i, path in enumerate(paths):
-        before, *leaves = [Leaf(p, p, 0.0) for p in path]
+        before, *leaves = [Leaf(p, p, VARIANCES * p, 0.0) for p in path]
         first = np.append(np.flatnonzero(within[i]), np.inf)[0]
         assert first == invalid_from(leaves), f"path {i}"
-        assert across[i, -1] == whole[i, -1] == turns([before, *leaves]), f"path {i}"
-        assert whole[i, 0] == turns([before, leaves[0]]), f"path {i}"
+        turns_first = turns([before, leaves[0]])
+        assert whole[i, 0] == turns_first, f"path {i}"
+        assert whole[i, -1] == (turns_first or turns([before, *leaves])), f"path {i}"
     return np.mean(np.isinf([np.append(np.flatnonzero(w), np.inf)[0] for w in within]))
 
 
@@ -234,23 +248,23 @@ def test_u_turns_are_those_of_the_recursion():
     assert 0.1 < check_turns() < 0.9, "both valid and invalid subtrees should be seen"
 
 
-def marks_to_check(leaf, num_marks, right=nuts.marks_to_check):
-    return right(leaf, num_marks)
+def marks_to_check(leaf, places, right=u_turns.marks_to_check):
+    return right(leaf, places)
 
 
-def only_whole_subtrees(leaf, num_marks):
-    ends, ends_as_half = marks_to_check(leaf, num_marks)
+def only_whole_subtrees(leaf, places):
+    ends, ends_as_half = marks_to_check(leaf, places)
     return ends & (leaf % 2 == 1), ends_as_half
 
 
-def no_spans_from_before(leaf, num_marks):
-    ends, ends_as_half = marks_to_check(leaf, num_marks)
+def no_spans_from_before(leaf, places):
+    ends, ends_as_half = marks_to_check(leaf, places)
     return ends, jnp.zeros_like(ends_as_half)
 
 
 @pytest.mark.parametrize("broken", [only_whole_subtrees, no_spans_from_before])
 def test_u_turns_that_leave_out_checks_are_rejected(monkeypatch, broken):
-    monkeypatch.setattr(nuts, "marks_to_check", broken)
+    monkeypatch.setattr(u_turns, "marks_to_check", broken)
     with pytest.raises(AssertionError, match="path"):
         check_turns()
 
@@ -341,15 +355,22 @@ def test_nuts_leaves_it_invariant(problem):
 @pytree
 class WeighsLeavesAlike(NUTS):
     def _leapfrog(self, *args):
-        near, leaf = super()._leapfrog(*args)
-        return near, tree.replace(leaf, log_weight=jnp.zeros_like(leaf.log_weight))
+        near, velocity, leaf = super()._leapfrog(*args)
+        return near, velocity, tree.replace(leaf, log_weight=jnp.zeros_like(leaf.log_weight))
 
 
 @pytree
 class ForgetsTurnsWithin(NUTS):
-    def _turns(self, grown):
-        turns = super()._turns(grown)
-        return turns._replace(within=jnp.zeros_like(turns.within))
+    def _add_leaf(self, *args):
+        return forget_turns(args[-1], super()._add_leaf(*args))
+
+    def _add_block(self, *args):
+        return forget_turns(args[-1], super()._add_block(*args))
+
+
+def forget_turns(before, subtree):
+    is_turning = before.progress.is_turning
+    return tree.replace(subtree, progress=tree.replace(subtree.progress, is_turning=is_turning))
 
 
 @pytree
@@ -426,7 +447,7 @@ def test_energy_is_the_hamiltonian_where_the_step_ends():
     start_energy = 0.5 * p @ (VARIANCES * p) - float(state.log_density)
     np.testing.assert_allclose(info.energy, start_energy + float(info.energy_error), rtol=1e-5)
     np.testing.assert_allclose(end.sample.energy_error, info.energy_error, atol=1e-6)
-    leaf = numpy_leaf(np.append(new.position["a"], new.position["b"]), p)
+    leaf = numpy_leaf(np.append(new.position["a"], new.position["b"]), p, DIAGONAL)
     np.testing.assert_allclose(new.log_density, 0.5 * p @ (VARIANCES * p) - leaf.energy, rtol=1e-5)
 
 
@@ -466,9 +487,18 @@ def test_another_step_size_or_metric_compiles_nothing_anew():
     for other in (kernel.with_step_size(0.02), kernel.with_inverse_mass_matrix(metric)):
         lengths.add(int(step(other, jax.random.key(0), state)[1].num_integration_steps))
     assert num_programs() == before and len(lengths) > 1
-    _, info = step(kernel.one_leapfrog(), jax.random.key(0), state)
+    _, info = step(tree.replace(kernel, max_tree_depth=1), jax.random.key(0), state)
     assert num_programs() == before + 1, "another depth is another program"
     assert info.num_integration_steps == 1 and 0 < info.acceptance_rate <= 1
+
+
+def test_a_step_size_is_tried_with_one_leapfrog_of_the_same_metric():
+    kernel = quartic_kernel()
+    tried = kernel.one_leapfrog()
+    _, info = tried.step(jax.random.key(0), init(kernel, split_leaves(START)))
+    assert info.num_integration_steps == 1 and 0 < info.acceptance_rate <= 1
+    assert tried.step_size is kernel.step_size
+    assert tried.inverse_mass_matrix is kernel.inverse_mass_matrix
 
 
 def sum_of_rows(x, rows):
@@ -591,26 +621,40 @@ def test_the_pad_of_local_latents_does_not_move():
 
 
 OTHER_KINDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-GRADIENT, ENERGY, PRODUCTS = 2, 4, 4 * 5 + 2  # numbers; U-turn products of five marks and the whole
+MARKS = 5  # of depth 6
+GRADIENT, ENERGY, PRODUCTS = 2, 4, 4 * 2 + 1  # numbers; a leaf's p·v, and products of two marks
+PRODUCTS_OF_BLOCK, PRODUCTS_OF_DOUBLING = 4 * MARKS, 8  # once in eight leapfrogs; once a doubling
 
 
-def all_reduces_in_leapfrogs(name):
-    """Mesh axes and bytes of each; there are no other collectives."""
+def all_reduces_by_loop(name):
+    """For each loop, the innermost one, mesh axes and bytes; there are no other collectives."""
     found = communication(run_on(name)[2])
     assert [kind for kind in OTHER_KINDS if found.count(kind)] == []
-    within = [c for c in found.collectives if c.loops and c.loops[-1].name == "leapfrog"]
-    assert len(within) == found.runs("all-reduce", within="leapfrog")
-    return {c.axes: c.num_bytes for c in within}
+    inside = {}
+    for c in found.collectives:
+        if len(c.loops) > 1:  # ten steps are a loop too
+            inside.setdefault(c.loops[-1].name, []).append((c.axes, c.num_bytes))
+    assert len(inside["leapfrog"]) == found.runs("all-reduce", within="leapfrog")
+    return inside
 
 
 def test_a_leapfrog_costs_one_all_reduce_u_turns_included():
-    ((axes, num_bytes),) = all_reduces_in_leapfrogs("8").items()
-    assert axes == ("data",) and num_bytes <= 8 * CHAINS * (GRADIENT + ENERGY + PRODUCTS)
+    inside = all_reduces_by_loop("8")
+    limits = {
+        "leapfrog": GRADIENT + ENERGY + PRODUCTS,
+        "block": PRODUCTS_OF_BLOCK,
+        "doubling": PRODUCTS_OF_DOUBLING,
+    }
+    assert set(inside) == set(limits)
+    for loop, numbers in limits.items():
+        ((axes, num_bytes),) = inside[loop]
+        assert axes == ("data",) and num_bytes <= 8 * CHAINS * numbers, loop
 
 
 def test_chains_over_the_mesh_ask_once_a_leapfrog_whether_any_goes_on():
-    found = all_reduces_in_leapfrogs("2x4")
-    assert set(found) == {("chains",), ("data",)} and found["chains",] == 1
+    for loop, found in all_reduces_by_loop("2x4").items():
+        assert len(found) == 2 and ("chains",) in dict(found) and ("data",) in dict(found), loop
+        assert dict(found)["chains",] == 1, loop
 
 
 # Vmapped chains

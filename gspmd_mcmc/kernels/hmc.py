@@ -126,7 +126,7 @@ class HMC:
         metric = settings.metric_of("HMC", self.target, inverse_mass_matrix)
         return tree.replace(self, inverse_mass_matrix=metric)
 
-    def drawn(self, rng_key: jax.Array) -> "HMC":
+    def drawn(self, rng_key: jax.Array, step: jax.Array) -> "HMC":
         """Return the kernel of one step: its number of leapfrogs drawn, for all chains at once."""
         low, high = 1 - self.jitter, 1 + self.jitter
         factor = jax.random.uniform(rng_key, dtype=self.jitter.dtype, minval=low, maxval=high)
@@ -147,6 +147,10 @@ class HMC:
 
     def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, HMCInfo]:
         """One transition: a fresh momentum, a trajectory, a Metropolis test."""
+        return self.transition(rng_key, state)[:2]
+
+    def transition(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, HMCInfo, PhasePoint]:
+        """Take a step; return the trajectory's end too, whether it was accepted or not."""
         checks.check_not_baked(self.target)
         momentum_key, accept_key = jax.random.split(rng_key)
         momentum = metrics.sample_momentum(momentum_key, self.inverse_mass_matrix, state.position)
@@ -165,7 +169,7 @@ class HMC:
             energy_error=energy_error,
             num_integration_steps=self.num_integration_steps,
         )
-        return tree.where(is_accepted, proposal, state), info
+        return tree.where(is_accepted, proposal, state), info, end
 
     def trajectory(self, start: PhasePoint) -> PhasePoint:
         """Integrate Hamilton's equations from a point of phase space."""

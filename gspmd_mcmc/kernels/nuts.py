@@ -1,9 +1,10 @@
 """The No-U-Turn sampler: multinomial, iterative, one loop of leapfrogs.
 
 A trajectory is doubled, forwards or backwards in time, until it turns. Doubling j adds a subtree of
-2^j leaves, one leapfrog each; one flat loop takes the leapfrogs of all subtrees, so that of vmapped
-chains none waits for another's subtree. U-turns are looked for in every balanced subtree, from O(log)
-momenta: the tree is never held.
+2^j leaves, one leapfrog each. Vmapped chains are at the same leaf of the same doubling, and a loop ends
+when no chain goes on, so that what is done once a doubling, or once a block of leaves, is done outside
+the loop over leaves. U-turns are looked for in every balanced subtree, from O(log) velocities: the tree
+is never held.
 
 References
 ----------
@@ -21,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels import hmc, metrics, settings
+from gspmd_mcmc.kernels import hmc, metrics, settings, u_turns
 from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR, HMCState
 from gspmd_mcmc.kernels.integrators import PhasePoint, velocity_verlet_with_terms
-from gspmd_mcmc.kernels.u_turns import Marks, mark, marks_to_check
+from gspmd_mcmc.kernels.u_turns import BLOCK, Path
 from gspmd_mcmc.targets import checks, local
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
@@ -79,45 +80,53 @@ class Sample:
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class Trajectory:
-    """A tree that grows: its two ends, what was drawn of it, and the subtree that is being added."""
+class Progress:
+    """What a chain has done in a transition; one that is over stands still and keeps its results."""
 
-    near: PhasePoint  # the end that moves
-    far: PhasePoint
-    is_forward: jax.Array
-    sample: Sample
-    momentum_sum: PyTree  # over the leaves of the tree, those of the new subtree left out
-    depth: jax.Array  # doublings that were kept
-
-    iteration: jax.Array  # of the loop: the same for all vmapped chains, and so never mapped
-    new_sample: Sample
-    new_momentum_sum: PyTree
-    marks: Marks
-    turned_at_first: jax.Array  # whether the tree and the new subtree's first leaf make a U-turn
-
-    is_accepted: jax.Array
     is_divergent: jax.Array
     is_turning: jax.Array
     sum_acceptance_rate: jax.Array
     num_integration_steps: jax.Array
 
     @property
-    def doubling(self) -> jax.Array:
-        """Which doubling the next leaf belongs to: doubling j is iterations 2^j - 1 to 2^(j+1) - 2."""
-        return 31 - jax.lax.clz(self.iteration + 1)
-
-    @property
-    def leaf(self) -> jax.Array:
-        """The place of the next leaf in its doubling."""
-        return self.iteration + 1 - (1 << self.doubling)
+    def goes_on(self) -> jax.Array:
+        """Whether nothing has ended the trajectory."""
+        return ~(self.is_divergent | self.is_turning)
 
 
-class Turns(NamedTuple):
-    """Whether spans of leaves that end at the newest one make a U-turn."""
+@pytree
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """A tree that grows by doublings: its two ends, and what was drawn of it."""
 
-    within: jax.Array  # one of those that make the new subtree invalid
-    across: jax.Array  # from the leaf before the new subtree
-    whole: jax.Array  # from the far end of the tree
+    near: PhasePoint  # the end that moves
+    far: PhasePoint
+    is_forward: jax.Array
+    sample: Sample
+    momentum_sum: PyTree  # over the leaves
+    doubling: jax.Array  # the next: the same for all vmapped chains, and so never mapped
+    depth: jax.Array  # doublings that were kept
+    is_accepted: jax.Array
+    progress: Progress
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class Subtree:
+    """What a doubling adds to a tree, leaf by leaf: its end, what was drawn of it, and its path."""
+
+    near: PhasePoint
+    sample: Sample
+    path: Path
+    progress: Progress
+
+
+class Start(NamedTuple):
+    """What the energies of leaves are compared with: the leaf that the trajectory began with."""
+
+    terms: PyTree
+    momentum: PyTree
+    velocity: PyTree
 
 
 class Chance(NamedTuple):
@@ -146,7 +155,7 @@ class NUTS:
         A tree like the position (diagonal), or None (identity).
     max_tree_depth
         Doublings of a trajectory at most, 1 to 20: no more than 2^max_tree_depth - 1 leapfrogs. A step
-        holds 3 (max_tree_depth - 1) momenta. Static: another depth is another program.
+        holds 3 max_tree_depth momenta. Static: another depth is another program.
     """
 
     target: Any
@@ -185,11 +194,15 @@ class NUTS:
         metric = settings.metric_of("NUTS", self.target, inverse_mass_matrix)
         return tree.replace(self, inverse_mass_matrix=metric)
 
-    def one_leapfrog(self) -> "NUTS":
-        """Return the kernel whose steps are one leapfrog: what a first step size is tried with."""
-        return tree.replace(self, max_tree_depth=1)
+    def one_leapfrog(self) -> hmc.HMC:
+        """Return a kernel whose steps are one leapfrog: what a first step size is tried with."""
+        return tree.replace(
+            hmc.HMC(self.target, 1.0, 1),
+            step_size=self.step_size,
+            inverse_mass_matrix=self.inverse_mass_matrix,
+        )
 
-    def drawn(self, rng_key: jax.Array) -> "NUTS":
+    def drawn(self, rng_key: jax.Array, step: jax.Array) -> "NUTS":
         """Return the kernel of one step: nothing is drawn for all chains at once."""
         return self
 
@@ -207,13 +220,13 @@ class NUTS:
 
         energy = metrics.kinetic_energy(self.inverse_mass_matrix, momentum) - state.log_density
         info = NUTSInfo(
-            acceptance_rate=end.sum_acceptance_rate / end.num_integration_steps,
+            acceptance_rate=end.progress.sum_acceptance_rate / end.progress.num_integration_steps,
             is_accepted=end.is_accepted,
-            is_divergent=end.is_divergent,
-            is_turning=end.is_turning,
+            is_divergent=end.progress.is_divergent,
+            is_turning=end.progress.is_turning,
             energy=energy + end.sample.energy_error,
             energy_error=end.sample.energy_error,
-            num_integration_steps=end.num_integration_steps,
+            num_integration_steps=end.progress.num_integration_steps,
             tree_depth=end.depth,
         )
         proposal = HMCState(
@@ -236,118 +249,170 @@ class NUTS:
 
     def trajectory(self, chance: Chance, state: HMCState, momentum: PyTree) -> Trajectory:
         """Grow a tree from a state and a momentum until it turns, diverges, or is deep enough."""
+        start = Start(state.terms, momentum, self._velocity(momentum))
 
-        def grow(trajectory):
-            return self._grow(chance, state, momentum, trajectory)
+        def goes_on(trajectory):
+            return (trajectory.doubling < self.max_tree_depth) & _any_chain(trajectory.progress.goes_on)
 
-        begin = self._begin(chance, state, momentum)
-        with jax.named_scope("leapfrog"):  # reports of a program's communication name the loop so
-            return jax.lax.while_loop(lambda t: _any_chain(self._goes_on(t)), grow, begin)
+        def double(trajectory):
+            return self._join(chance, trajectory, self._grow(chance, start, trajectory))
 
-    def _begin(self, chance: Chance, state: HMCState, momentum: PyTree) -> Trajectory:
-        """Return the tree of one leaf."""
-        zero, no, none = (
-            jnp.zeros_like(state.log_density),
-            jnp.zeros((), bool),
-            jnp.zeros((), jnp.int32),
+        with jax.named_scope("doubling"):  # reports of a program's communication name loops so
+            return jax.lax.while_loop(goes_on, double, _begin(chance, state, momentum))
+
+    def _grow(self, chance: Chance, start: Start, trajectory: Trajectory) -> Subtree:
+        """Grow the subtree of a doubling, block by block, until it is complete or no chain goes on."""
+        size = 1 << trajectory.doubling
+        step_size = jnp.where(trajectory.is_forward, self.step_size, -self.step_size)
+
+        def goes_on(subtree):
+            return (subtree.path.num_leaves < size) & _any_chain(subtree.progress.goes_on)
+
+        def add_block(subtree):
+            end = jnp.minimum(subtree.path.num_leaves + BLOCK, size)
+            log_uniforms = _log_uniforms(chance, size - 1 + subtree.path.num_leaves)
+            return self._add_block(start, step_size, log_uniforms, end, subtree)
+
+        with jax.named_scope("block"):
+            return jax.lax.while_loop(goes_on, add_block, self._no_leaves(trajectory))
+
+    def _no_leaves(self, trajectory: Trajectory) -> Subtree:
+        zero = jnp.zeros_like(trajectory.sample.log_weight)
+        velocity = self._velocity(trajectory.near.momentum)
+        return Subtree(
+            near=trajectory.near,
+            sample=tree.replace(trajectory.sample, log_weight=zero - jnp.inf),
+            path=u_turns.begin(velocity, zero, self.max_tree_depth),
+            progress=trajectory.progress,
         )
-        point = PhasePoint(state.position, momentum, state.log_density_grad)
-        sample = Sample(state.position, state.log_density_grad, state.terms, zero, zero)
-        num_marks = max(self.max_tree_depth - 1, 1)
-        no_marks = jax.tree.map(lambda p: jnp.zeros((num_marks, *p.shape), p.dtype), momentum)
-        return Trajectory(
-            near=point,
-            far=point,
-            is_forward=chance.is_forward[0],
-            sample=sample,
-            momentum_sum=momentum,
-            depth=none,
-            iteration=none,
-            new_sample=tree.replace(sample, log_weight=zero - jnp.inf),
-            new_momentum_sum=jax.tree.map(jnp.zeros_like, momentum),
-            marks=Marks(first=no_marks, before=no_marks, sum_before=no_marks),
-            turned_at_first=no,
-            is_accepted=no,
-            is_divergent=no,
-            is_turning=no,
-            sum_acceptance_rate=zero,
-            num_integration_steps=none,
-        )
 
-    def _goes_on(self, trajectory: Trajectory) -> jax.Array:
-        is_over = trajectory.is_divergent | trajectory.is_turning
-        return ~is_over & (trajectory.depth < self.max_tree_depth)
+    def _add_block(
+        self,
+        start: Start,
+        step_size: jax.Array,
+        log_uniforms: jax.Array,
+        end: jax.Array,
+        subtree: Subtree,
+    ) -> Subtree:
+        """Add leaves up to number ``end``; then check the spans of which one block has one at most."""
 
-    def _grow(
-        self, chance: Chance, state: HMCState, momentum: PyTree, trajectory: Trajectory
-    ) -> Trajectory:
-        """Take one leapfrog: add a leaf to the new subtree, and that to the tree when it is complete.
+        def goes_on(subtree):
+            return (subtree.path.num_leaves < end) & _any_chain(subtree.progress.goes_on)
 
-        The loop runs while any chain goes on; one that does not stands still and keeps its results.
-        """
-        goes_on = self._goes_on(trajectory)
-        near, leaf = self._leapfrog(trajectory, goes_on, state, momentum)
-        log_uniform = jnp.log(_uniform(chance.leaf_key, trajectory.iteration))
-        here = Marks(near.momentum, trajectory.near.momentum, trajectory.new_momentum_sum)
-        grown = tree.replace(
-            trajectory,
+        def add(subtree):
+            place = subtree.path.num_leaves % BLOCK
+            log_uniform = u_turns.read_slice(log_uniforms, place, 1)[0]
+            return self._add_leaf(start, step_size, log_uniform, subtree)
+
+        with jax.named_scope("leapfrog"):
+            subtree = jax.lax.while_loop(goes_on, add, subtree)
+        return _note_turns(subtree, u_turns.turns_at_end_of_block(subtree.path, subtree.near.momentum))
+
+    def _add_leaf(
+        self, start: Start, step_size: jax.Array, log_uniform: jax.Array, subtree: Subtree
+    ) -> Subtree:
+        """Take one leapfrog: add a leaf to a subtree."""
+        goes_on = subtree.progress.goes_on
+        near, velocity, leaf = self._leapfrog(start, jnp.where(goes_on, step_size, 0), subtree.near)
+        path = u_turns.add(subtree.path, near.momentum, velocity)
+        grown = Subtree(
             near=near,
-            new_sample=_draw_uniformly(trajectory.new_sample, leaf, log_uniform),
-            new_momentum_sum=tree.add(trajectory.new_momentum_sum, near.momentum),
-            marks=mark(trajectory.marks, trajectory.leaf, here),
-            sum_acceptance_rate=trajectory.sum_acceptance_rate
-            + jnp.where(goes_on, jnp.exp(jnp.minimum(0, leaf.log_weight)), 0),
-            num_integration_steps=trajectory.num_integration_steps + goes_on,
+            sample=_draw_uniformly(subtree.sample, leaf, log_uniform),
+            path=path,
+            progress=_count_leaf(subtree.progress, leaf),
         )
-        diverges = leaf.log_weight < -DIVERGENT_ENERGY_ERROR
-        return _join(chance, self._turns(grown), goes_on, diverges, grown)
+        return _note_turns(grown, u_turns.turns_at_newest_marks(path, near.momentum))
 
     def _leapfrog(
-        self, trajectory: Trajectory, goes_on: jax.Array, state: HMCState, momentum: PyTree
-    ) -> tuple[PhasePoint, Sample]:
-        """Return the next point, and the leaf there: its weight is exp(-ΔH) from the start.
+        self, start: Start, step_size: jax.Array, near: PhasePoint
+    ) -> tuple[PhasePoint, PyTree, Sample]:
+        """Return the next point, its velocity and the leaf there, of weight exp(-ΔH) from the start.
 
-        ΔH = -Σ(terms′ - terms) + ΔK, differences taken term by term before any sum, as in `HMC`.
+        ΔH = -Σ(terms′ - terms) + ½ Σ (p′-p)·M⁻¹(p′+p), differences taken term by term before any sum,
+        as in `HMC`.
         """
-        step_size = jnp.where(trajectory.is_forward, self.step_size, -self.step_size)
         near, terms = velocity_verlet_with_terms(
-            trajectory.near,
-            jnp.where(goes_on, step_size, 0),
-            self.target.terms_and_grad,
-            self._velocity,
+            near, step_size, self.target.terms_and_grad, self._velocity
         )
-        kinetic = metrics.kinetic_energy_difference(self.inverse_mass_matrix, near.momentum, momentum)
-        energy_error = kinetic - tree.total(tree.sub(terms, state.terms))
+        velocity = self._velocity(near.momentum)
+        velocities = tree.add(velocity, start.velocity)
+        kinetic = 0.5 * tree.dot(tree.sub(near.momentum, start.momentum), velocities)
+        energy_error = kinetic - tree.total(tree.sub(terms, start.terms))
         # A log density of +inf is as wrong as NaN, and would never be left again.
         energy_error = jnp.where(jnp.isfinite(energy_error), energy_error, jnp.inf)
-        return near, Sample(near.position, near.log_density_grad, terms, energy_error, -energy_error)
+        leaf = Sample(near.position, near.log_density_grad, terms, energy_error, -energy_error)
+        return near, velocity, leaf
 
-    def _turns(self, grown: Trajectory) -> Turns:
-        """Apply the criterion, ρ·M⁻¹p > 0 at both ends of a span, to spans that end at the new leaf.
+    def _join(self, chance: Chance, trajectory: Trajectory, subtree: Subtree) -> Trajectory:
+        """Join a subtree to the tree if it is complete and valid, and prepare the next doubling.
 
-        All products are taken at once: where momenta lie over devices, one reduction serves them.
+        Biased progressive sampling: the new subtree's sample replaces the old with probability
+        min(1, W_new / W_old). A turn of the whole stops the trajectory but does not make it invalid.
         """
-        last, momentum_sum = grown.near.momentum, grown.new_momentum_sum
-
-        def products(rho: PyTree, first: PyTree) -> list[jax.Array]:
-            return [tree.dot(rho, self._velocity(p)) for p in (first, last)]
-
-        def products_of_mark(one: Marks) -> list[jax.Array]:
-            rho = tree.sub(momentum_sum, one.sum_before)
-            return products(rho, one.first) + products(tree.add(rho, one.before), one.before)
-
-        a, b, c, d = jax.vmap(products_of_mark)(grown.marks)
-        e, f = products(tree.add(grown.momentum_sum, momentum_sum), grown.far.momentum)
-        spans, spans_from_before = ~((a > 0) & (b > 0)), ~((c > 0) & (d > 0))
-        of_spans, of_spans_from_before = marks_to_check(grown.leaf, len(a))
-        return Turns(
-            within=jnp.any(of_spans & spans) | jnp.any(of_spans_from_before & spans_from_before),
-            across=spans_from_before[0],
-            whole=~((e > 0) & (f > 0)),
+        is_kept, path = subtree.progress.goes_on, subtree.path  # all chains are complete if one goes on
+        near, far = trajectory.near.momentum, trajectory.far.momentum
+        turns = u_turns.whole_turns(path, trajectory.momentum_sum, far, near, self._velocity)
+        new, old = subtree.sample, trajectory.sample
+        log_uniform = u_turns.read_slice(chance.log_uniform, trajectory.doubling, 1)[0]
+        moves = is_kept & (log_uniform < new.log_weight - old.log_weight)
+        log_weight = jnp.where(is_kept, jnp.logaddexp(new.log_weight, old.log_weight), old.log_weight)
+        is_forward = u_turns.read_slice(chance.is_forward, trajectory.doubling + 1, 1)[0]
+        ends = (subtree.near, trajectory.far)
+        near, far = tree.where(is_forward == trajectory.is_forward, ends, ends[::-1])
+        return Trajectory(
+            near=near,
+            far=far,
+            is_forward=is_forward,
+            sample=tree.replace(tree.where(moves, new, old), log_weight=log_weight),
+            momentum_sum=tree.add(trajectory.momentum_sum, path.momentum_sum),
+            doubling=trajectory.doubling + 1,
+            depth=trajectory.depth + is_kept,
+            is_accepted=trajectory.is_accepted | moves,
+            progress=_note_turns(subtree, turns).progress,
         )
 
     def _velocity(self, momentum: PyTree) -> PyTree:
         return metrics.velocity(self.inverse_mass_matrix, momentum)
+
+
+def _begin(chance: Chance, state: HMCState, momentum: PyTree) -> Trajectory:
+    """Return the tree of one leaf."""
+    zero, no, none = jnp.zeros_like(state.log_density), jnp.zeros((), bool), jnp.zeros((), jnp.int32)
+    point = PhasePoint(state.position, momentum, state.log_density_grad)
+    return Trajectory(
+        near=point,
+        far=point,
+        is_forward=chance.is_forward[0],
+        sample=Sample(state.position, state.log_density_grad, state.terms, zero, zero),
+        momentum_sum=momentum,
+        doubling=none,
+        depth=none,
+        is_accepted=no,
+        progress=Progress(no, no, zero, none),
+    )
+
+
+def _count_leaf(progress: Progress, leaf: Sample) -> Progress:
+    goes_on = progress.goes_on
+    rate = jnp.where(goes_on, jnp.exp(jnp.minimum(0, leaf.log_weight)), 0)
+    return tree.replace(
+        progress,
+        is_divergent=progress.is_divergent | goes_on & (leaf.log_weight < -DIVERGENT_ENERGY_ERROR),
+        sum_acceptance_rate=progress.sum_acceptance_rate + rate,
+        num_integration_steps=progress.num_integration_steps + goes_on,
+    )
+
+
+def _note_turns(subtree: Subtree, turns: jax.Array) -> Subtree:
+    progress = subtree.progress
+    is_turning = progress.is_turning | progress.goes_on & turns
+    return tree.replace(subtree, progress=tree.replace(progress, is_turning=is_turning))
+
+
+def _log_uniforms(chance: Chance, first: jax.Array) -> jax.Array:
+    """Draw the numbers of a block of leaves: shape [BLOCK]."""
+    leaves = first + jnp.arange(BLOCK)
+    return jnp.log(jax.vmap(lambda i: _uniform(chance.leaf_key, i))(leaves))
 
 
 def _uniform(rng_key: jax.Array, i: jax.Array) -> jax.Array:
@@ -359,46 +424,6 @@ def _draw_uniformly(sample: Sample, leaf: Sample, log_uniform: jax.Array) -> Sam
     log_weight = jnp.logaddexp(sample.log_weight, leaf.log_weight)
     chosen = tree.where(log_uniform < leaf.log_weight - log_weight, leaf, sample)
     return tree.replace(chosen, log_weight=log_weight)
-
-
-def _join(
-    chance: Chance, turns: Turns, goes_on: jax.Array, diverges: jax.Array, grown: Trajectory
-) -> Trajectory:
-    """Join a subtree that is complete and valid to the tree, and prepare the next doubling.
-
-    Biased progressive sampling: the new subtree's sample replaces the old with probability
-    min(1, W_new / W_old). A turn of the whole stops the trajectory but does not make it invalid.
-    """
-    is_complete = grown.leaf + 1 == 1 << grown.doubling
-    turned_at_first = jnp.where(grown.leaf == 0, turns.whole, grown.turned_at_first)
-    turns_whole = is_complete & (turns.whole | turned_at_first | turns.across)
-    is_kept = goes_on & is_complete & ~diverges & ~turns.within
-
-    new, old = grown.new_sample, grown.sample
-    moves = is_kept & (chance.log_uniform[grown.doubling] < new.log_weight - old.log_weight)
-    log_weight = jnp.where(is_kept, jnp.logaddexp(new.log_weight, old.log_weight), old.log_weight)
-
-    is_forward = jnp.where(is_complete, chance.is_forward[grown.doubling + 1], grown.is_forward)
-    near, far = tree.where(
-        is_forward == grown.is_forward, (grown.near, grown.far), (grown.far, grown.near)
-    )
-    momentum_sum = tree.add(grown.momentum_sum, grown.new_momentum_sum)
-    return tree.replace(
-        grown,
-        near=near,
-        far=far,
-        is_forward=is_forward,
-        sample=tree.replace(tree.where(moves, new, old), log_weight=log_weight),
-        momentum_sum=tree.where(is_complete, momentum_sum, grown.momentum_sum),
-        depth=grown.depth + is_kept,
-        iteration=grown.iteration + 1,
-        new_sample=tree.replace(new, log_weight=jnp.where(is_complete, -jnp.inf, new.log_weight)),
-        new_momentum_sum=jax.tree.map(lambda x: jnp.where(is_complete, 0, x), grown.new_momentum_sum),
-        turned_at_first=turned_at_first,
-        is_accepted=grown.is_accepted | moves,
-        is_divergent=grown.is_divergent | goes_on & diverges,
-        is_turning=grown.is_turning | goes_on & ~diverges & (turns.within | turns_whole),
-    )
 
 
 @jax.custom_batching.custom_vmap

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_mcmc import tree
+from gspmd_mcmc.kernels import metrics
+from gspmd_mcmc.kernels.metrics_leaves import check_positive, check_shapes
 from gspmd_mcmc.targets import local
-from gspmd_mcmc.tree import PyTree, is_staging, is_traced
+from gspmd_mcmc.tree import PyTree, is_traced
 
 
 def require_target(kernel: str, target: Any) -> None:
@@ -45,28 +46,23 @@ def step_size_of(kernel: str, step_size: float | jax.Array) -> jax.Array:
     return strong(step_size, float)
 
 
-def metric_of(kernel: str, target: Any, inverse_mass_matrix: PyTree | None) -> PyTree | None:
-    """Check the variances, and lay them out as positions are."""
+def metric_of(kernel: str, target: Any, inverse_mass_matrix: Any) -> Any:
+    """Check a metric, and lay it out as positions are."""
+    what = f"{kernel}: inverse_mass_matrix"
     if inverse_mass_matrix is None:
         return None
-    metric = local.lay_out(target, inverse_mass_matrix, f"{kernel}: inverse_mass_matrix")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(metric):
-        if is_staging() or is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-            continue
-        if not jnp.all(leaf > 0):
-            raise ValueError(
-                f"{kernel}: inverse_mass_matrix {tree.path_str(path)}: expected positive variances"
-            )
-    return metric
+    if metrics.is_metric(inverse_mass_matrix):
+        return inverse_mass_matrix.laid_out(target, what)
+    variances = local.lay_out(target, inverse_mass_matrix, what)
+    check_positive(what, variances)
+    return variances
 
 
-def check_metric_fits(kernel: str, inverse_mass_matrix: PyTree | None, position: PyTree) -> None:
-    """Raise unless the metric is a tree of shapes like the position's."""
+def check_metric_fits(kernel: str, inverse_mass_matrix: Any, position: PyTree) -> None:
+    """Raise unless the metric is for positions of these shapes."""
     if inverse_mass_matrix is None:
         return
-    metric, like = (jax.tree.map(np.shape, t) for t in (inverse_mass_matrix, position))
-    if metric != like:
-        raise ValueError(
-            f"{kernel}: inverse_mass_matrix: expected a tree of shapes like the position's, "
-            f"{like}, got {metric}"
-        )
+    if metrics.is_metric(inverse_mass_matrix):
+        inverse_mass_matrix.check_fits(kernel, position)
+        return
+    check_shapes(f"{kernel}: inverse_mass_matrix", inverse_mass_matrix, position)

@@ -1,0 +1,215 @@
+"""Isokinetic dynamics: a particle of speed 1 that the gradient steers, tree-shaped.
+
+In coordinates z in which the metric is the identity, with a unit vector u and d dimensions,
+
+    z' = u,    u' = (I - u uᵀ) g / (d - 1),    g the gradient of the log density p:
+
+a flow that keeps p(z) times the uniform density of the sphere. A kick turns u along the great circle
+towards g, in closed form; a drift moves z. Kicks contract the sphere's volume by exp(-ΔK) with
+ΔK = ∫ u·g dt, so ΔK - Δ log p is what the energy error is to HMC: what the Metropolis test looks at.
+
+Momenta are kept as p = M^½ u, with p·M⁻¹p = 1. Then a kick adds a multiple of the gradient of x to a
+multiple of p, a drift adds a multiple of M⁻¹p to x, noise is N(0, M), and u·g is p·M⁻¹g. So any metric
+serves that can apply M⁻¹ and draw momenta.
+
+References
+----------
+Steeg and Galstyan, "Hamiltonian dynamics with non-Newtonian momentum for rapid sampling", NeurIPS 2021;
+Robnik, De Luca, Silverstein and Seljak, "Microcanonical Hamiltonian Monte Carlo", JMLR 24 (2023);
+Robnik and Seljak, "Fluctuation without dissipation: microcanonical Langevin Monte Carlo" (2024).
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.kernels import metrics, settings
+from gspmd_mcmc.kernels.integrators import PhasePoint
+from gspmd_mcmc.targets import local
+from gspmd_mcmc.tree import PyTree, pytree
+
+# Of a kick, the logarithm is taken of 1 + little below this, and of large exponentials above.
+LARGE_KICK = 1.0
+# A kick by δ brings all directions together by exp(-δ): beyond this float32 would not tell them apart,
+# the way back would not be the way there, and the energy error would mean nothing.
+STRONGEST_KICK = 8.0
+
+
+class Splitting(NamedTuple):
+    """Kicks and drifts that take turns in a step, as shares of the step size; kicks are first and last.
+
+    Both are palindromes, so that a step is reversible: run from its end with -u it ends at its start.
+    A step costs a gradient for each drift.
+    """
+
+    kicks: tuple[float, ...]
+    drifts: tuple[float, ...]
+
+
+LEAPFROG = Splitting(kicks=(0.5, 0.5), drifts=(1.0,))
+# McLachlan, "On the numerical integration of ordinary differential equations by symmetric composition
+# methods", SIAM J. Sci. Comput. 16 (1995); Omelyan, Mryglod and Folk, Comput. Phys. Commun. 151 (2003).
+_OUTER = 0.1931833275037836
+MINIMAL_NORM = Splitting(kicks=(_OUTER, 1 - 2 * _OUTER, _OUTER), drifts=(0.5, 0.5))
+
+
+def length_of(kernel: str, trajectory_length: float | jax.Array) -> jax.Array:
+    """Return a length as a leaf; raise unless it is a positive number."""
+    positive = "a positive number"
+    settings.require(
+        kernel, "trajectory_length", trajectory_length, lambda x: 0 < x < jnp.inf, positive
+    )
+    return settings.strong(trajectory_length, float)
+
+
+def dimension(kernel: str, target: Any, position: PyTree) -> int:
+    """Count the real elements of one chain's position, those of pad left out.
+
+    Raises
+    ------
+    ValueError
+        If there is one alone: a sphere in one dimension is two points, and nothing turns.
+    """
+    rows_of_leaves = local.rows_of(target, position)
+    count = 0
+    for leaf, rows in zip(jax.tree.leaves(position), rows_of_leaves, strict=True):
+        count += leaf.size if rows is None else leaf.size // rows.num_padded * rows.num_rows
+    if count < 2:
+        raise ValueError(
+            f"{kernel}: position: expected two dimensions at least, got {count}. A direction in one "
+            "dimension cannot turn; use HMC or NUTS"
+        )
+    return count
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Vectors at one position, of which momenta are combinations: coefficients [k], one each.
+
+    Whatever happens to a momentum at a position needs no more of the vectors than their products, which
+    are taken at once: where momenta lie over devices, one reduction of scalars serves all of it.
+
+    Attributes
+    ----------
+    vectors
+        The momentum that came here, the gradient, and noise if the momentum is to be refreshed.
+    products
+        a·M⁻¹b for each two of them, [k, k].
+    """
+
+    vectors: tuple[PyTree, ...]
+    products: jax.Array
+
+    @classmethod
+    def of(cls, inverse_mass_matrix: PyTree, *vectors: PyTree) -> "Span":
+        """Take the products of some vectors."""
+        velocities = [metrics.velocity(inverse_mass_matrix, v) for v in vectors]
+        upper = {
+            (i, j): tree.dot(v, velocities[j])
+            for i, v in enumerate(vectors)
+            for j in range(i, len(vectors))
+        }
+        each = range(len(vectors))
+        products = [jnp.stack([upper[min(i, j), max(i, j)] for j in each]) for i in each]
+        return cls(vectors, jnp.stack(products))
+
+    def combine(self, coefficients: jax.Array) -> PyTree:
+        """Return a combination of the vectors."""
+
+        def one(*leaves):
+            return sum(c.astype(x.dtype) * x for c, x in zip(coefficients, leaves, strict=True))
+
+        return jax.tree.map(one, *self.vectors)
+
+    def momentum(self) -> jax.Array:
+        """Return the momentum that came here, made a unit vector; zero stays zero."""
+        return self.unit(jnp.zeros_like(self.products[0]).at[0].set(1))
+
+    def unit(self, coefficients: jax.Array) -> jax.Array:
+        """Scale a combination to p·M⁻¹p = 1; zero stays zero."""
+        squares = coefficients[:, None] * self.products * coefficients[None, :]
+        norm = jnp.sqrt(jnp.maximum(jnp.sum(squares), 0))
+        return coefficients / jnp.where(norm == 0, 1, norm)
+
+    def refreshed(self, coefficients: jax.Array, noise: jax.Array) -> jax.Array:
+        """Add some of the noise to a momentum, and make it a unit vector again."""
+        return self.unit(coefficients.at[2].add(noise))
+
+    def kicked(
+        self, coefficients: jax.Array, time: jax.Array, dimension: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Turn a unit momentum towards the gradient for some time; return ΔK too.
+
+        With e the gradient's direction, w = u·e, δ = time |g| / (d - 1) and ζ = exp(-δ),
+        u ← e (1 - ζ) (1 + ζ + w (1 - ζ)) + 2 ζ u, made a unit vector: nothing overflows for large δ.
+        ΔK is infinite for δ over 8, so that the step is refused; as δ depends on the position alone,
+        the way back is refused too.
+        """
+        norm = jnp.sqrt(self.products[1, 1])
+        safe = jnp.where(norm == 0, 1, norm)
+        cosine = jnp.clip(jnp.sum(coefficients * self.products[1]) / safe, -1, 1)
+        delta = time * norm / (dimension - 1)
+        zeta, rest = jnp.exp(-delta), -jnp.expm1(-delta)
+        turned = (2 * zeta * coefficients).at[1].add(rest * (1 + zeta + cosine * rest) / safe)
+        gain = (dimension - 1) * log_stretch(cosine, delta)
+        return self.unit(turned), jnp.where(delta <= STRONGEST_KICK, gain, jnp.inf)
+
+
+def log_stretch(cosine: jax.Array, delta: jax.Array) -> jax.Array:
+    """Return log(cosh δ + w sinh δ), exact to rounding for small δ and finite for large ones."""
+    small = jnp.minimum(delta, LARGE_KICK)
+    near = jnp.log1p(2 * jnp.sinh(small / 2) ** 2 + cosine * jnp.sinh(small))
+    far = delta - jnp.log(2) + jnp.logaddexp(jnp.log1p(cosine), jnp.log1p(-cosine) - 2 * delta)
+    return jnp.where(delta < LARGE_KICK, near, far)
+
+
+def kick(
+    inverse_mass_matrix: PyTree, point: PhasePoint, time: jax.Array, dimension: int
+) -> tuple[PhasePoint, jax.Array]:
+    """Turn a momentum towards the gradient for some time; return ΔK too."""
+    span = Span.of(inverse_mass_matrix, point.momentum, point.log_density_grad)
+    turned, gain = span.kicked(span.momentum(), time, dimension)
+    return tree.replace(point, momentum=span.combine(turned)), gain
+
+
+def drift(inverse_mass_matrix: PyTree, point: PhasePoint, time: jax.Array) -> PyTree:
+    """Return the position after moving along the momentum for some time."""
+    return tree.axpy(time, metrics.velocity(inverse_mass_matrix, point.momentum), point.position)
+
+
+def integrate(
+    target: Any,
+    inverse_mass_matrix: PyTree,
+    splitting: Splitting,
+    point: PhasePoint,
+    step_size: jax.Array,
+    num_steps: jax.Array,
+) -> tuple[PhasePoint, jax.Array]:
+    """Take a number of steps, which may be traced; return where they end, and ΔK of all of them.
+
+    Where a step ends and the next begins, two kicks at one position are one of both times. So a turn of
+    the loop is a drift, a gradient and a kick.
+    """
+    count = dimension("integrate", target, point.position)
+    num_drifts = len(splitting.drifts)
+    drifts = jnp.asarray(splitting.drifts, step_size.dtype)
+    between = (*splitting.kicks[1:-1], 2 * splitting.kicks[-1])
+    kicks = jnp.asarray(between, step_size.dtype)
+
+    def turn(i, carry):
+        point, gain = carry
+        position = drift(inverse_mass_matrix, point, step_size * drifts[i % num_drifts])
+        grad = target.grad(position)
+        is_last = i == num_steps * num_drifts - 1
+        share = jnp.where(is_last, splitting.kicks[-1], kicks[i % num_drifts])
+        moved = PhasePoint(position, point.momentum, grad)
+        point, more = kick(inverse_mass_matrix, moved, step_size * share, count)
+        return point, gain + more
+
+    start = kick(inverse_mass_matrix, point, step_size * splitting.kicks[0], count)
+    with jax.named_scope("leapfrog"):  # reports of a program's communication name the loop so
+        return jax.lax.fori_loop(0, num_steps * num_drifts, turn, start)

@@ -1,0 +1,134 @@
+"""Hamiltonian Monte Carlo whose trajectory length is jittered by a quasi-random sequence.
+
+References
+----------
+Hoffman, Radul and Sountsov, "An Adaptive-MCMC Scheme for Setting Trajectory Lengths in Hamiltonian
+Monte Carlo", AISTATS (2021); Sountsov and Hoffman, "Focusing on Difficult Directions for Learning HMC
+Trajectory Lengths", arXiv:2110.11576 (2021); van der Corput, "Verteilungsfunktionen" (1935), whose
+sequence is Halton's in base 2.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.kernels import hmc, settings
+from gspmd_mcmc.kernels.hmc import HMC, HMCState
+from gspmd_mcmc.tree import PyTree, pytree, set_fields
+
+
+@pytree
+@dataclass(frozen=True, eq=False, init=False)
+class JitteredHMC:
+    """HMC with trajectories of length 2 h T, h a quasi-random number between 0 and 1.
+
+    One length serves all chains of a step, so that they stay in lock-step; a fixed length would make
+    HMC periodic in some directions of some posteriors. Step i takes h from the van der Corput sequence
+    in base 2, so 2^k steps in a row see 2^k lengths evenly spread, where random ones would leave gaps.
+    As h depends on the step's number only, never on where a chain is, every step leaves the posterior
+    as it is.
+
+    A pytree that holds its target, as `HMC` is. A step is drawn first: ``kernel.drawn(rng_key, i)`` is
+    a plain `HMC`, whose `step` is then taken by each chain.
+
+    Parameters
+    ----------
+    target
+        A `Posterior`, a `LogDensity`, or any pytree with `terms`, `grad` and `terms_and_grad`.
+    step_size
+        Of a leapfrog, in units of the metric.
+    trajectory_length
+        T: the mean over steps of the time that a trajectory takes, in the units of the step size. The
+        leapfrogs of a step are ceil(2 h T / step_size), so T / step_size + 1/2 in the mean.
+    inverse_mass_matrix
+        As `HMC` takes it.
+    max_leapfrogs
+        Leapfrogs of a trajectory at most.
+    """
+
+    target: Any
+    step_size: jax.Array
+    trajectory_length: jax.Array
+    inverse_mass_matrix: PyTree | None
+    max_leapfrogs: jax.Array
+
+    def __init__(
+        self,
+        target: Any,
+        step_size: float | jax.Array,
+        trajectory_length: float | jax.Array,
+        inverse_mass_matrix: PyTree | None = None,
+        max_leapfrogs: int | jax.Array = 1000,
+    ):
+        settings.require_target("JitteredHMC", target)
+        settings.require(
+            "JitteredHMC", "max_leapfrogs", max_leapfrogs, _is_count, "at least 1 and whole"
+        )
+        set_fields(
+            self,
+            target=target,
+            step_size=settings.step_size_of("JitteredHMC", step_size),
+            trajectory_length=_trajectory_length_of(trajectory_length),
+            inverse_mass_matrix=settings.metric_of("JitteredHMC", target, inverse_mass_matrix),
+            max_leapfrogs=settings.strong(max_leapfrogs, int),
+        )
+
+    def with_step_size(self, step_size: float | jax.Array) -> "JitteredHMC":
+        """Return the kernel with another step size; nothing compiles anew."""
+        return tree.replace(self, step_size=settings.step_size_of("JitteredHMC", step_size))
+
+    def with_trajectory_length(self, trajectory_length: float | jax.Array) -> "JitteredHMC":
+        """Return the kernel with another mean trajectory length; nothing compiles anew."""
+        return tree.replace(self, trajectory_length=_trajectory_length_of(trajectory_length))
+
+    def with_inverse_mass_matrix(self, inverse_mass_matrix: PyTree | None) -> "JitteredHMC":
+        """Return the kernel with another metric; from or to None is another program."""
+        metric = settings.metric_of("JitteredHMC", self.target, inverse_mass_matrix)
+        return tree.replace(self, inverse_mass_matrix=metric)
+
+    def one_leapfrog(self) -> "JitteredHMC":
+        """Return the kernel whose steps are one leapfrog: what a first step size is tried with."""
+        return tree.replace(self, max_leapfrogs=jnp.ones_like(self.max_leapfrogs))
+
+    def drawn(self, rng_key: jax.Array, step: jax.Array) -> HMC:
+        """Return the HMC of one step, for all chains at once; only the step's number matters."""
+        h = van_der_corput(jnp.asarray(step) + 1, self.trajectory_length.dtype)
+        count = jnp.ceil(2 * h * self.trajectory_length / self.step_size)
+        # A length of no number asks for one leapfrog; the clip is before the cast, which would wrap.
+        count = jnp.where(jnp.isnan(count), 1, jnp.clip(count, 1, self.max_leapfrogs))
+        return HMC(
+            self.target,
+            self.step_size,
+            count.astype(self.max_leapfrogs.dtype),
+            self.inverse_mass_matrix,
+            jnp.zeros_like(self.step_size),
+        )
+
+    def init(self, position: PyTree) -> HMCState:
+        """Evaluate the target at a position; errors are those of `HMC.init`."""
+        return hmc.init("JitteredHMC", self.target, self.inverse_mass_matrix, position)
+
+
+def van_der_corput(index: jax.Array, dtype: Any = float) -> jax.Array:
+    """Mirror an index's binary digits at the point: 1/2, 1/4, 3/4, 1/8, ... for 1, 2, 3, 4, ..."""
+    bits = jnp.asarray(index).astype(jnp.uint32)
+    for shift, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF)):
+        mask = jnp.uint32(mask)
+        bits = ((bits >> shift) & mask) | ((bits & mask) << shift)
+    bits = (bits >> 16) | (bits << 16)
+    return bits.astype(jnp.result_type(dtype)) * 2.0**-32
+
+
+def _is_count(x) -> bool:
+    return x >= 1 and x == int(x)
+
+
+def _trajectory_length_of(length: float | jax.Array) -> jax.Array:
+    def holds(x) -> bool:
+        return 0 < x < float("inf")
+
+    settings.require("JitteredHMC", "trajectory_length", length, holds, "a positive number")
+    return settings.strong(length, float)

@@ -1,0 +1,114 @@
+"""A low-rank plus diagonal metric, for positions of any size and layout."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.kernels.metrics_leaves import as_array, check_positive, check_shapes, is_known
+from gspmd_mcmc.targets import local
+from gspmd_mcmc.tree import PyTree, pytree
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class LowRankMetric:
+    """M⁻¹ = D^½ (I + U (Λ - I) Uᵀ) D^½ for a diagonal D and a few orthonormal directions U.
+
+    Nothing is dense: a velocity and a draw of momenta each send ``rank`` inner products, and everything
+    else stays where the position lies.
+
+    Attributes
+    ----------
+    variances
+        D, a tree like the position.
+    vectors
+        The columns of U, a tree like the position with leaves [rank, ...], each column over the whole
+        tree, orthonormal, zero in the pad of local leaves.
+    eigenvalues
+        The diagonal of Λ, [rank]: the variances along the columns, in units of D. Where it is 1 the
+        column does nothing.
+    """
+
+    variances: PyTree
+    vectors: PyTree
+    eigenvalues: jax.Array
+
+    def velocity(self, momentum: PyTree) -> PyTree:
+        """Return M⁻¹ p."""
+        scaled = jax.tree.map(lambda p, v: p * jnp.sqrt(v), momentum, self.variances)
+        stretched = self._stretch(scaled, self.eigenvalues)
+        return jax.tree.map(lambda x, v: x * jnp.sqrt(v), stretched, self.variances)
+
+    def sample_momentum(self, rng_key: jax.Array, position: PyTree) -> PyTree:
+        """Draw p = D^-½ (I + U (Λ^-½ - I) Uᵀ) z ~ N(0, M)."""
+        normals = tree.normal_like(rng_key, position)
+        stretched = self._stretch(normals, jax.lax.rsqrt(self.eigenvalues))
+        return jax.tree.map(lambda x, v: x * jax.lax.rsqrt(v), stretched, self.variances)
+
+    def _stretch(self, x: PyTree, factors: jax.Array) -> PyTree:
+        """Multiply the part of x along each column of U by a factor."""
+        along = coefficients(self.vectors, x)
+        return combine(self.vectors, (factors - 1) * along, x)
+
+    def laid_out(self, target: Any, what: str) -> "LowRankMetric":
+        """Lay variances and vectors out as positions are; pad rows take no part in U."""
+        _check_vectors(what, self)
+        variances = local.lay_out(target, self.variances, what)
+        check_positive(what, variances)
+        if is_known(self.eigenvalues) and not jnp.all(self.eigenvalues > 0):
+            raise ValueError(f"{what}: expected positive eigenvalues, got {self.eigenvalues}")
+        vectors = _lay_out_vectors(target, self.vectors, variances, f"{what} vectors")
+        eigenvalues = as_array(self.eigenvalues)
+        return tree.replace(self, variances=variances, vectors=vectors, eigenvalues=eigenvalues)
+
+    def check_fits(self, kernel: str, position: PyTree) -> None:
+        """Raise unless the variances are a tree of shapes like the position's."""
+        check_shapes(f"{kernel}: inverse_mass_matrix", self.variances, position)
+
+
+def coefficients(vectors: PyTree, x: PyTree) -> jax.Array:
+    """Return the inner products of vectors [rank, ...] with x, shape [rank]; one reduction."""
+    dtype = jnp.result_type(*jax.tree.leaves(vectors))
+    parts = jax.tree.map(lambda u, xi: jnp.tensordot(u, xi, xi.ndim).astype(dtype), vectors, x)
+    return sum(jax.tree.leaves(parts), start=jnp.zeros((), dtype))
+
+
+def combine(vectors: PyTree, along: jax.Array, x: PyTree) -> PyTree:
+    """Return x plus the combination of vectors [rank, ...] with coefficients [rank]."""
+    return jax.tree.map(
+        lambda u, xi: xi + jnp.tensordot(along.astype(u.dtype), u, 1).astype(xi.dtype), vectors, x
+    )
+
+
+def _lay_out_vectors(target: Any, vectors: PyTree, variances: PyTree, what: str) -> PyTree:
+    """Lay each vector out as a position, zero in its pad."""
+    if any(isinstance(u, jax.ShapeDtypeStruct) for u in jax.tree.leaves(vectors)):
+        return jax.tree.map(_shape_beside, vectors, variances)
+    rows_first = local.lay_out(target, jax.tree.map(lambda u: jnp.moveaxis(u, 0, -1), vectors), what)
+    return jax.tree.map(lambda u: jnp.moveaxis(u, -1, 0), local.zero_pad(target, rows_first))
+
+
+def _shape_beside(vectors: Any, variances: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of vectors that lie as variances do."""
+    placed = getattr(variances, "sharding", None)
+    if isinstance(placed, NamedSharding):
+        placed = NamedSharding(placed.mesh, P(None, *placed.spec))
+    shape = (vectors.shape[0], *variances.shape)
+    return jax.ShapeDtypeStruct(shape, vectors.dtype, sharding=placed)
+
+
+def _check_vectors(what: str, metric: LowRankMetric) -> None:
+    rank = np.shape(metric.eigenvalues)
+    like = jax.tree.map(lambda v: (*rank, *np.shape(v)), metric.variances)
+    got = jax.tree.map(np.shape, metric.vectors)
+    if len(rank) != 1 or got != like:
+        raise ValueError(
+            f"{what}: expected eigenvalues of shape (rank,) and vectors of shapes {like}, got {rank} "
+            f"and {got}"
+        )
