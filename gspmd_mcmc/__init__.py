@@ -1,7 +1,20 @@
 """Markov chain Monte Carlo over a device mesh, on JAX."""
 
+from gspmd_mcmc.adaptation.chees import ChEESAdaptation
+from gspmd_mcmc.adaptation.dense import Dense, DenseBlock
+from gspmd_mcmc.adaptation.low_rank import LowRank
+from gspmd_mcmc.adaptation.mams import MAMSAdaptation
+from gspmd_mcmc.adaptation.mclmc import MCLMCAdaptation
+from gspmd_mcmc.adaptation.metrics import Diagonal
+from gspmd_mcmc.adaptation.per_chain import PerChainAdaptation
+from gspmd_mcmc.adaptation.rotated import Rotated
+from gspmd_mcmc.adaptation.snaper import SNAPERAdaptation
 from gspmd_mcmc.adaptation.window import WindowAdaptation
+from gspmd_mcmc.diagnostics.summary import Summary
 from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState
+from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
+from gspmd_mcmc.kernels.mams import MAMS, MAMSInfo
+from gspmd_mcmc.kernels.mclmc import MCLMC, MCLMCInfo
 from gspmd_mcmc.kernels.nuts import NUTS, NUTSInfo
 from gspmd_mcmc.placement.mesh import make_abstract_mesh, make_mesh
 from gspmd_mcmc.placement.padding import Padded
@@ -9,6 +22,7 @@ from gspmd_mcmc.placement.place import place
 from gspmd_mcmc.placement.positional import PositionalSharding
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.mode import Mode, find_mode
+from gspmd_mcmc.sampling.prior_start import prior_start
 from gspmd_mcmc.sampling.sample import SamplingWarning, sample
 from gspmd_mcmc.sampling.start import per_chain, uniform_start
 from gspmd_mcmc.targets.checks import NonFiniteStart
@@ -42,8 +56,18 @@ __all__ = [
     "plan",
     "plots",
     "visualize",
+    "ChEESAdaptation",
+    "Dense",
+    "DenseBlock",
+    "Diagonal",
     "Draws",
+    "LowRank",
+    "MAMSAdaptation",
+    "MCLMCAdaptation",
     "Mode",
+    "PerChainAdaptation",
+    "Rotated",
+    "SNAPERAdaptation",
     "SamplingWarning",
     "WindowAdaptation",
     "bernoulli_logits",
@@ -55,16 +79,22 @@ __all__ = [
     "inner_products",
     "per_chain",
     "poisson_log_rate",
+    "prior_start",
     "sample",
     "uniform_start",
     "HMC",
     "HMCInfo",
     "HMCState",
+    "JitteredHMC",
     "JointDistributionCoroutine",
     "JointDistributionNamed",
     "JointDistributionSequential",
     "LayoutView",
     "LogDensity",
+    "MAMS",
+    "MAMSInfo",
+    "MCLMC",
+    "MCLMCInfo",
     "NUTS",
     "NUTSInfo",
     "NonFiniteStart",
@@ -73,6 +103,7 @@ __all__ = [
     "Plate",
     "Posterior",
     "Sharded",
+    "Summary",
     "make_abstract_mesh",
     "make_mesh",
     "place",

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from gspmd_mcmc.diagnostics import columns
 from gspmd_mcmc.diagnostics.autocovariance import mean_autocovariance
 from gspmd_mcmc.diagnostics.columns import per_leaf
 from gspmd_mcmc.diagnostics.energy import bfmi
 from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_mean, ess_sd, ess_tail
 from gspmd_mcmc.diagnostics.mcse import mcse_mean, mcse_sd
 from gspmd_mcmc.diagnostics.nested_rhat import column_nested_rhat, nested_rhat, rank_nested_rhat
+from gspmd_mcmc.diagnostics.quantiles import quantile
 from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.diagnostics.statistics import Statistics, statistics
 
@@ -62,6 +64,8 @@ def reference(x):
             sd=x.reshape(-1, x.shape[2]).std(axis=0, ddof=1),
             mcse_mean=arviz.mcse(x, method="mean", **AXES),
             mcse_sd=np.sqrt((fourth - second**2) / size_of_squares / second) / 2,
+            q5=np.quantile(x, 0.05, axis=(0, 1)),
+            q95=np.quantile(x, 0.95, axis=(0, 1)),
             ess_bulk=arviz.ess(x, method="bulk", **AXES),
             ess_tail=arviz.ess(x, method="tail", prob=(0.05, 0.95), **AXES),
             rhat=arviz.rhat(x, **AXES),
@@ -119,6 +123,24 @@ def test_trees_integers_and_booleans_keep_their_structure_and_shape():
             found["b"], arviz.ess(draws["b"] * 1.0, method="mean", **AXES), rtol=1e-7
         )
     assert jax.tree.map(jnp.shape, statistics({"w": white}).sd) == {"w": (3, 2)}
+
+
+@pytest.mark.parametrize("num_draws", [1, 2, 7])
+def test_quantiles_are_those_of_numpy(num_draws):
+    """Where a draw is infinite NumPy gives NaN next to it; the quantiles below are finite still."""
+    x = np.random.default_rng(0).normal(size=(3, num_draws, 2))
+    with jax.enable_x64(True):
+        for p in (0.0, 0.05, 0.5, 1.0):
+            np.testing.assert_allclose(quantile(x, p), np.quantile(x, p, axis=(0, 1)), rtol=1e-12)
+        x[0, 0] = np.inf, np.nan
+        assert np.isnan(quantile(x, 0.0)).tolist() == [False, True]
+        assert quantile(x, 0.0)[0] == x[..., 0].min()
+        assert quantile(x, 1.0)[0] == np.inf
+        below, middle = np.sort(x[..., 0], axis=None)[x[..., 0].size // 2 - 1 :][:2]
+        median = middle if num_draws % 2 else (below + middle) / 2
+        np.testing.assert_allclose(quantile(x, 0.5)[0], median, rtol=1e-12)
+    with pytest.raises(ValueError, match="probability"):
+        quantile(x, 1.5)
 
 
 @pytest.mark.parametrize("num_draws", [0, 1, 3])
@@ -301,15 +323,33 @@ def test_blocks_of_columns_do_not_change_the_result(shape, length):
     x = autoregression(0.3, shape)
     whole = per_leaf(column_nested_rhat, x, num_superchains=2)
     nbytes = x.size * 4 // length
-    for columns in (1, 2, 3):
-        copies = 256 * 2**20 // (nbytes * columns) - 1
-        np.testing.assert_array_equal(
-            per_leaf(column_nested_rhat, x, copies=copies, num_superchains=2), whole
-        )
+    for num_columns in (1, 2, 3):
+        copies = 256 * 2**20 // (nbytes * num_columns) - 1
+        blocks = per_leaf(column_nested_rhat, jnp.asarray(x), copies=copies, num_superchains=2)
+        np.testing.assert_array_equal(blocks, whole)
         jitted = jax.jit(
             lambda x, c=copies: per_leaf(column_nested_rhat, x, copies=c, num_superchains=2)
         )
         np.testing.assert_allclose(jitted(x), whole, rtol=1e-6)
+
+
+def test_draws_on_the_host_go_to_the_devices_by_slices_of_columns(monkeypatch):
+    """Two slices of three columns on each of 8 devices, of 43: the last is filled up."""
+    x = autoregression(0.3, (4, 20, 43))
+    taken = []
+    compute = columns._of_devices
+
+    def recorded(leaf, *rest):
+        taken.append((leaf.shape, leaf.sharding.shard_shape(leaf.shape)))
+        return compute(leaf, *rest)
+
+    whole = np.asarray(per_leaf(column_nested_rhat, x, num_superchains=2))
+    monkeypatch.setattr(columns, "_of_devices", recorded)
+    monkeypatch.setattr(columns, "TEMPORARY_BYTES", 3 * 4 * 20 * 8 * 10)
+    found = per_leaf(column_nested_rhat, x, copies=10, num_superchains=2)
+    assert taken == [((4, 20, 24), (4, 20, 3))] * 2
+    assert isinstance(found, np.ndarray)
+    np.testing.assert_array_equal(found, whole)
 
 
 @pytest.mark.parametrize("bad", [np.zeros(10), np.zeros((0, 10)), np.float32(1.0)])

@@ -13,11 +13,12 @@ PACKAGE = "gspmd_mcmc"
 ROOT = Path(gspmd_mcmc.__file__).parent
 MAY_IMPORT = {
     "tree": set(),
+    "moments": {"tree"},
     "placement": {"tree"},
     "targets": {"tree", "placement"},
     "kernels": {"tree", "targets"},
-    "adaptation": {"tree", "targets", "kernels"},
-    "diagnostics": {"tree", "placement", "targets"},
+    "adaptation": {"tree", "moments", "targets", "kernels"},
+    "diagnostics": {"tree", "moments", "placement", "targets"},
     "views": {"tree", "placement", "targets", "diagnostics"},
     "sampling": {"tree", "placement", "targets", "kernels", "adaptation", "diagnostics", "views"},
 }

@@ -38,10 +38,6 @@ MESHES = {
 SPECS = {"2x2x2": P("data", "model"), "rows over both": P(("data", "model"))}
 
 
-# Compiling is most of what these tests take; slow machine code will do.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def mesh_of(name):
     sizes = MESHES[name]
     return gm.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
@@ -126,7 +122,7 @@ def shard_shapes(x):
 # Log density and gradient.
 
 
-@partial(jit, static_argnames="layout")
+@partial(jax.jit, static_argnames="layout")
 def evaluate(target, positions, *, layout):
     """Log density and gradient of each chain, in one pass and each alone."""
 
@@ -331,8 +327,8 @@ def all_at_once(x):
 # What a step sends, and where things lie.
 
 GRADIENT_BYTES = 4 * MOVIES * (WIDTH + 1)  # of V and v, in float32
-step = jit(gm.HMC.step)
-init = jit(gm.HMC.init)
+step = jax.jit(gm.HMC.step)
+init = jax.jit(gm.HMC.init)
 
 
 def with_unread(x):
@@ -345,7 +341,7 @@ def prior_of_unread(x):
 
 def communication_of_chains(name, target, position):
     layout, kernel, states = chains_on(name, target, position)
-    program = jit(partial(advance, layout=layout))
+    program = jax.jit(partial(advance, layout=layout))
     return communication(program, kernel, KEY, jnp.int32(0), states)
 
 
@@ -402,7 +398,7 @@ def test_users_that_are_shared_and_looked_up_are_sent_whole():
     assert bytes_in_loops(found) == CHAINS * 4 * (MOVIES + USERS) * (WIDTH + 1)
 
 
-@jit
+@jax.jit
 def momentum_and_steps(kernel, rng_key, state):
     """A momentum, the end of its trajectory, and the state after two steps."""
     momentum = metrics.sample_momentum(rng_key, kernel.inverse_mass_matrix, state.position)
@@ -481,7 +477,7 @@ def test_movies_over_model_cost_one_all_reduce_a_tile(tile_rows, num_tiles, tile
 # The same chain on every mesh.
 
 
-@partial(jit, static_argnames="layout")
+@partial(jax.jit, static_argnames="layout")
 def run(kernel, states, *, layout):
     """Ten steps of all chains."""
 

@@ -258,7 +258,8 @@ def check_chunks_do_not_matter(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::gspmd_mcmc.SamplingWarning")
-def test_sample_draws_the_same_whatever_the_chunks(monkeypatch):
+def test_sample_draws_the_same_whatever_the_chunks(monkeypatch, compiled_as_a_users):
+    """To the bit, so from the machine code that users have."""
     check_chunks_do_not_matter(monkeypatch)
 
 

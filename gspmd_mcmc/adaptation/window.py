@@ -2,50 +2,61 @@
 
 References
 ----------
-Stan Reference Manual, "HMC algorithm parameters: automatic parameter tuning" (windowed adaptation);
-Hoffman and Gelman, JMLR 15 (2014), algorithm 4 (the first step size).
+Stan Reference Manual, "HMC algorithm parameters: automatic parameter tuning" (windowed adaptation).
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.adaptation import dual_averaging, welford
-from gspmd_mcmc.tree import PyTree, pytree
+from gspmd_mcmc import tree
+from gspmd_mcmc.adaptation import dual_averaging, restart
+from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition, Window
+from gspmd_mcmc.adaptation.step_size_search import find_step_size
+from gspmd_mcmc.tree import PyTree, pytree, static
 
 FAST_START, FAST_END, FIRST_SLOW = 75, 50, 25
-MAX_DOUBLINGS = 60
-
-
-class Window(NamedTuple):
-    """Steps ``start`` to ``end`` of warm-up, in which the metric is learned or held."""
-
-    start: int
-    end: int
-    learns_metric: bool
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
 class WindowState:
-    """The recursion of the step size, and the moments of the positions in this window."""
-
-    step_size: dual_averaging.DualAveragingState
-    moments: welford.Moments
-
-
-@dataclass(frozen=True)
-class WindowAdaptation:
-    """Settings of a warm-up, pooled over chains.
+    """The recursion of the step size, the metric, and what this window has seen.
 
     Attributes
     ----------
+    step_size
+        The recursion.
+    inverse_mass_matrix
+        The metric to step with.
+    moments
+        Of the positions of this window.
+    rates
+        Each chain's recent acceptance rate, [chains].
+    """
+
+    step_size: dual_averaging.DualAveragingState
+    inverse_mass_matrix: PyTree
+    moments: PyTree
+    rates: jax.Array
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class WindowAdaptation:
+    """Settings of a warm-up, pooled over chains: step size and metric.
+
+    Parameters
+    ----------
     target_acceptance_rate
-        The mean acceptance rate over chains that the step size aims at.
+        The mean acceptance rate, over chains that are not stuck, that the step size aims at.
+    metric
+        The kind of metric that is learned (`Diagonal`, `Dense`, `DenseBlock`, `LowRank`, `Rotated`).
+        None leaves the choice to `sample`.
     adapt_mass_matrix
-        Whether a diagonal inverse mass matrix is learned; else the kernel's own is kept.
+        Whether a metric is learned; else the kernel's own is kept.
     adapt_step_size
         Whether the step size is tuned; else the kernel's own is kept.
     first_step_factor
@@ -54,9 +65,13 @@ class WindowAdaptation:
     """
 
     target_acceptance_rate: float = 0.8
-    adapt_mass_matrix: bool = True
-    adapt_step_size: bool = True
+    metric: Any = None
+    adapt_mass_matrix: bool = static(default=True)
+    adapt_step_size: bool = static(default=True)
     first_step_factor: float = 1.0
+
+    needs_end: ClassVar[bool] = False
+    traced: ClassVar[tuple[str, ...]] = ("step_size",)
 
     def __post_init__(self):
         if not 0 < self.target_acceptance_rate < 1:
@@ -65,51 +80,145 @@ class WindowAdaptation:
                 f"{self.target_acceptance_rate}"
             )
 
+    @property
+    def learns_metric(self) -> bool:
+        """Whether there is a metric to learn, and an estimator to learn it with."""
+        return self.adapt_mass_matrix and self.metric is not None
+
     def started_at_mode(self) -> "WindowAdaptation":
         """Return settings for chains that start exactly at a mode."""
         return replace(self, first_step_factor=self.first_step_factor / 4)
 
     def windows(self, num_warmup: int) -> list[Window]:
         """Cut warm-up into windows: fast, slow ones that double, fast; scaled to short runs."""
-        fast_start, fast_end = FAST_START, FAST_END
-        if num_warmup < FAST_START + FAST_END + FIRST_SLOW:
-            fast_start, fast_end = int(0.15 * num_warmup), int(0.1 * num_warmup)
-        if not self.adapt_mass_matrix or num_warmup < 20:
-            return [Window(0, num_warmup, False)] if num_warmup else []
-        ends = _doubling_ends(fast_start, num_warmup - fast_end)
-        slow = [Window(a, b, True) for a, b in zip([fast_start, *ends], ends, strict=False)]
-        return [
-            Window(0, fast_start, False),
-            *slow,
-            Window(num_warmup - fast_end, num_warmup, False),
-        ]
+        return windows(num_warmup, self.adapt_mass_matrix)
 
-    def init(self, step_size: jax.Array, positions: PyTree) -> WindowState:
-        """Start a window from a step size and positions [chains, ...]."""
+    def prepare(self, kernel: Any, states: Any) -> Any:
+        """Return the kernel with a first metric, if one is to be learned."""
+        if not self.learns_metric:
+            return kernel
+        return first_metric(self.metric, kernel, states.position)
+
+    def init(self, kernel: Any, states: Any) -> WindowState:
+        """Return the state before any step."""
         return WindowState(
-            step_size=dual_averaging.init(step_size),
-            moments=welford.init(positions),
+            step_size=dual_averaging.init(kernel.step_size),
+            inverse_mass_matrix=kernel.inverse_mass_matrix,
+            moments=self._no_moments(states),
+            rates=restart.no_rates(states.log_density),
         )
 
-    def update(self, state: WindowState, positions: PyTree, acceptance_rate: jax.Array) -> WindowState:
-        """Take in one step of all chains: positions [chains, ...], acceptance rates [chains]."""
-        mean_rate = jnp.mean(acceptance_rate)
-        return WindowState(
-            step_size=dual_averaging.update(state.step_size, mean_rate, self.target_acceptance_rate),
-            moments=welford.update(state.moments, positions),
+    def begin(
+        self,
+        state: WindowState,
+        kernel: Any,
+        states: Any,
+        is_first: jax.Array,
+        rng_key: jax.Array,
+        acceptance_rates: AcceptanceRates,
+    ) -> WindowState:
+        """Begin a window: search a step size for its metric, and forget the moments."""
+        if not self.adapt_step_size:
+            return self.restarted(state, states, kernel.step_size)
+        found = find_step_size(self.final(kernel, state), rng_key, acceptance_rates)
+        factor = jnp.where(is_first, self.first_step_factor, 1.0).astype(found.dtype)
+        return self.restarted(state, states, found * factor)
+
+    def restarted(self, state: WindowState, states: Any, step_size: jax.Array) -> WindowState:
+        """Return the state of a window that begins with a step size."""
+        return tree.replace(
+            state, step_size=dual_averaging.init(step_size), moments=self._no_moments(states)
         )
 
     def tuned(self, kernel: Any, state: WindowState) -> Any:
         """Return the kernel with the step size of this moment of the recursion."""
-        if not self.adapt_step_size:
-            return kernel
-        return kernel.with_step_size(jnp.exp(state.step_size.log_step_size))
+        return self._with(kernel, state, jnp.exp(state.step_size.log_step_size))
+
+    def update(self, state: WindowState, kernel: Any, transition: Transition) -> WindowState:
+        """Take in one step of all chains."""
+        rates = transition.info.acceptance_rate
+        moments = state.moments
+        if self.learns_metric:
+            moments = self.metric.update(moments, transition.after.position)
+        return tree.replace(
+            state,
+            step_size=dual_averaging.update(
+                state.step_size, _mean_rate(rates, state.rates), self.target_acceptance_rate
+            ),
+            moments=moments,
+            rates=restart.recent_rates(state.rates, rates),
+        )
+
+    def end(
+        self, state: WindowState, kernel: Any, states: Any, rng_key: jax.Array, learns_metric: bool
+    ) -> tuple[WindowState, Any]:
+        """End a window: the metric is that of its moments; stuck chains go on where others are."""
+        if learns_metric and self.learns_metric:
+            metric = self.metric.final(state.moments, states.position)
+            state = tree.replace(state, inverse_mass_matrix=metric)
+        is_stuck = restart.are_stuck(state.rates)
+        state = tree.replace(state, rates=jnp.where(is_stuck, 1, state.rates))
+        return state, restart.restarted(rng_key, states, is_stuck)
 
     def final(self, kernel: Any, state: WindowState) -> Any:
         """Return the kernel with the averaged step size."""
-        if not self.adapt_step_size:
-            return kernel
-        return kernel.with_step_size(dual_averaging.final_step_size(state.step_size))
+        return self._with(kernel, state, dual_averaging.final_step_size(state.step_size))
+
+    def _with(self, kernel: Any, state: WindowState, step_size: jax.Array) -> Any:
+        step_size = step_size if self.adapt_step_size else kernel.step_size
+        metric = state.inverse_mass_matrix
+        return tree.replace(kernel, step_size=step_size, inverse_mass_matrix=metric)
+
+    def _no_moments(self, states: Any) -> PyTree:
+        return self.metric.init(states.position) if self.learns_metric else ()
+
+
+def _mean_rate(rates: jax.Array, recent: jax.Array) -> jax.Array:
+    """Mean acceptance rate over the chains that are not stuck; one reduction over chains."""
+    is_stuck = (recent < restart.STUCK_RATE).astype(rates.dtype)
+    total, of_stuck, num_stuck = jnp.sum(jnp.stack([rates, is_stuck * rates, is_stuck]), axis=1)
+    # Where half are stuck or more, it is the step size that does not suit them.
+    are_few = 2 * num_stuck < rates.size
+    of_stuck, num_stuck = jnp.where(are_few, of_stuck, 0), jnp.where(are_few, num_stuck, 0)
+    return (total - of_stuck) / (rates.size - num_stuck)
+
+
+def first_metric(estimator: Any, kernel: Any, positions: PyTree) -> Any:
+    """Return the kernel with a metric of the structure that its estimator learns.
+
+    A metric of that structure which the kernel has already stays as the first.
+
+    Raises
+    ------
+    ValueError
+        If the kernel's own metric is of another kind.
+    """
+    identity = jax.eval_shape(estimator.identity, positions)
+    own = kernel.inverse_mass_matrix
+    if own is None:
+        return kernel.with_inverse_mass_matrix(estimator.identity(positions))
+    if jax.tree.map(jnp.shape, own) != jax.tree.map(jnp.shape, identity):
+        raise ValueError(
+            f"inverse_mass_matrix: the kernel has one that is not of the kind that {estimator} learns; "
+            "leave the kernel's out, learn another kind, or keep it by adapt_mass_matrix=False"
+        )
+    return kernel
+
+
+def windows(num_warmup: int, adapt_mass_matrix: bool = True) -> list[Window]:
+    """Cut warm-up into windows: fast, slow ones that double, fast; scaled to short runs."""
+    fast_start, fast_end = FAST_START, FAST_END
+    if num_warmup < FAST_START + FAST_END + FIRST_SLOW:
+        fast_start, fast_end = int(0.15 * num_warmup), int(0.1 * num_warmup)
+    if not adapt_mass_matrix or num_warmup < 20:
+        return [Window(0, num_warmup, False)] if num_warmup else []
+    ends = _doubling_ends(fast_start, num_warmup - fast_end)
+    slow = [Window(a, b, True) for a, b in zip([fast_start, *ends], ends, strict=False)]
+    return [
+        Window(0, fast_start, False),
+        *slow,
+        Window(num_warmup - fast_end, num_warmup, False),
+    ]
 
 
 def _doubling_ends(start: int, stop: int) -> list[int]:
@@ -122,37 +231,3 @@ def _doubling_ends(start: int, stop: int) -> list[int]:
         ends.append(end)
         start, length = end, 2 * length
     return ends
-
-
-def find_step_size(kernel: Any, rng_key: jax.Array, mean_acceptance_rate: Any) -> jax.Array:
-    """Double or halve the step size until one leapfrog's acceptance rate crosses 0.8.
-
-    Parameters
-    ----------
-    kernel
-        The kernel of all chains.
-    rng_key
-        Each try draws from ``fold_in(rng_key, try)``.
-    mean_acceptance_rate
-        ``mean_acceptance_rate(kernel, rng_key)``: the mean over chains of one step's acceptance rate.
-    """
-    one_step = kernel.one_leapfrog()
-
-    def rate(step_size, i):
-        return mean_acceptance_rate(one_step.with_step_size(step_size), jax.random.fold_in(rng_key, i))
-
-    grows = rate(kernel.step_size, 0) > 0.8
-    factor = jnp.where(grows, 2.0, 0.5).astype(kernel.step_size.dtype)
-
-    def crosses_not(carry):
-        _, i, last = carry
-        return (i < MAX_DOUBLINGS) & ((last > 0.8) == grows)
-
-    def try_next(carry):
-        step_size, i, _ = carry
-        step_size = step_size * factor
-        return step_size, i + 1, rate(step_size, i)
-
-    start = (kernel.step_size, 1, jnp.where(grows, 1.0, 0.0))
-    step_size, _, _ = jax.lax.while_loop(crosses_not, try_next, start)
-    return jnp.where(grows, step_size / 2, step_size)

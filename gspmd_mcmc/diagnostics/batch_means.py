@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc.diagnostics import streaming
 from gspmd_mcmc.diagnostics.columns import as_float, num_draws_of
+from gspmd_mcmc.moments import Moments
 from gspmd_mcmc.tree import PyTree, pytree
 
 
@@ -34,7 +35,7 @@ class BatchMeans:
     Attributes
     ----------
     moments
-        Of all draws (`streaming.Moments`).
+        Of all draws (`gspmd_mcmc.moments.Moments`).
     means
         Tree of the batches' means, leaves [chains, batches, ...].
     length
@@ -45,7 +46,7 @@ class BatchMeans:
         Draws in the one that is being filled, [].
     """
 
-    moments: streaming.Moments
+    moments: Moments
     means: PyTree
     length: jax.Array
     num_full: jax.Array

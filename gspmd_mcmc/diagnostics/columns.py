@@ -1,7 +1,8 @@
 """Statistics of every column of draws: leaf by leaf, in blocks of bounded memory, where they lie.
 
 Columns are all the axes of a leaf after [chains, draws]. A block takes a part of each shard of one
-column axis, so that cutting blocks moves nothing between devices.
+column axis, so that cutting blocks moves nothing between devices. Draws on the host (NumPy) go to the
+devices a slice of columns at a time.
 """
 
 import functools
@@ -12,7 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc.placement.mesh import make_mesh
 from gspmd_mcmc.tree import PyTree, is_traced, path_str
 
 # Temporaries that a block may take on a device, and how many arrays of the block's size a statistic
@@ -31,7 +35,8 @@ def per_leaf(statistic: Callable, draws: PyTree, copies: int = COPIES, **options
         [chains, draws, ...] of floats; it returns an array [...] or a tree of such. Columns must not
         mix: it may be given a block of them.
     draws
-        Tree with leaves [chains, draws, ...], jax or NumPy; integers and booleans become floats.
+        Tree with leaves [chains, draws, ...], jax or NumPy; integers and booleans become floats. Of
+        NumPy leaves slices of columns are laid over this process' devices.
     copies
         How many arrays of the size of its draws the statistic holds at a time.
     options
@@ -40,7 +45,7 @@ def per_leaf(statistic: Callable, draws: PyTree, copies: int = COPIES, **options
     Returns
     -------
     tree
-        Like ``draws``; leaves [...], laid out as the columns of the leaves are.
+        Like ``draws``; leaves [...], laid out as the columns of the leaves are; NumPy of NumPy.
 
     Raises
     ------
@@ -51,7 +56,8 @@ def per_leaf(statistic: Callable, draws: PyTree, copies: int = COPIES, **options
     """
 
     def apply(leaf):
-        return _apply(leaf, statistic, tuple(sorted(options.items())), copies, _shards(leaf))
+        function = _of_host if isinstance(leaf, np.ndarray) else _of_devices
+        return function(leaf, statistic, tuple(sorted(options.items())), copies)
 
     check_draws(draws)
     return jax.tree.map(apply, draws)
@@ -116,6 +122,32 @@ def _shards(leaf) -> tuple[int, ...] | None:
         return (1,) * (np.ndim(leaf) - 2)
     local = leaf.sharding.shard_shape(leaf.shape)
     return tuple(n // max(m, 1) for n, m in zip(leaf.shape[2:], local[2:], strict=True))
+
+
+def _of_devices(leaf: Any, statistic: Callable, options: tuple, copies: int) -> PyTree:
+    return _apply(leaf, statistic, options, copies, _shards(leaf))
+
+
+def _of_host(leaf: np.ndarray, statistic: Callable, options: tuple, copies: int) -> PyTree:
+    """Compute on the devices, and hold there no more than a slice of the columns at a time."""
+    num_columns = math.prod(leaf.shape[2:])
+    columns = leaf.reshape(*leaf.shape[:2], num_columns)
+    num_bytes = max(math.prod(leaf.shape[:2]) * max(leaf.dtype.itemsize, 4) * copies, 1)
+    of_device = max(TEMPORARY_BYTES // num_bytes, 1)
+    if num_columns <= of_device:
+        results = jax.device_get(_of_devices(columns, statistic, options, copies))
+        return jax.tree.map(lambda x: x.reshape(leaf.shape[2:]), results)
+    mesh = make_mesh(devices=jax.local_devices())
+    sharding = NamedSharding(mesh, P(None, None, *mesh.axis_names))
+    num_slices = math.ceil(num_columns / (of_device * mesh.size))
+    size = math.ceil(num_columns / num_slices / mesh.size) * mesh.size
+    slices = []
+    for start in range(0, num_columns, size):
+        # Slices are of one size; the last is filled up with its last column.
+        taken = np.minimum(np.arange(start, start + size), num_columns - 1)
+        piece = jax.device_put(columns[:, :, taken], sharding)
+        slices.append(jax.device_get(_of_devices(piece, statistic, options, copies)))
+    return jax.tree.map(lambda *x: np.concatenate(x)[:num_columns].reshape(leaf.shape[2:]), *slices)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))

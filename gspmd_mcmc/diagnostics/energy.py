@@ -7,7 +7,7 @@ import numpy as np
 from gspmd_mcmc.diagnostics.columns import as_float
 
 
-def bfmi(energy: jax.Array) -> jax.Array:
+def bfmi(energy: jax.Array | np.ndarray) -> jax.Array:
     """Energy Bayesian fraction of missing information of each chain.
 
     Σ (E_n - E_{n-1})² / Σ (E_n - Ē)². Below 0.3 the momenta drawn at each step change the energy too

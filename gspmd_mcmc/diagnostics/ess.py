@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc.diagnostics.autocovariance import mean_autocovariance
 from gspmd_mcmc.diagnostics.columns import nan_columns, per_leaf
-from gspmd_mcmc.diagnostics.ranks import has_nan, merged, scored, split
+from gspmd_mcmc.diagnostics.ranks import has_nan, ordered, scored, split
 from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS
 from gspmd_mcmc.tree import PyTree
 
@@ -87,14 +87,14 @@ def column_ess_tail(x: jax.Array, probabilities: tuple[float, ...] = TAILS) -> j
     """Tail effective sample size [...] of draws [chains, draws, ...]; see `ess_tail`."""
     if x.shape[1] < LEAST_DRAWS:
         return nan_columns(x)
-    ordered = jnp.sort(merged(x), axis=0)
-    sizes = [_level_ess(x, ordered, p) for p in probabilities]
+    in_order = ordered(x)
+    sizes = [_level_ess(x, in_order, p) for p in probabilities]
     return jnp.where(has_nan(x), jnp.nan, jnp.stack(sizes).min(axis=0))
 
 
-def _level_ess(x: jax.Array, ordered: jax.Array, probability: float) -> jax.Array:
+def _level_ess(x: jax.Array, in_order: jax.Array, probability: float) -> jax.Array:
     # A draw is at most the interpolated quantile if it is at most the draw below that.
-    below = ordered[math.floor((len(ordered) - 1) * probability)]
+    below = in_order[math.floor((len(in_order) - 1) * probability)]
     return effective_size(split((x <= below[None, None]).astype(x.dtype)))
 
 

@@ -61,9 +61,31 @@ def scored(x: jax.Array) -> Scored:
     place = jax.lax.broadcasted_iota(jnp.int32, row.shape, 0)
     ordered, origin = jax.lax.sort((row, place), dimension=0, num_keys=1, is_stable=False)
     scores = _normal_score(_mean_places(ordered), len(row), x.dtype)
-    # Back to the order of the draws by a sort, which stays on the device; a scatter might not.
-    _, scores = jax.lax.sort((origin, scores), dimension=0, num_keys=1, is_stable=False)
-    return Scored(ordered, _apart(scores, len(x)))
+    return Scored(ordered, _apart(_put_back(scores, origin), len(x)))
+
+
+def ordered(x: jax.Array) -> jax.Array:
+    """Put the draws [chains, draws, ...] of each column in order of size, [draws x chains, ...].
+
+    Of an even number of draws by the sort that their halves' scores need too: a program that has both
+    sorts once.
+    """
+    return jnp.sort(merged(x), axis=0) if x.shape[1] % 2 else scored(split(x)).ordered
+
+
+def _put_back(values: jax.Array, places: jax.Array) -> jax.Array:
+    """Move values [places, ...], column by column, to the places that are given.
+
+    Mapped over columns it stays on the devices that hold them; a scatter with their indices gathers.
+    """
+
+    def put(column, to):
+        zeros = jnp.zeros_like(column)
+        return zeros.at[to].set(column, unique_indices=True, mode="promise_in_bounds")
+
+    for _ in values.shape[1:]:
+        put = jax.vmap(put, in_axes=1, out_axes=1)
+    return put(values, places)
 
 
 def _mean_places(ordered: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 from gspmd_mcmc.diagnostics.columns import per_leaf
 from gspmd_mcmc.diagnostics.ess import column_ess_bulk, column_ess_tail
 from gspmd_mcmc.diagnostics.mcse import column_mcse_mean, column_mcse_sd, column_mean, column_sd
+from gspmd_mcmc.diagnostics.quantiles import column_quantile
 from gspmd_mcmc.diagnostics.rhat import column_rhat
 from gspmd_mcmc.tree import PyTree
 
@@ -14,12 +15,14 @@ COPIES = 22  # see `per_leaf`
 
 
 class Statistics(NamedTuple):
-    """Statistics of columns, each a tree like the draws with leaves [...]."""
+    """Statistics of columns, each a tree like the draws with leaves [...]; q5, q95 are quantiles."""
 
     mean: PyTree
     sd: PyTree
     mcse_mean: PyTree
     mcse_sd: PyTree
+    q5: PyTree
+    q95: PyTree
     ess_bulk: PyTree
     ess_tail: PyTree
     rhat: PyTree
@@ -39,6 +42,8 @@ def column_statistics(x: jax.Array) -> Statistics:
         sd=column_sd(x),
         mcse_mean=column_mcse_mean(x),
         mcse_sd=column_mcse_sd(x),
+        q5=column_quantile(x, 0.05),
+        q95=column_quantile(x, 0.95),
         ess_bulk=column_ess_bulk(x),
         ess_tail=column_ess_tail(x),
         rhat=column_rhat(x),

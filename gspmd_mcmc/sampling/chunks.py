@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gspmd_mcmc.adaptation.per_chain import map_chains
 from gspmd_mcmc.sampling.layout import Layout
 from gspmd_mcmc.sampling.progress import Stop
 
@@ -56,16 +57,26 @@ def bucket(count: int) -> int:
     return -(-count // step) * step
 
 
-def advance(kernel: Any, rng_key: jax.Array, step: jax.Array, states: Any, layout: Layout):
-    """Take step number ``step`` of all chains; randomness depends on the key and numbers alone.
+def draw_kernel(kernel: Any, rng_key: jax.Array, step: jax.Array) -> tuple[Any, jax.Array]:
+    """Draw what all chains share at step number ``step``; return that kernel, and the chains' key.
 
     What is drawn once for all chains (the trajectory's length) is drawn outside the map over chains:
     were it to differ between them, every leapfrog would have to ask every chain whether to go on.
     """
     shared_key, chains_key = jax.random.split(jax.random.fold_in(rng_key, step))
+    return kernel.drawn(shared_key, step), chains_key
+
+
+def step_chains(kernel: Any, rng_key: jax.Array, states: Any, layout: Layout, method: str = "step"):
+    """Step every chain, each with the key of its number, by that method of the kernel."""
     num_chains = states.log_density.shape[0]
-    keys = jax.vmap(lambda c: jax.random.fold_in(chains_key, c))(jnp.arange(num_chains))
-    return layout.vmap(type(kernel).step, (None, 0, 0))(kernel.drawn(shared_key), keys, states)
+    keys = jax.vmap(lambda c: jax.random.fold_in(rng_key, c))(jnp.arange(num_chains))
+    return map_chains(getattr(type(kernel), method), kernel, keys, states, vmap=layout.vmap)
+
+
+def advance(kernel: Any, rng_key: jax.Array, step: jax.Array, states: Any, layout: Layout):
+    """Take step number ``step`` of all chains; randomness depends on the key and numbers alone."""
+    return step_chains(*draw_kernel(kernel, rng_key, step), states, layout)
 
 
 def no_tally(states: Any) -> dict[str, jax.Array]:

@@ -112,7 +112,7 @@ class Collecting:
             leapfrogs=int(counts["leapfrogs"]),
             acceptance_rate=float(counts["acceptance_rate"].mean()) / (count * self.thin),
             divergences=self.num_divergent,
-            step_size=float(self.kernel.step_size),
+            step_size=float(jnp.mean(self.kernel.step_size)),
         )
 
     def _flush(self, count: int) -> None:

@@ -8,9 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_mcmc.tree import PyTree, name_of
+from gspmd_mcmc.diagnostics.rows import named_leaves
+from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarise
+from gspmd_mcmc.kernels.hmc import HMC
+from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
+from gspmd_mcmc.kernels.nuts import NUTS
+from gspmd_mcmc.tree import PyTree
 
-SMALL_LEAF = 1000
+# Kernels whose energy is judged by E-BFMI, which supposes fresh momenta at each transition.
+DRAW_MOMENTA = (HMC, JitteredHMC, NUTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,26 +82,40 @@ class Draws:
         stats = {renamed.get(name, name): np.asarray(x) for name, x in self.stats.items()}
         return arviz_base.from_dict({"posterior": self._named(), "sample_stats": stats})
 
-    def summary(self):
-        """Mean, sd, R-hat and effective sample sizes, as arviz-stats computes them.
+    def summary(self, num_superchains: int | None = None, max_rows: int = MAX_ROWS) -> Summary:
+        """Summarise the draws: a table with the worst numbers first, and warnings with what to do.
 
-        Leaves of over a thousand numbers are left out, and said so; ``log_density`` is always there.
-        Needs the extra ``arviz``.
+        Each device computes the statistics of its own columns; draws on the host go there by slices.
+
+        Parameters
+        ----------
+        num_superchains
+            If chains started in groups of one point each, one group after the other, the number of
+            groups: nested R-hat then judges convergence, as plain R-hat cannot of many short chains.
+        max_rows
+            Lines of the table. Leaves of over a thousand numbers have one, ``log_density`` has its own.
+
+        Returns
+        -------
+        Summary
+            ``print`` it; ``.rhat`` and others are trees like the draws.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If superchains are not even, or a leaf that was collected is not of real numbers.
         """
-        arviz_base, arviz_stats = _need("arviz_base"), _need("arviz_stats")
-        named = self._named()
-        large = {n: x.shape[2:] for n, x in named.items() if int(np.prod(x.shape[2:])) > SMALL_LEAF}
-        small = {n: x for n, x in named.items() if n not in large}
-        small[_free("log_density", small)] = np.asarray(self.stats["log_density"])
-        table = arviz_stats.summary(arviz_base.from_dict({"posterior": small}))
-        table.attrs["left_out"] = large
-        return table
+        return summarise(
+            self.position,
+            self.stats,
+            num_superchains=num_superchains,
+            max_rows=max_rows,
+            max_tree_depth=getattr(self.kernel, "max_tree_depth", None),
+            judges_energy=isinstance(self.kernel, DRAW_MOMENTA),
+        )
 
     def _named(self) -> dict[str, np.ndarray]:
-        named = {}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(self.position):
-            named[_free(name_of(path), named)] = _on_host(leaf)
-        return named
+        return {name: _on_host(leaf) for name, leaf in named_leaves(self.position).items()}
 
     def __layout_tree__(self) -> dict[str, Any]:
         """Return what `visualize` shows of a run: the draws and the last state."""
@@ -108,11 +128,6 @@ class Draws:
             return f"Draws({what})"
         rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance_rate)
         return f"Draws({what}, acceptance [{rates}], divergent {self.num_divergent.tolist()})"
-
-
-def _free(name: str, taken: dict) -> str:
-    """Lengthen a name that another leaf has already."""
-    return _free(f"{name}_", taken) if name in taken else name
 
 
 def _on_host(leaf) -> np.ndarray:

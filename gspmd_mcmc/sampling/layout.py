@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc.kernels.metrics import is_metric
 from gspmd_mcmc.placement.mesh import require_auto
 from gspmd_mcmc.targets.local import is_row_values, rows_of
 from gspmd_mcmc.tree import PyTree, path_str
@@ -50,6 +52,36 @@ class Layout:
         ]
         return jax.tree.unflatten(treedef, pinned)
 
+    def pin_like(self, tree: PyTree, positions: PyTree) -> PyTree:
+        """Pin those parts of a tree that are like the positions; leave others to the compiler.
+
+        Parameters
+        ----------
+        tree
+            Any tree. A part is like the positions when it has their structure and its leaves end in the
+            shapes of one chain's position, [*leading, ...]. A first axis as long as there are chains is
+            theirs, but for metrics: all chains share them.
+        positions
+            Leaves [chains, ...].
+        """
+        if self.mesh is None:
+            return tree
+        like = _Like.of(positions)
+
+        def pin(part):
+            if is_metric(part):
+                return jax.tree.map(partial(self._pin_part, like, None), part, is_leaf=like.fits)
+            return self._pin_part(like, self.chain_axis, part)
+
+        return jax.tree.map(pin, tree, is_leaf=lambda part: is_metric(part) or like.fits(part))
+
+    def _pin_part(self, like: "_Like", chain_axis: str | None, part: PyTree) -> PyTree:
+        if not like.fits(part):
+            return part
+        num_leading, first = like.leading(part)
+        leads = chain_axis if first == like.num_chains else None
+        return self.pin(part, *((leads, *(None,) * (num_leading - 1)) if num_leading else ()))
+
     def of_kept(self, kept: PyTree, position: PyTree) -> "Layout":
         """Return the layout of what is kept of positions: theirs where it is like them."""
         leaves = jax.tree.leaves(kept, is_leaf=is_row_values)
@@ -64,6 +96,36 @@ class Layout:
             return tree
         sharding = NamedSharding(self.mesh, P(self.chain_axis))
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
+
+
+@dataclass(frozen=True)
+class _Like:
+    """The structure and the shapes of one chain's position."""
+
+    treedef: Any
+    shapes: tuple[tuple[int, ...], ...]
+    num_chains: int
+
+    @classmethod
+    def of(cls, positions: PyTree) -> "_Like":
+        leaves, treedef = jax.tree.flatten(positions)
+        return cls(treedef, tuple(x.shape[1:] for x in leaves), leaves[0].shape[0])
+
+    def fits(self, part: PyTree) -> bool:
+        """Tell whether a tree is like the position, its leaves [*leading, ...]."""
+        if jax.tree.structure(part) != self.treedef:
+            return False
+        heads = {x.shape[: x.ndim - len(s)] for x, s in self._pairs(part)}
+        return len(heads) == 1 and all(x.shape[x.ndim - len(s) :] == s for x, s in self._pairs(part))
+
+    def leading(self, part: PyTree) -> tuple[int, int | None]:
+        """Return how many leading axes there are, and the length of the first."""
+        x, shape = next(self._pairs(part))
+        count = x.ndim - len(shape)
+        return count, x.shape[0] if count else None
+
+    def _pairs(self, part: PyTree):
+        return zip(jax.tree.leaves(part), self.shapes, strict=True)
 
 
 def read_layout(

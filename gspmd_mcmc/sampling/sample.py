@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from gspmd_mcmc.adaptation.window import WindowAdaptation
-from gspmd_mcmc.kernels.hmc import HMC
-from gspmd_mcmc.kernels.nuts import NUTS
+from gspmd_mcmc.adaptation.adaptation import Adaptation
+from gspmd_mcmc.diagnostics import advice
+from gspmd_mcmc.sampling import defaults
 from gspmd_mcmc.sampling import start as starts
 from gspmd_mcmc.sampling.collecting import Collecting, keep_position
 from gspmd_mcmc.sampling.draws import Draws
@@ -23,8 +23,6 @@ from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import lay_out
 from gspmd_mcmc.tree import PyTree, path_str
-
-ACCEPTANCE_SPREAD = 0.15
 
 
 class SamplingWarning(UserWarning):
@@ -41,8 +39,8 @@ def sample(
     num_warmup: int = 1000,
     num_samples: int = 1000,
     thin: int = 1,
-    kernel: HMC | NUTS | None = None,
-    warmup: WindowAdaptation = WindowAdaptation(),  # noqa: B008 - frozen
+    kernel: Any = None,
+    warmup: Adaptation | None = None,
     collect: Callable = keep_position,
     device_bytes: int | None = None,
     progress: bool = True,
@@ -72,10 +70,13 @@ def sample(
     thin
         Steps from one kept draw to the next: after warm-up the run takes ``num_samples * thin``.
     kernel
-        An `HMC` or `NUTS` on the same target; by default HMC of 32 leapfrogs, their number jittered by
-        half.
+        A kernel on the same target. By default `NUTS` below 32 chains, and from 32 a `JitteredHMC`,
+        whose trajectory length the chains tune together.
     warmup
-        What is adapted (`WindowAdaptation`).
+        How the kernel is tuned. By default `WindowAdaptation` for `HMC` and `NUTS`, `SNAPERAdaptation`
+        for `JitteredHMC`, `MAMSAdaptation` and `MCLMCAdaptation` for theirs; where it names no kind of
+        metric, dense for a position of at most a hundred numbers that is whole on every device, else
+        diagonal.
     collect
         ``collect(position, info)`` of one chain: what to keep instead of the position. A function at
         module level, or a ``Partial`` of one whose arrays enter the program as arguments.
@@ -106,15 +107,14 @@ def sample(
     if earlier is not None:
         _check_goes_on(earlier, target, kernel, num_chains)
         kernel = earlier.kernel
-    kernel = HMC(target, 0.1, 32, jitter=0.5) if kernel is None else kernel
-    initial_position = _origin(target) if initial_position is None else initial_position
+    kernel = defaults.kernel_for(target, num_chains) if kernel is None else kernel
     if kernel.target is not target:
         raise ValueError("kernel: it was built on another target; build it on the one given here")
-    if isinstance(initial_position, Mode):
-        warmup = warmup.started_at_mode()
+    initial_position = _origin(target) if initial_position is None else initial_position
 
     start_key, step_key = jax.random.split(rng_key)
     layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
+    warmup = _adaptation(warmup, kernel, layout, states, initial_position)
     first_step = earlier.num_steps if earlier is not None else 0
     with stop_on_interrupt() as stop, Report(is_shown=progress) as report:
         tuning = Warmup(warmup, kernel, states, step_key, first_step, layout)
@@ -142,8 +142,18 @@ def sample(
     return draws
 
 
+def _adaptation(
+    warmup: Adaptation | None, kernel: Any, layout: Layout, states: Any, initial: Any
+) -> Adaptation:
+    """Return the warm-up to run: the one given or the kernel's, with a kind of metric."""
+    adaptation: Any = defaults.warmup_for(kernel) if warmup is None else warmup
+    if isinstance(initial, Mode) and hasattr(adaptation, "started_at_mode"):
+        adaptation = adaptation.started_at_mode()
+    return defaults.with_metric(adaptation, kernel, layout, states.position)
+
+
 def _start(
-    kernel: HMC | NUTS, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
+    kernel: Any, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
 ) -> tuple[Layout, Any]:
     """Find what kind of start this is; return the layout, and the states in buffers of our own."""
     if isinstance(initial, Draws):
@@ -161,7 +171,7 @@ def _start(
 
 
 def _start_from_position(
-    kernel: HMC | NUTS, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
+    kernel: Any, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
 ) -> tuple[Layout, Any]:
     is_marked = isinstance(initial, starts.PerChain)
     position = initial.position if is_marked else initial
@@ -230,7 +240,7 @@ def _check_key(rng_key: jax.Array) -> None:
         )
 
 
-def _check_goes_on(draws: Draws, target: Any, kernel: HMC | NUTS | None, num_chains: int) -> None:
+def _check_goes_on(draws: Draws, target: Any, kernel: Any, num_chains: int) -> None:
     """Raise unless earlier draws can be gone on from as they are."""
     if kernel is not None:
         raise ValueError("kernel: draws are gone on from with their own kernel; leave it out")
@@ -252,19 +262,7 @@ def _warn(draws: Draws, num_samples: int) -> None:
         warnings.warn(message, SamplingWarning, stacklevel=3)
     if not draws.num_draws:
         return
-    rates = draws.acceptance_rate
-    if np.ptp(rates) > ACCEPTANCE_SPREAD:
-        shown = [round(float(rate), 2) for rate in rates]
-        warnings.warn(
-            f"acceptance rates differ between chains: {shown}. A chain may be "
-            "stuck; look at its trace, start it elsewhere, or warm up longer",
-            SamplingWarning,
-            stacklevel=3,
-        )
-    if draws.num_divergent.any():
-        warnings.warn(
-            f"divergent transitions after warm-up, by chain: {draws.num_divergent.tolist()}. The step "
-            "is too large somewhere: raise target_acceptance_rate, or reparameterise",
-            SamplingWarning,
-            stacklevel=3,
-        )
+    stats = {name: np.asarray(draws.stats[name]) for name in ("acceptance_rate", "is_divergent")}
+    for warning in (advice.on_acceptance(stats), advice.on_divergences(stats)):
+        if warning:
+            warnings.warn(warning, SamplingWarning, stacklevel=3)

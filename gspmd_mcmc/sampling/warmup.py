@@ -1,4 +1,4 @@
-"""Warm-up on the devices: windows of steps, a search for the first step size of each."""
+"""Warm-up on the devices: windows of steps, driven as an `Adaptation` says."""
 
 from functools import partial
 from typing import Any
@@ -8,14 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation import welford
-from gspmd_mcmc.adaptation.window import Window, WindowAdaptation, WindowState, find_step_size
-from gspmd_mcmc.sampling.chunks import advance, bucket, no_tally, run_chunks, tally
+from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, Window
+from gspmd_mcmc.sampling.chunks import (
+    advance,
+    bucket,
+    draw_kernel,
+    no_tally,
+    run_chunks,
+    step_chains,
+    tally,
+)
 from gspmd_mcmc.sampling.layout import Layout, Pins
 from gspmd_mcmc.sampling.progress import Report, Stop
 
-# Folded into a step's key, sets the search's random numbers apart from the step's own two keys.
-SEARCH = 2
+# Folded into a step's key, set what happens at a window's ends apart from the step's own two keys.
+BEGIN, END = 2, 3
 
 
 class Warmup:
@@ -23,7 +30,7 @@ class Warmup:
 
     Parameters
     ----------
-    settings
+    adaptation
         What is adapted, and towards what.
     kernel, states
         The kernel to tune, and the chains' states, whose buffers are taken over.
@@ -35,14 +42,14 @@ class Warmup:
 
     def __init__(
         self,
-        settings: WindowAdaptation,
+        adaptation: Adaptation,
         kernel: Any,
         states: Any,
         rng_key: jax.Array,
         first_step: int,
         layout: Layout,
     ):
-        self.settings, self.rng_key, self.layout = settings, rng_key, layout
+        self.adaptation, self.rng_key, self.layout = adaptation, rng_key, layout
         self.kernel, self.states = kernel, states
         self._traces: dict[str, jax.Array] = {}
         self.first_step = self.num_steps = first_step
@@ -52,16 +59,19 @@ class Warmup:
 
     def run(self, num_warmup: int, report: Report, stop: Stop) -> None:
         """Run all windows, or as many steps as there are before a stop."""
-        self._traces = _no_traces(self.states, bucket(num_warmup), layout=self.layout)
+        if num_warmup:
+            settings = _prepare(self.adaptation, self.kernel, self.states, layout=self.layout)
+            self.kernel = tree.replace(self.kernel, **settings)
+        traced = {name: getattr(self.kernel, name) for name in self.adaptation.traced}
+        self._traces = _no_traces(traced, self.states, bucket(num_warmup), layout=self.layout)
         if not num_warmup:
             return
-        if self.settings.adapt_mass_matrix and self.kernel.inverse_mass_matrix is None:
-            identity = _identity(self.states.position, layout=self.layout)
-            self.kernel = self.kernel.with_inverse_mass_matrix(identity)
+        self._state = _init(self.adaptation, self.kernel, self.states, layout=self.layout)
         report.phase("warm-up", num_warmup)
-        for window in self.settings.windows(num_warmup):
+        for window in self.adaptation.windows(num_warmup):
             if not stop.is_asked:
                 self._run_window(window, report, stop)
+        self.kernel = self.adaptation.final(self.kernel, self._state)
 
     def summary(self) -> dict[str, Any]:
         """Return what `Draws.warmup` holds."""
@@ -70,31 +80,42 @@ class Warmup:
         return traces | {"num_divergent": self.num_divergent, "leapfrogs": self.leapfrogs}
 
     def _run_window(self, window: Window, report: Report, stop: Stop) -> None:
-        settings, layout = self.settings, self.layout
-        if settings.adapt_step_size:
-            search_key = jax.random.fold_in(jax.random.fold_in(self.rng_key, self.num_steps), SEARCH)
-            found = _search(self.kernel, self.states, search_key, layout=layout)
-            factor = 1.0 if window.start else settings.first_step_factor
-            self.kernel = self.kernel.with_step_size(found * factor)
-        adaptation = _begin(self.kernel, self.states, settings=settings, layout=layout)
-        self._pins = Pins.of((self.states, adaptation, self._traces))
-        self._adaptation = adaptation
-
+        is_first = jnp.asarray(window.start == 0)
+        self._state = _begin(
+            self.adaptation,
+            self.kernel,
+            self.states,
+            self._state,
+            is_first,
+            self._key(BEGIN),
+            layout=self.layout,
+        )
+        self._pins = Pins.of((self.states, self._state, self._traces))
         run_chunks(window.end - window.start, lambda _, count: self._run_chunk(count, report), stop)
-        self.kernel = settings.final(self.kernel, self._adaptation)
-        if window.learns_metric and not stop.is_asked:
-            metric = _metric(self._adaptation.moments, self.states.position, layout=layout)
-            self.kernel = self.kernel.with_inverse_mass_matrix(metric)
+        if not stop.is_asked:
+            self._state, self.states = _end(
+                self.adaptation,
+                self.kernel,
+                self.states,
+                self._state,
+                self._key(END),
+                learns_metric=window.learns_metric,
+                layout=self.layout,
+                pins=Pins.of(self.states),
+            )
+
+    def _key(self, event: int) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(self.rng_key, self.num_steps), event)
 
     def _run_chunk(self, count: int, report: Report) -> None:
-        (self.states, self._adaptation, self._traces), counts = _chunk(
+        (self.states, self._state, self._traces), counts, step_size = _chunk(
+            self.adaptation,
             self.kernel,
-            (self.states, self._adaptation, self._traces),
+            (self.states, self._state, self._traces),
             self.rng_key,
             self.num_steps,
             self.num_steps - self.first_step,
             count,
-            settings=self.settings,
             layout=self.layout,
             pins=self._pins,
         )
@@ -107,69 +128,70 @@ class Warmup:
             leapfrogs=int(counts["leapfrogs"]),
             acceptance_rate=float(counts["acceptance_rate"].mean()) / count,
             divergences=int(self.num_divergent.sum()),
-            step_size=float(jnp.exp(self._adaptation.step_size.log_step_size)),
+            step_size=float(step_size),
         )
 
 
-@partial(jax.jit, static_argnames=("settings", "layout", "pins"), donate_argnames="carry")
-def _chunk(kernel, carry, rng_key, first_step, slot, count, *, settings, layout, pins):
+@partial(jax.jit, static_argnames=("layout", "pins"), donate_argnames="carry")
+def _chunk(adaptation, kernel, carry, rng_key, first_step, slot, count, *, layout, pins):
     def body(i, carry):
-        (states, adaptation, traces), counts = carry
-        tuned = settings.tuned(kernel, adaptation)
-        states, info = advance(tuned, rng_key, first_step + i, states, layout)
-        adaptation = settings.update(adaptation, states.position, info.acceptance_rate)
-        seen = {
-            "step_size": tuned.step_size,
-            "acceptance_rate": info.acceptance_rate,
-            "log_density": states.log_density,
-        }
+        (states, state, traces), counts = carry
+        tuned = adaptation.tuned(kernel, state)
+        states, state, info = _step(adaptation, tuned, rng_key, first_step + i, states, state, layout)
+        seen = {name: getattr(tuned, name) for name in adaptation.traced}
+        seen |= {"acceptance_rate": info.acceptance_rate, "log_density": states.log_density}
         traces = {name: traces[name].at[..., slot + i].set(x) for name, x in seen.items()}
-        return (states, adaptation, traces), tally(counts, info)
+        return (states, state, traces), tally(counts, info)
 
     with jax.named_scope("steps"):
         carry, counts = jax.lax.fori_loop(0, count, body, (carry, no_tally(carry[0])))
-    return pins(carry), counts
+    return pins(carry), counts, jnp.mean(adaptation.tuned(kernel, carry[1]).step_size)
+
+
+def _step(adaptation, tuned, rng_key, step, states, state, layout):
+    """Take a step of all chains, and have the adaptation look at it."""
+    drawn, chains_key = draw_kernel(tuned, rng_key, step)
+    method = "transition" if adaptation.needs_end else "step"
+    after, info, *end = step_chains(drawn, chains_key, states, layout, method)
+    transition = Transition(states, after, info, end[0] if end else None)
+    return after, adaptation.update(state, drawn, transition), info
 
 
 @partial(jax.jit, static_argnames=("size", "layout"))
-def _no_traces(states, size: int, *, layout: Layout) -> dict[str, jax.Array]:
+def _no_traces(traced, states, size: int, *, layout: Layout) -> dict[str, jax.Array]:
     per_chain = layout.pin_chains(
         jnp.zeros((*states.log_density.shape, size), states.log_density.dtype)
     )
-    return {
-        "step_size": jnp.zeros(size, jnp.result_type(float)),
-        "acceptance_rate": per_chain,
-        "log_density": per_chain,
-    }
-
-
-@partial(jax.jit, static_argnames=("settings", "layout"))
-def _begin(kernel, states, *, settings: WindowAdaptation, layout: Layout) -> WindowState:
-    adaptation = settings.init(kernel.step_size, states.position)
-    moments = tree.replace(
-        adaptation.moments,
-        mean=layout.pin(adaptation.moments.mean, layout.chain_axis),
-        sum_of_squares=layout.pin(adaptation.moments.sum_of_squares, layout.chain_axis),
-    )
-    return tree.replace(adaptation, moments=moments)
+    empty = jax.tree.map(lambda x: jnp.zeros((*x.shape, size), x.dtype), traced)
+    return empty | {"acceptance_rate": per_chain, "log_density": per_chain}
 
 
 @partial(jax.jit, static_argnames="layout")
-def _search(kernel, states, rng_key, *, layout: Layout) -> jax.Array:
-    def mean_acceptance_rate(kernel, key):
-        return jnp.mean(
-            advance(kernel, key, jnp.zeros((), jnp.int32), states, layout)[1].acceptance_rate
-        )
-
-    return find_step_size(kernel, rng_key, mean_acceptance_rate)
+def _prepare(adaptation, kernel, states, *, layout: Layout) -> dict[str, Any]:
+    kernel = adaptation.prepare(kernel, states)
+    metric = layout.pin_like(kernel.inverse_mass_matrix, states.position)
+    return {"step_size": kernel.step_size, "inverse_mass_matrix": metric}
 
 
 @partial(jax.jit, static_argnames="layout")
-def _metric(moments: welford.Moments, positions, *, layout: Layout):
-    variance = welford.regularised_variance(moments)
-    return layout.pin(jax.tree.map(lambda v, x: v.astype(x.dtype), variance, positions))
+def _init(adaptation, kernel, states, *, layout: Layout):
+    return layout.pin_like(adaptation.init(kernel, states), states.position)
 
 
 @partial(jax.jit, static_argnames="layout")
-def _identity(positions, *, layout: Layout):
-    return layout.pin(jax.tree.map(lambda x: jnp.ones(x.shape[1:], x.dtype), positions))
+def _begin(adaptation, kernel, states, state, is_first, rng_key, *, layout: Layout):
+    def acceptance_rates(kernel, key):
+        return advance(kernel, key, jnp.zeros((), jnp.int32), states, layout)[1].acceptance_rate
+
+    state = adaptation.begin(state, kernel, states, is_first, rng_key, acceptance_rates)
+    return layout.pin_like(state, states.position)
+
+
+@partial(
+    jax.jit,
+    static_argnames=("learns_metric", "layout", "pins"),
+    donate_argnames=("states", "state"),
+)
+def _end(adaptation, kernel, states, state, rng_key, *, learns_metric: bool, layout: Layout, pins):
+    state, moved = adaptation.end(state, kernel, states, rng_key, learns_metric)
+    return layout.pin_like(state, states.position), pins(moved)

@@ -20,8 +20,9 @@ from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates
 from gspmd_mcmc.targets.joint_parts import run, trace
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
+from gspmd_mcmc.targets.prior_draws import cannot_draw, with_prior
 from gspmd_mcmc.targets.rows import row_axes
-from gspmd_mcmc.targets.sharded import Sharded, shown
+from gspmd_mcmc.targets.sharded import Sharded, shown, unpad
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ def condition(joint: Any, observed: dict[str, Any]) -> Posterior:
     blocks = _blocks(joint, observed, facts)
     sites = tuple((name, facts[name].latent) for name in latent)
     target = tree.replace(blocks.posterior(), latents=sites)
+    args = {key: blocks.args[key] for key in ("joint", "observed")}
+    target = with_prior(target, Partial(_draw, args))
     for plate, name in zip(target.plates, blocks.num_rows, strict=True):
         _check_rows_apart(target, plate, name)
     return target
@@ -158,6 +161,25 @@ def _evaluate(values: dict, args: dict, sizes: dict, wanted: tuple) -> dict[str,
         return given[name]
 
     given = args["observed"] | values
+    out: dict[str, jax.Array] = {}
+    run(args["joint"], visit)
+    return out
+
+
+def _draw(args: dict, rng_key: jax.Array) -> dict[str, jax.Array]:
+    """Draw the parts that are not observed: part i from ``fold_in(rng_key, i)``, as a joint does."""
+
+    def visit(index: int, name: str, part: Any) -> Any:
+        if name in args["observed"]:
+            return unpad(args["observed"][name])
+        key = jax.random.fold_in(rng_key, index)
+        distribution = part.distribution if isinstance(part, Sharded) else part
+        try:
+            out[name] = part.draw(key) if isinstance(part, Sharded) else sharded.draw(part, key, ())
+        except NotImplementedError as error:
+            raise cannot_draw(f"part {name!r}", distribution) from error
+        return out[name]
+
     out: dict[str, jax.Array] = {}
     run(args["joint"], visit)
     return out

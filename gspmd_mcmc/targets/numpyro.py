@@ -26,6 +26,7 @@ from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates
 from gspmd_mcmc.targets.likelihoods import bernoulli_logits, categorical_logits
 from gspmd_mcmc.targets.local import cut, lay_out
 from gspmd_mcmc.targets.posterior import Posterior
+from gspmd_mcmc.targets.prior_draws import cannot_draw, with_prior
 
 CHECK_POINTS = 10
 CHECK_TOLERANCE = 1e-3
@@ -76,6 +77,8 @@ def from_numpyro(
     sharded = _sharded_plates(sites, plates or {}, bound.arrays)
     blocks, target = _streamed(bound, sites, sharded)
     target = _with_derived(bound, blocks, target, sites)
+    names = tuple(name for name, _ in target.latents)
+    target = with_prior(target, Partial(partial(_draw, blocks.evaluate, names), bound.arrays))
     if bound.has_shapes:  # of a mesh that is not there: nothing to check with
         return target
     _check_support(bound, blocks, target)
@@ -121,15 +124,18 @@ class _Bound:
         """Whether some of the arrays are shapes alone."""
         return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.arrays))
 
-    def call(self, arrays: dict[str, Any], substitute: Callable) -> dict[str, dict]:
-        """Run the model with other arrays under a substitution; return its trace."""
+    def call(self, arrays: dict[str, Any], substitute: Callable, rng_key: Any = 0) -> dict[str, dict]:
+        """Run the model with other arrays under a substitution; return its trace.
+
+        What is neither substituted nor observed is drawn.
+        """
         handlers = importlib.import_module("numpyro.handlers")
         leaves = [(self.constants | arrays)[path] for path in self.paths]
         bound = inspect.BoundArguments(
             self.signature,
             jax.tree.unflatten(self.treedef, leaves),  # pyright: ignore
         )
-        model = handlers.substitute(handlers.seed(self.model, 0), substitute_fn=substitute)
+        model = handlers.substitute(handlers.seed(self.model, rng_key), substitute_fn=substitute)
         with jax.numpy_rank_promotion("allow"):  # NumPyro's own code relies on it
             return handlers.trace(model).get_trace(*bound.args, **bound.kwargs)
 
@@ -337,6 +343,24 @@ def _with_derived(bound: _Bound, blocks: Blocks, target: Posterior, sites: dict)
 def _derived(evaluate: Any, names: tuple, arrays: dict, params: dict) -> dict[str, jax.Array]:
     trace = evaluate.trace(params, unpadded(arrays), {})
     return {name: jnp.asarray(trace[name]["value"]) for name in names}
+
+
+def _draw(evaluate: Any, names: tuple, arrays: dict, rng_key: jax.Array) -> dict[str, jax.Array]:
+    """Draw the latents from their prior: constrained values, rows first."""
+
+    def look(msg: dict) -> None:
+        if msg["type"] == "sample":
+            looked_at.append(msg)
+
+    looked_at: list[dict] = []
+    try:
+        trace = evaluate.bound.call(unpadded(arrays), look, rng_key)
+    except NotImplementedError as error:
+        raise cannot_draw(f"site {looked_at[-1]['name']!r}", looked_at[-1]["fn"]) from error
+    drawn = {name: jnp.asarray(trace[name]["value"]) for name in names}
+    return {
+        n: jnp.moveaxis(x, evaluate.row_axis.get(n, 0), 0) if x.ndim else x for n, x in drawn.items()
+    }
 
 
 def _check_support(bound: _Bound, blocks: Blocks, target: Posterior) -> None:

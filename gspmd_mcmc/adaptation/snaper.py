@@ -1,0 +1,92 @@
+"""SNAPER: cross-chain adaptation whose trajectory length suits the direction that mixes slowest.
+
+As ChEES, but the criterion looks along the leading principal component of the posterior in units of its
+scales: E[((q·z')² - (q·z)²)²]. The component is learned online, by Oja's rule over chains. In many
+dimensions |z|² drowns the slow direction in the others' noise; (q·z)² does not.
+
+References
+----------
+Sountsov and Hoffman, "Focusing on Difficult Directions for Learning HMC Trajectory Lengths",
+arXiv:2110.11576 (2021); Oja, "A Simplified Neuron Model as a Principal Component Analyzer", Journal of
+Mathematical Biology 15 (1982); Weng, Zhang and Hwang, "Candid Covariance-free Incremental Principal
+Component Analysis", IEEE TPAMI 25 (2003).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.adaptation.chees import ChEESAdaptation
+from gspmd_mcmc.adaptation.criterion import Criterion, RunningMean, Trajectories, mean_of_chains
+from gspmd_mcmc.targets import local
+from gspmd_mcmc.tree import PyTree, pytree, static
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class PrincipalState:
+    """The running mean of positions, and that of C q/|q|, whose direction is the leading one of C."""
+
+    positions: RunningMean
+    direction: RunningMean
+
+
+@dataclass(frozen=True)
+class ChangeAlongPrincipal:
+    """The SNAPER criterion's f: (q·z)², q the leading principal component, of length 1."""
+
+    def init(self, target: Any, positions: PyTree) -> PrincipalState:
+        """Begin at the mean over chains, and a random direction that is the same on every mesh."""
+        one = jax.tree.map(lambda x: x[0], positions)
+        direction = local.zero_pad(target, tree.normal_like(jax.random.key(0), one))
+        return PrincipalState(RunningMean.of(mean_of_chains(positions)), RunningMean.of(direction))
+
+    def measure(
+        self, state: PrincipalState, trajectories: Trajectories
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return q·z before, (q·z')² - (q·z)², and 2 (q·z') (q·ż')."""
+        before, end, velocity, variances = trajectories
+        q = state.direction.mean
+        dual = jax.tree.map(lambda q, v: q * jax.lax.rsqrt(v), q, variances)
+        centre = state.positions.mean
+
+        def products(before, end, velocity):
+            parts = (tree.sub(before, centre), tree.sub(end, before), velocity)
+            return tuple(tree.dot(dual, x) for x in parts)
+
+        # What is learned from `start` must not know of the ends, which may not be finite.
+        start, moved, rate = jax.vmap(products)(before, end, velocity)
+        squared_length = tree.dot(q, q)
+        inverse = 1 / jnp.where(squared_length > 0, squared_length, 1)
+        change = moved * (2 * start + moved) * inverse
+        return start * jnp.sqrt(inverse), change, 2 * (start + moved) * rate * inverse
+
+    def update(
+        self, state: PrincipalState, measured: jax.Array, trajectories: Trajectories, target: Any
+    ) -> PrincipalState:
+        """Take in where the chains were: Oja's rule, the mean over chains of (q·z) z."""
+        positions, variances = trajectories.before, trajectories.variances
+        centre = state.positions.mean
+
+        def image(x, m, v):
+            weight = measured.astype(x.dtype).reshape(-1, *(1,) * m.ndim)
+            return jnp.mean(weight * (x - m[None]), axis=0) * jax.lax.rsqrt(v)
+
+        images = local.zero_pad(target, jax.tree.map(image, positions, centre, variances))
+        return PrincipalState(
+            state.positions.add(mean_of_chains(positions)), state.direction.add(images)
+        )
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class SNAPERAdaptation(ChEESAdaptation):
+    """Settings of a warm-up of `JitteredHMC` by many chains: `ChEESAdaptation`, along one direction.
+
+    Parameters are those of `ChEESAdaptation`, but that ``criterion`` is `ChangeAlongPrincipal`.
+    """
+
+    criterion: Criterion = static(default=ChangeAlongPrincipal())

@@ -1,0 +1,175 @@
+"""Warnings about a run in plain words, each with what to do.
+
+References
+----------
+Vehtari, Gelman, Simpson, Carpenter and Bürkner, Bayesian Analysis 16 (2021), section 4: R-hat under
+1.01, and 100 effective draws for each of four chains.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gspmd_mcmc.diagnostics.energy import bfmi
+from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS
+
+MOST_RHAT = 1.01
+LEAST_BFMI = 0.3
+ACCEPTANCE_SPREAD = 0.15
+MOST_SATURATED = 0.01  # share of trajectories that reached their largest depth
+MANY_CHAINS = 32
+MOST_NAMED = 4  # chains, or numbers, that a warning names
+
+
+def least_ess(num_chains: int) -> float:
+    """Return the effective size that is enough: 100 for each chain, and 400 for four and more."""
+    return 100.0 * min(num_chains, 4)
+
+
+def on_transitions(stats: dict[str, Any], max_tree_depth: int | None, judges_energy: bool) -> list[str]:
+    """Warn of divergences, trajectories cut short, energies and acceptance rates.
+
+    Parameters
+    ----------
+    stats
+        Name to array [chains, draws], of the draws that were kept; what is not there is not judged.
+    max_tree_depth
+        The largest number of doublings, of kernels that have one.
+    judges_energy
+        Whether momenta are drawn anew at each transition, as E-BFMI supposes.
+    """
+    stats = {name: np.asarray(x) for name, x in stats.items()}
+    found = [on_divergences(stats), _on_depth(stats, max_tree_depth)]
+    if judges_energy and "energy" in stats:
+        found.append(_on_energy(stats["energy"]))
+    return [text for text in [*found, on_acceptance(stats)] if text]
+
+
+def on_divergences(stats: dict[str, np.ndarray]) -> str:
+    """Warn of divergent transitions; empty if there are none."""
+    if "is_divergent" not in stats or not stats["is_divergent"].any():
+        return ""
+    by_chain = stats["is_divergent"].sum(axis=1)
+    shown = _chains(np.argsort(-by_chain, kind="stable")[: np.count_nonzero(by_chain)], by_chain, "d")
+    return (
+        f"{by_chain.sum()} of {stats['is_divergent'].size} transitions after warm-up diverged "
+        f"({shown}): the step is too large somewhere, and draws near there are missing. Raise "
+        "target_acceptance_rate; if they stay, reparameterise."
+    )
+
+
+def _on_depth(stats: dict[str, np.ndarray], max_tree_depth: int | None) -> str:
+    if max_tree_depth is None or "is_turning" not in stats or "is_divergent" not in stats:
+        return ""
+    share = np.mean(~stats["is_turning"] & ~stats["is_divergent"]) if stats["is_turning"].size else 0
+    if share <= MOST_SATURATED:
+        return ""
+    return (
+        f"{share:.0%} of trajectories reached max_tree_depth={max_tree_depth} and had not turned yet: "
+        "draws are right, but dear. Warm up longer, or put latents on one scale; raise max_tree_depth "
+        "if that does not help."
+    )
+
+
+def _on_energy(energy: np.ndarray) -> str:
+    fraction = np.asarray(bfmi(energy))
+    low = np.flatnonzero(fraction < LEAST_BFMI)
+    if not low.size:
+        return ""
+    shown = _chains(low[np.argsort(fraction[low])], fraction, ".2f")
+    return (
+        f"E-BFMI is under {LEAST_BFMI} ({shown}): momenta change the energy too little at a time, so "
+        "that tails are seldom visited. Reparameterise, or warm up longer and draw more."
+    )
+
+
+def on_acceptance(stats: dict[str, np.ndarray]) -> str:
+    """Warn of chains whose acceptance rates differ by more than noise; empty if they do not."""
+    if "acceptance_rate" not in stats or not stats["acceptance_rate"].size:
+        return ""
+    rates = stats["acceptance_rate"].mean(axis=1)
+    # The spread of many chains' means of few draws is noise, of about six standard errors.
+    noise = np.median(stats["acceptance_rate"].std(axis=1)) / np.sqrt(stats["acceptance_rate"].shape[1])
+    if not np.ptp(rates) > ACCEPTANCE_SPREAD + 6 * noise:
+        return ""
+    return (
+        f"acceptance rates differ between chains ({_chains(np.argsort(rates), rates, '.2f')}), the "
+        f"median is {np.median(rates):.2f}. The lowest may be stuck: look at its trace, start it "
+        "elsewhere, or warm up longer."
+    )
+
+
+def _chains(chains: Sequence[int] | np.ndarray, values: np.ndarray, form: str) -> str:
+    shown = ", ".join(f"chain {c}: {values[c]:{form}}" for c in chains[:MOST_NAMED])
+    more = len(chains) - MOST_NAMED
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def on_number_of_draws(num_chains: int, num_draws: int) -> list[str]:
+    """Warn of too few draws, and of a single chain."""
+    found = []
+    if num_draws < LEAST_DRAWS:
+        found.append(
+            f"{num_draws} draws of each chain: too few to judge by. Draw {LEAST_DRAWS} or more, and "
+            "hundreds to rely on."
+        )
+    if num_chains == 1:
+        found.append(
+            "one chain: R-hat compares its halves alone, and does not see what it has missed. Run 4."
+        )
+    return found
+
+
+def on_rhat(
+    name: str, count: int, size: int, worst: Sequence[tuple[str, float]], num_chains: int
+) -> str:
+    """Warn of chains that do not agree.
+
+    Parameters
+    ----------
+    name
+        Which R-hat it is, "rhat" or "nested_rhat".
+    count, size
+        How many of how many numbers are over the limit.
+    worst
+        The worst numbers and their values, the worst first.
+    """
+    what = "nested R-hat" if name == "nested_rhat" else "R-hat"
+    found = (
+        f"{what} is over {MOST_RHAT} for {count} of {size} numbers, worst {_numbers(worst, '.2f')}: "
+        "chains do not agree. Do not use these draws yet: warm up and draw longer, start elsewhere, or "
+        "reparameterise."
+    )
+    return f"{found} {MANY_SHORT}" if name == "rhat" and num_chains >= MANY_CHAINS else found
+
+
+def on_ess(what: str, limit: float, count: int, size: int, worst: Sequence[tuple[str, float]]) -> str:
+    """Warn of few effective draws; arguments as of `on_rhat`."""
+    less_sure = "means and medians" if what == "bulk" else "quantiles of the tails"
+    return (
+        f"{what} ESS is under {limit:.0f} for {count} of {size} numbers, least "
+        f"{_numbers(worst, '.0f')}: {less_sure}, and R-hat itself, are not to be relied on yet. Draw "
+        "more."
+    )
+
+
+def on_not_finite(count: int, worst: Sequence[tuple[str, float]]) -> str:
+    """Warn of draws that are NaN or infinite."""
+    return (
+        f"draws of {count} numbers are not finite: {', '.join(name for name, _ in worst[:MOST_NAMED])}."
+    )
+
+
+ALL_EQUAL = (
+    "log_density is the same in all draws: no chain has moved. Look at the acceptance rate, and make "
+    "the step size smaller."
+)
+MANY_SHORT = (
+    "R-hat of many short chains is large however well they mix. If chains started in groups of one "
+    "point each, summary(num_superchains=...) shows nested R-hat, which is not."
+)
+
+
+def _numbers(worst: Sequence[tuple[str, float]], form: str) -> str:
+    return ", ".join(f"{name} ({value:{form}})" for name, value in worst[:MOST_NAMED])

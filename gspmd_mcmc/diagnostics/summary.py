@@ -1,0 +1,248 @@
+"""What a run says of each number, the worst first, and what to beware of."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from gspmd_mcmc.diagnostics import advice, summary_views
+from gspmd_mcmc.diagnostics.columns import check_draws
+from gspmd_mcmc.diagnostics.extremes import SIGNS, Extreme, extreme, is_beyond
+from gspmd_mcmc.diagnostics.nested_rhat import nested_rhat, rank_nested_rhat
+from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS
+from gspmd_mcmc.diagnostics.rows import (
+    SMALL_LEAF,
+    Row,
+    element,
+    free_name,
+    named_leaves,
+    row_of_large,
+    rows_of_small,
+)
+from gspmd_mcmc.diagnostics.statistics import Statistics, statistics
+from gspmd_mcmc.diagnostics.together import by_name
+from gspmd_mcmc.tree import PyTree
+
+MAX_ROWS = 20
+
+
+class Worst(NamedTuple):
+    """A number by name, ``w[3, 1]``, and the value of its statistic."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaf:
+    """A leaf of the draws: its statistics on the host and its extremes, each where it has them."""
+
+    name: str
+    size: int
+    rows: list[Row]
+    extremes: dict[str, Extreme]
+
+    def worst(self, statistic: str) -> list[Worst]:
+        """Return its numbers with their values; of a large leaf the worst one."""
+        if self.extremes:
+            found = self.extremes[statistic]
+            return [Worst(element(self.name, found.index), found.value)]
+        return [Worst(row.name, row.values[statistic]) for row in self.rows]
+
+    def num_beyond(self, statistic: str, limit: float) -> int:
+        if self.extremes:
+            return self.extremes[statistic].count
+        return sum(is_beyond(row.values[statistic], statistic, limit) for row in self.rows)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Summary:
+    """Statistics of a run, a table of the worst of them, and warnings. ``print`` it.
+
+    Attributes
+    ----------
+    mean, sd, mcse_mean, mcse_sd, q5, q95, ess_bulk, ess_tail, rhat
+        Trees like the draws, leaves [...]: over all chains the mean, the standard deviation and their
+        Monte Carlo errors, the quantiles at 5 % and 95 %, effective sample sizes, R-hat.
+    nested_rhat
+        Nested R-hat likewise, if superchains were asked for; else None.
+    log_density
+        The same statistics of the log density, scalars by name.
+    warnings
+        What to beware of, in plain words, each with what to do.
+    rows
+        The lines of the table, the worst first.
+    num_left_out
+        How many numbers have no line, and are better than those that have.
+    num_chains, num_draws
+        Chains, and draws of each.
+    """
+
+    mean: PyTree
+    sd: PyTree
+    mcse_mean: PyTree
+    mcse_sd: PyTree
+    q5: PyTree
+    q95: PyTree
+    ess_bulk: PyTree
+    ess_tail: PyTree
+    rhat: PyTree
+    nested_rhat: PyTree
+    log_density: dict[str, float]
+    warnings: list[str]
+    rows: list[Row]
+    num_left_out: int
+    num_chains: int
+    num_draws: int
+    _leaves: list[_Leaf]
+
+    def worst(self, statistic: str = "rhat") -> Worst:
+        """Return the worst of all numbers by "rhat", "nested_rhat", "ess_bulk" or "ess_tail"."""
+        if statistic not in SIGNS or getattr(self, statistic) is None:
+            raise ValueError(
+                f"worst: expected rhat, ess_bulk, ess_tail, or nested_rhat where num_superchains was "
+                f"given, got {statistic!r}"
+            )
+        found = _worst_first(self._leaves, statistic)
+        if not found:
+            raise ValueError("worst: the draws have no numbers")
+        return found[0]
+
+    def to_dict(self) -> dict[str, dict[str, np.ndarray]]:
+        """Return name of a leaf to name of a statistic to array [...], on the host."""
+        found = {name: self[name] for name in named_leaves(self.mean)}
+        log_density = {key: np.asarray(value) for key, value in self.log_density.items()}
+        return {**found, free_name("log_density", found): log_density}
+
+    def __getitem__(self, name: str) -> dict[str, np.ndarray]:
+        """Return name of a statistic to array [...] of a leaf, named as its lines begin."""
+        names = list(named_leaves(self.mean))
+        if name not in names:
+            raise KeyError(f"{name!r}: the draws have {names}")
+        trees = {key: getattr(self, key) for key in (*Statistics._fields, "nested_rhat")}
+        return {
+            key: np.asarray(named_leaves(tree)[name]) for key, tree in trees.items() if tree is not None
+        }
+
+    def __str__(self) -> str:
+        return summary_views.text(self)
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        return summary_views.rich(self)
+
+    def _repr_html_(self) -> str:
+        return summary_views.html(self)
+
+
+def summarise(
+    position: PyTree,
+    stats: dict[str, Any],
+    *,
+    num_superchains: int | None = None,
+    max_rows: int = MAX_ROWS,
+    max_tree_depth: int | None = None,
+    judges_energy: bool = True,
+) -> Summary:
+    """Summarise draws where they lie: each device computes its own columns, and no draw is gathered.
+
+    Parameters
+    ----------
+    position
+        Tree of draws, leaves [chains, draws, ...].
+    stats
+        Name to array [chains, draws]; ``log_density`` has to be there.
+    num_superchains
+        Chains of one starting point each, one after the other, form that many groups: then nested
+        R-hat judges convergence.
+    max_rows
+        Lines of the table, that of the log density apart.
+    max_tree_depth, judges_energy
+        Of the kernel; see `advice.on_transitions`.
+    """
+    check_draws(position)
+    num_chains, num_draws = np.shape(stats["log_density"])
+    named = named_leaves(position)
+    own_name = free_name("log_density", named)
+    compute = partial(_statistics, num_superchains=num_superchains)
+    found = by_name(compute, named | {own_name: stats["log_density"]})
+    limits = _limits(num_chains, num_superchains)
+    leaves = [_leaf(name, found[name], limits) for name in (*named, own_name)]
+    rows = sorted((row for leaf in leaves[:-1] for row in leaf.rows), key=lambda row: row.order)
+    log_density = leaves[-1].rows[0]
+    warnings = [
+        *advice.on_number_of_draws(num_chains, num_draws),
+        *advice.on_transitions(stats, max_tree_depth, judges_energy),
+        *_on_numbers(leaves, limits, num_chains),
+    ]
+    if num_draws > 1 and log_density.values["sd"] == 0:
+        warnings.append(advice.ALL_EQUAL)
+    treedef = jax.tree.structure(position)
+    trees = {key: treedef.unflatten([found[name][key] for name in named]) for key in log_density.values}
+    return Summary(
+        **{"nested_rhat": None} | trees,
+        log_density=log_density.values,
+        warnings=warnings,
+        rows=[*rows[:max_rows], log_density],
+        num_left_out=sum(row.size for row in rows[max_rows:]),
+        num_chains=num_chains,
+        num_draws=num_draws,
+        _leaves=leaves[:-1],
+    )
+
+
+def _statistics(draws: PyTree, num_superchains: int | None) -> dict[str, PyTree]:
+    """Return the trees of all statistics by name."""
+    found = statistics(draws)._asdict()
+    if num_superchains is None:
+        return found
+    is_short = jax.tree.leaves(draws)[0].shape[1] < LEAST_DRAWS
+    function = nested_rhat if is_short else rank_nested_rhat
+    return {**found, "nested_rhat": function(draws, num_superchains)}
+
+
+def _limits(num_chains: int, num_superchains: int | None) -> dict[str, float]:
+    """Return the limit of each statistic that is judged."""
+    size = advice.least_ess(num_chains)
+    judged = "rhat" if num_superchains is None else "nested_rhat"
+    return {"mean": 0.0, judged: advice.MOST_RHAT, "ess_bulk": size, "ess_tail": size}
+
+
+def _leaf(name: str, found: dict[str, Any], limits: dict[str, float]) -> _Leaf:
+    size = found["mean"].size
+    if size <= SMALL_LEAF:
+        return _Leaf(name, size, rows_of_small(name, found), {})
+    judged = {"rhat": advice.MOST_RHAT} | limits
+    extremes = {key: extreme(found, key, limit) for key, limit in judged.items()}
+    return _Leaf(name, size, [row_of_large(name, size, extremes)], extremes)
+
+
+def _worst_first(leaves: list[_Leaf], statistic: str) -> list[Worst]:
+    """Return numbers, the worst first, NaN last; of each large leaf its worst one."""
+
+    def order(worst: Worst) -> tuple[bool, float]:
+        return math.isnan(worst.value), -SIGNS[statistic] * worst.value
+
+    return sorted((worst for leaf in leaves for worst in leaf.worst(statistic)), key=order)
+
+
+def _on_numbers(leaves: list[_Leaf], limits: dict[str, float], num_chains: int) -> list[str]:
+    """Warn of numbers that are beyond the limits."""
+    size = sum(leaf.size for leaf in leaves)
+    found = []
+    for statistic, limit in limits.items():
+        count = sum(leaf.num_beyond(statistic, limit) for leaf in leaves)
+        worst = [x for x in _worst_first(leaves, statistic) if is_beyond(x.value, statistic, limit)]
+        if not count:
+            continue
+        if statistic == "mean":
+            found.append(advice.on_not_finite(count, sorted(worst)))
+        elif statistic.startswith("ess"):
+            found.append(advice.on_ess(statistic.removeprefix("ess_"), limit, count, size, worst))
+        else:
+            found.append(advice.on_rhat(statistic, count, size, worst, num_chains))
+    return found

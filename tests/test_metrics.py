@@ -1,0 +1,684 @@
+"""Metrics: momenta and velocities of one matrix; estimators that find it, on every mesh the same."""
+
+from dataclasses import dataclass
+from functools import cache, partial
+from statistics import NormalDist
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+from gspmd_mcmc import tree
+from gspmd_mcmc.adaptation.dense import Dense, DenseBlock
+from gspmd_mcmc.adaptation.low_rank import LowRank, slot_of
+from gspmd_mcmc.adaptation.metrics import Diagonal
+from gspmd_mcmc.adaptation.rotated import Rotated
+from gspmd_mcmc.kernels import metrics
+from gspmd_mcmc.kernels.metrics_dense import DenseMetric
+from gspmd_mcmc.kernels.metrics_low_rank import LowRankMetric
+from gspmd_mcmc.kernels.metrics_rotated import RotatedMetric
+from gspmd_mcmc.kernels.nuts import NUTS
+from gspmd_mcmc.sampling.chunks import advance
+from gspmd_mcmc.sampling.layout import read_layout
+from gspmd_mcmc.sampling.start import init_chains
+from gspmd_mcmc.tree import pytree
+from gspmd_mcmc.views.communication import communication
+
+# A position of eight numbers: a [3], b [2, 2], c []; its vector has the leaves in this order
+
+SIZE = 8
+
+
+def split(x):
+    """Turn vectors [..., 8] into positions."""
+    x = jnp.asarray(x)
+    return {"a": x[..., :3], "b": x[..., 3:7].reshape(*x.shape[:-1], 2, 2), "c": x[..., 7]}
+
+
+def join(position, batch=0):
+    """Turn positions into vectors [..., 8]."""
+    leaves = [np.asarray(position[name]) for name in "abc"]
+    return np.concatenate([x.reshape(*x.shape[:batch], -1) for x in leaves], axis=-1)
+
+
+def a_covariance(size, rng):
+    root = rng.normal(size=(size, 2 * size))
+    scales = np.exp(rng.normal(size=size))
+    return scales[:, None] * (root @ root.T) * scales / (2 * size)
+
+
+def an_orthogonal(size, rng):
+    return np.linalg.qr(rng.normal(size=(size, size)))[0]
+
+
+@dataclass
+class Case:
+    """A metric, and its M⁻¹ as NumPy has it."""
+
+    metric: Any
+    inverse: np.ndarray
+
+
+def dense_case():
+    rng = np.random.default_rng(0)
+    group, rest = [0, 1, 2, 7], [3, 4, 5, 6]  # a and c; b
+    inverse = np.zeros((SIZE, SIZE))
+    inverse[np.ix_(group, group)] = a_covariance(4, rng)
+    inverse[rest, rest] = [0.5, 1.0, 2.0, 3.0]
+    ones = split(np.diagonal(inverse))
+    covariance = inverse[np.ix_(group, group)]
+    return Case(DenseMetric.of_covariances(ones, {("c", "a"): covariance}), inverse)
+
+
+def low_rank_case():
+    rng = np.random.default_rng(1)
+    variances, columns = np.exp(rng.normal(size=SIZE)), an_orthogonal(SIZE, rng)[:, :3]
+    eigenvalues = np.array([20.0, 3.0, 0.2])
+    middle = np.eye(SIZE) + (columns * (eigenvalues - 1)) @ columns.T
+    root = np.sqrt(variances)
+    metric = LowRankMetric(split(variances), split(columns.T), jnp.asarray(eigenvalues))
+    return Case(metric, root[:, None] * middle * root)
+
+
+def rotated_case():
+    rng = np.random.default_rng(2)
+    variances = np.exp(rng.normal(size=SIZE))
+    left, right, of_a = an_orthogonal(2, rng), an_orthogonal(2, rng), an_orthogonal(3, rng)
+    rotation = np.eye(SIZE)
+    rotation[:3, :3], rotation[3:7, 3:7] = of_a, np.kron(left, right)
+    rotations = {"b": (left, right), "a": (of_a,)}
+    metric = RotatedMetric(split(variances), rotations)
+    return Case(metric, (rotation * variances) @ rotation.T)
+
+
+def diagonal_case():
+    variances = np.exp(np.random.default_rng(3).normal(size=SIZE))
+    return Case(split(variances), np.diag(variances))
+
+
+CASES = {
+    "diagonal": diagonal_case,
+    "dense": dense_case,
+    "low-rank": low_rank_case,
+    "rotated": rotated_case,
+}
+every_metric = pytest.mark.parametrize("name", list(CASES))
+
+
+@every_metric
+def test_velocity_is_the_inverse_mass_matrix_times_the_momentum(name):
+    with jax.enable_x64(True):
+        case = CASES[name]()
+        momenta = np.random.default_rng(4).normal(size=(2, SIZE))
+        got = [join(metrics.velocity(case.metric, split(p))) for p in momenta]
+        np.testing.assert_allclose(got, momenta @ case.inverse, rtol=1e-12, atol=1e-14)
+        new, old = (split(p) for p in momenta)
+        energies = 0.5 * np.einsum("ki,ij,kj->k", momenta, case.inverse, momenta)
+        difference = metrics.kinetic_energy_difference(case.metric, new, old)
+        np.testing.assert_allclose(difference, energies[0] - energies[1], rtol=1e-12)
+        np.testing.assert_allclose(metrics.kinetic_energy(case.metric, new), energies[0], rtol=1e-12)
+
+
+NUM_MOMENTA = 20_000
+
+
+def covariance_errors(metric, inverse):
+    """Of the momenta's covariance against M, each element in its standard error."""
+    keys = jax.random.split(jax.random.key(0), NUM_MOMENTA)
+    like = split(np.zeros(SIZE, np.float32))
+    momenta = jax.vmap(metrics.sample_momentum, (0, None, None))(keys, metric, like)
+    p, mass = join(momenta, 1).astype(np.float64), np.linalg.inv(inverse)
+    standard_error = np.sqrt((np.outer(np.diag(mass), np.diag(mass)) + mass**2) / NUM_MOMENTA)
+    return np.abs(p.T @ p / NUM_MOMENTA - mass) / standard_error
+
+
+# Of the largest of as many standard normals: probability 1e-3 for all that are looked at here.
+LARGEST = NormalDist().inv_cdf(1 - 1e-3 / 2 / (len(CASES) * SIZE * (SIZE + 1) / 2))
+
+
+@every_metric
+def test_momenta_have_the_covariance_of_the_mass_matrix(name):
+    case = CASES[name]()
+    assert covariance_errors(case.metric, case.inverse).max() < LARGEST
+
+
+@every_metric
+def test_momenta_of_another_metric_are_told_apart(name):
+    case = CASES[name]()
+    other = jax.tree.map(lambda x: 1.1 * x, case.inverse)
+    assert covariance_errors(case.metric, other).max() > 2 * LARGEST
+
+
+# Float32
+
+
+def test_float32_is_right_for_covariances_of_condition_a_million():
+    """Scales from 1e-3 to 1, correlations of condition 3e5, as the posterior of diamonds has."""
+    rng = np.random.default_rng(5)
+    size = 26
+    axes = an_orthogonal(size, rng)
+    covariance = (axes * np.logspace(-5.5, 0, size)) @ axes.T
+    scales = np.logspace(-3, 0, size) / np.sqrt(np.diag(covariance))
+    covariance = covariance * np.outer(scales, scales)
+    assert np.linalg.cond(covariance) > 1e6
+    metric = DenseMetric.of_covariances({"x": jnp.ones(size)}, {("x",): covariance})
+    keys = jax.random.split(jax.random.key(0), 50)
+    position = {"x": jnp.zeros(size)}
+    p = jax.vmap(metric.sample_momentum, (0, None))(keys, position)["x"]
+    z = jax.vmap(tree.normal_like, (0, None))(keys, position)["x"]
+    v = jax.vmap(metric.velocity)({"x": p})["x"]
+    z, p, v = (np.asarray(x, np.float64) for x in (z, p, v))
+    lower = np.linalg.cholesky(covariance)
+    # Both in the coordinates in which momenta are z ~ N(0, I) and the metric is the identity.
+    whitened_p, whitened_v = p @ lower, np.linalg.solve(lower, v.T).T
+    assert np.abs(whitened_p - z).max() < 2e-3
+    assert np.abs(whitened_v - whitened_p).max() < 2e-3
+    energies = [0.5 * np.sum(row * (covariance @ row)) for row in p]
+    got = [metrics.kinetic_energy(metric, {"x": jnp.asarray(row, jnp.float32)}) for row in p]
+    np.testing.assert_allclose(got, energies, rtol=1e-4)
+
+
+# Estimators
+
+CHAINS, STEPS = 4, 400
+NUM_DRAWS = CHAINS * STEPS
+
+
+@jax.jit
+def learn(estimator, draws):
+    """Metric from draws: a position with leaves [steps, chains, ...]."""
+    first = jax.tree.map(lambda x: x[0], draws)
+    moments, _ = jax.lax.scan(lambda m, x: (estimator.update(m, x), None), estimator.init(first), draws)
+    return estimator.final(moments, first)
+
+
+def draws_of(covariance, seed=6, steps=STEPS):
+    """Independent normal draws [steps, chains, d], each chain's from the same distribution."""
+    normals = np.random.default_rng(seed).normal(size=(steps, CHAINS, len(covariance)))
+    return normals @ np.linalg.cholesky(covariance).T + 3.0
+
+
+def inverse_of(metric, size=SIZE):
+    """The matrix M⁻¹ of a metric, column by column."""
+    columns = jax.vmap(partial(metrics.velocity, metric))(split(np.eye(size, dtype=np.float32)))
+    return join(columns, 1).T
+
+
+def relative_spread(inverse, covariance):
+    """Ratio of the largest to the least scale that is left in units of the metric: 1 is best."""
+    eigenvalues = np.linalg.eigvals(np.linalg.solve(inverse, covariance)).real
+    return np.sqrt(eigenvalues.max() / eigenvalues.min())
+
+
+def in_standard_errors(got, covariance, where):
+    standard_error = np.sqrt(
+        (np.outer(np.diag(covariance), np.diag(covariance)) + covariance**2) / NUM_DRAWS
+    )
+    return (np.abs(got - covariance) / standard_error)[where].max()
+
+
+BLOCKS = {"a": [0, 1, 2], "b": [3, 4, 5, 6], "c": [7]}
+
+
+def coupled(*groups):
+    """Where M⁻¹ may differ from 0."""
+    where = np.eye(SIZE, dtype=bool)
+    for group in groups:
+        members = [i for name in group for i in BLOCKS[name]]
+        where[np.ix_(members, members)] = True
+    return where
+
+
+@pytest.mark.parametrize(
+    ("estimator", "where"),
+    [
+        (Diagonal(), coupled()),
+        (Dense(), coupled("abc")),
+        (DenseBlock("a", "c"), coupled("ac")),
+        (DenseBlock(("a", "c"), ("b",)), coupled("ac", "b")),
+    ],
+)
+def test_estimators_find_the_covariance(estimator, where):
+    covariance = a_covariance(SIZE, np.random.default_rng(7))
+    draws = split(draws_of(covariance).astype(np.float32))
+    got = inverse_of(learn(estimator, draws))
+    # 5 / (1600 + 5) of the whole is the regularisation, far below the errors of 1,600 draws.
+    assert in_standard_errors(got, covariance, where) < NormalDist().inv_cdf(1 - 1e-3 / SIZE**2)
+    assert np.all(got[~where] == 0)
+    assert in_standard_errors(got, 1.3 * covariance, where) > 5
+
+
+def test_rotated_variances_are_those_along_the_rotation():
+    case = rotated_case()
+    draws = split(draws_of(case.inverse).astype(np.float32))
+    estimator = Rotated({"b": case.metric.rotations["b"], "a": case.metric.rotations["a"]})
+    got = inverse_of(learn(estimator, draws))
+    errors = in_standard_errors(got, case.inverse, np.ones_like(got, bool))
+    assert errors < NormalDist().inv_cdf(1 - 1e-3 / SIZE**2)
+    assert relative_spread(got, case.inverse) < 1.2
+    assert relative_spread(inverse_of(learn(Diagonal(), draws)), case.inverse) > 2
+
+
+def with_factors(size, scales, seed):
+    """One strong factor and one of two elements, at given scales."""
+    rng = np.random.default_rng(seed)
+    loadings = np.stack([3 * rng.normal(size=size), np.zeros(size)])
+    loadings[1, :2] = [2.0, -2.0]
+    return (np.diag(rng.uniform(0.3, 1, size)) + loadings.T @ loadings) * np.outer(scales, scales)
+
+
+def test_low_rank_finds_factors():
+    covariance = with_factors(SIZE, np.ones(SIZE), 8)
+    draws = split(draws_of(covariance).astype(np.float32))
+    metric = learn(LowRank(rank=3), draws)
+    vectors = join(metric.vectors, 1)
+    np.testing.assert_allclose(vectors @ vectors.T, np.eye(3), atol=1e-5)
+    assert relative_spread(inverse_of(metric), covariance) < 1.5
+    assert relative_spread(inverse_of(learn(Diagonal(), draws)), covariance) > 8
+
+
+def test_low_rank_takes_noise_for_no_direction():
+    """A thousand independent elements and 256 draws: sample eigenvalues reach 9, and mean nothing."""
+    draws = {"x": jnp.asarray(draws_of(np.eye(1000), steps=64), jnp.float32)}
+    metric = learn(LowRank(rank=3), draws)
+    sample = np.asarray(draws["x"]).reshape(-1, 1000)
+    assert np.linalg.norm(sample - sample.mean(0), 2) ** 2 / len(sample) > 8
+    np.testing.assert_array_equal(metric.eigenvalues, 1)
+
+
+@pytest.mark.parametrize("estimator", [Dense(), LowRank(rank=3)])
+def test_no_scale_is_swamped_by_the_regularisation(estimator):
+    """The same correlations at scales of 1 and of 1e-4 give the same metric in units of the scale."""
+    scales = np.logspace(-4, 0, SIZE)
+    covariance = with_factors(SIZE, scales, 8)
+    draws = split(draws_of(covariance).astype(np.float32) - np.float32(3.0))
+    spread = relative_spread(
+        inverse_of(learn(estimator, draws)) / np.outer(scales, scales),
+        covariance / np.outer(scales, scales),
+    )
+    assert spread < 1.5
+
+
+def test_correlations_of_condition_a_million_are_learned_in_float32():
+    size = 16
+    axes = an_orthogonal(size, np.random.default_rng(9))
+    covariance = (axes * np.logspace(-5, 1, size)) @ axes.T
+    draws = {"x": jnp.asarray(draws_of(covariance) - 3.0, jnp.float32)}
+    metric = learn(Dense(), draws)
+    columns = jax.vmap(metric.velocity)({"x": jnp.eye(size)})["x"]
+    assert relative_spread(np.asarray(columns, np.float64), covariance) < 3
+    variances = np.asarray(learn(Diagonal(), draws)["x"], np.float64)
+    assert relative_spread(np.diag(variances), covariance) > 300
+
+
+@pytest.mark.parametrize("estimator", [Dense(), LowRank(rank=2), Rotated({"a": (np.eye(3),)})])
+def test_a_chain_that_is_stuck_far_away_stretches_no_direction(estimator):
+    x = draws_of(np.eye(SIZE)).astype(np.float32)
+    x[:, 3] = 1000
+    spread = relative_spread(inverse_of(learn(estimator, split(x))), np.eye(SIZE))
+    assert spread < 1.3
+
+
+@jax.jit
+def before_any_draw(estimator, positions):
+    return estimator.identity(positions), estimator.final(estimator.init(positions), positions)
+
+
+@pytest.mark.parametrize("estimator", [Diagonal(), Dense(), DenseBlock("a"), LowRank(3), Rotated({})])
+def test_the_first_metric_is_the_identity_and_compiles_nothing_anew(estimator):
+    positions = split(draws_of(np.eye(SIZE))[0].astype(np.float32))
+    identity, nothing = before_any_draw(estimator, positions)
+    np.testing.assert_array_equal(inverse_of(identity), np.eye(SIZE))
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), m) for m in (identity, nothing)]
+    assert jax.tree.structure(identity) == jax.tree.structure(nothing)
+    assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(nothing))
+
+
+def test_estimators_keep_the_dtype_of_positions():
+    positions = split(draws_of(np.eye(SIZE))[0].astype(jnp.bfloat16))
+    for estimator in (Diagonal(), Dense(), Rotated({}), LowRank(2)):
+        metric = learn(estimator, jax.tree.map(lambda x: jnp.stack([x, 2 * x]), positions))
+        assert {x.dtype for x in jax.tree.leaves(metric)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("num_draws", [5, 8, 16, 21, 64, 1000])
+def test_kept_draws_are_spread_over_all_so_far(num_draws):
+    """The newest write to each place stays; gaps between kept draws differ by two at most."""
+    slots = np.asarray(jax.vmap(lambda i: slot_of(i, 8))(jnp.arange(num_draws)))
+    kept = np.sort(list({slot: i for i, slot in enumerate(slots)}.values()))
+    assert len(kept) == min(num_draws, 8) and kept[-1] == num_draws - 1
+    gaps = np.diff(kept)
+    assert gaps.max() <= 2 * max(1, 2 * num_draws // 8) and kept[0] <= 2 * num_draws // 8
+
+
+# On a mesh: local latents of 11 rows, shared ones, and metrics learned while chains move
+
+MESHES = {"1": {"data": 1}, "8": {"data": 8}, "2x4": {"chains": 2, "data": 4}}
+NUM_ROWS, RANK, LEAPFROGS = 11, 3, 5
+
+
+def mesh_of(name):
+    size = int(np.prod(list(MESHES[name].values())))
+    return gm.make_mesh(**MESHES[name], devices=jax.devices()[:size])
+
+
+def log_prior(x):
+    return -0.5 * x["mean"] ** 2, -0.5 * x["log_sd"] ** 2
+
+
+def log_likelihood(x, rows):
+    prior = -0.5 * jnp.sum((x["effect"] - x["mean"]) ** 2, axis=1)
+    return prior - 0.5 * (rows["y"] - jnp.exp(x["log_sd"]) * x["effect"][:, 0]) ** 2
+
+
+def hierarchy(name):
+    y = np.random.default_rng(10).normal(1.0, 1.5, NUM_ROWS)
+    data = gm.place({"y": y}, mesh_of(name), P("data"))
+    return gm.Posterior(log_prior, gm.Plate(log_likelihood, data, local="effect"))
+
+
+def estimators():
+    rotation = an_orthogonal(2, np.random.default_rng(11))
+    return {
+        "diagonal": Diagonal(),
+        "dense": DenseBlock("mean", "log_sd"),
+        "low-rank": LowRank(RANK, num_kept=16),
+        "rotated": Rotated({"effect": (None, rotation)}),
+    }
+
+
+def chains_on(name):
+    rng = np.random.default_rng(12)
+    shapes = {"mean": (CHAINS,), "log_sd": (CHAINS,), "effect": (CHAINS, NUM_ROWS, 2)}
+    starts = {n: jnp.asarray(0.5 * rng.normal(size=shape)) for n, shape in shapes.items()}
+    target = hierarchy(name)
+    layout = read_layout(mesh_of(name), target, starts, CHAINS, has_chains=True)
+    kernel = gm.HMC(target, 0.15, LEAPFROGS)
+    return layout, kernel, init_chains(kernel, starts, layout=layout)
+
+
+def learn_on(layout, estimators, kernel, states):
+    """Learn all metrics over 50 steps, as a driver does; then move by the low-rank one."""
+    positions = states.position
+    moments = {n: layout.pin_like(e.init(positions), positions) for n, e in estimators.items()}
+
+    def one(i, carry):
+        states, moments = carry
+        states, _ = advance(kernel, jax.random.key(0), i, states, layout)
+        moments = {n: e.update(moments[n], states.position) for n, e in estimators.items()}
+        return states, layout.pin_like(moments, positions)
+
+    with jax.named_scope("steps"):
+        states, moments = jax.lax.fori_loop(0, 50, one, (states, moments))
+    found = {n: e.final(moments[n], states.position) for n, e in estimators.items()}
+    found = layout.pin_like(found, positions)
+    own = kernel.with_inverse_mass_matrix(found["low-rank"])
+    with jax.named_scope("moves"):
+        moved, _ = advance(own, jax.random.key(1), jnp.int32(0), states, layout)
+    return found, layout.pin_like(moved.position, positions)
+
+
+@cache
+def learned_on(name) -> tuple[Any, Any, Any]:
+    """Metrics, positions [chains, ...] that they led to, in float64; and the program."""
+    with jax.enable_x64(True):
+        layout, kernel, states = chains_on(name)
+        program = jax.jit(partial(learn_on, layout))
+        program = program.lower(estimators(), kernel, states).compile()
+        return *program(estimators(), kernel, states), program
+
+
+def cut(position, batch=0):
+    rows = (slice(None),) * batch + (slice(NUM_ROWS),)
+    return position | {"effect": np.asarray(position["effect"])[rows]}
+
+
+def operator(metric, name):
+    """What the metric does to a few momenta, whatever the signs of its vectors; without the pad."""
+    with jax.enable_x64(True):
+        rng, pad = np.random.default_rng(13), {"1": 0, "8": 5, "2x4": 1}[name]
+        momentum = {"mean": rng.normal(), "log_sd": rng.normal(), "effect": rng.normal(size=(11, 2))}
+        momentum["effect"] = np.pad(momentum["effect"], ((0, pad), (0, 0)))
+        momentum = jax.tree.map(jnp.asarray, momentum)
+        return jax.tree.map(np.asarray, metrics.velocity(metric, momentum))
+
+
+@pytest.mark.parametrize("name", ["8", "2x4"])
+def test_metrics_and_moves_are_the_same_on_every_mesh(name):
+    (expected, expected_moved, _), (got, moved, _) = learned_on("1"), learned_on(name)
+    same = partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
+    for kind, metric in got.items():
+        jax.tree.map(same, cut(operator(metric, name)), cut(operator(expected[kind], "1")))
+    jax.tree.map(same, cut(moved, 1), cut(expected_moved, 1))
+    assert np.asarray(expected["low-rank"].eigenvalues)[0] > 1.5, (
+        "a low-rank metric of no rank tests nothing"
+    )
+
+
+def test_metrics_lie_as_positions_do():
+    metric = learned_on("8")[0]["low-rank"]
+    assert metric.vectors["effect"].sharding.spec == P(None, "data")
+    assert metric.variances["effect"].sharding.spec[:1] == ("data",)
+    assert learned_on("8")[0]["rotated"].variances["effect"].sharding.spec[:1] == ("data",)
+
+
+def test_the_pad_of_local_latents_has_no_part_in_any_metric():
+    metrics_of_8, moved, _ = learned_on("8")
+    np.testing.assert_array_equal(metrics_of_8["low-rank"].vectors["effect"][:, NUM_ROWS:], 0)
+    with jax.enable_x64(True):
+        start = chains_on("8")[2].position["effect"]
+    moved, start = np.asarray(moved["effect"]), np.asarray(start)
+    np.testing.assert_array_equal(moved[:, NUM_ROWS:], start[:, NUM_ROWS:])
+    assert moved.shape[1] == 16 and np.all(moved[:, :NUM_ROWS] != start[:, :NUM_ROWS])
+    for metric in metrics_of_8.values():
+        assert np.all(operator(metric, "8")["effect"][NUM_ROWS:] == 0)
+
+
+OTHER_KINDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@pytest.mark.parametrize("name", ["8", "2x4"])
+def test_nothing_is_gathered_and_moments_send_nothing(name):
+    found = communication(learned_on(name)[2])
+    assert [kind for kind in OTHER_KINDS if found.count(kind)] == []
+    of_a_step = [c for c in found.collectives if [loop.name for loop in c.loops] == ["steps"]]
+    assert [c.axes for c in of_a_step] == [("data",)], "the kernel's own, of its energies"
+
+
+def leapfrog_sends(kind):
+    """Bytes of the all-reduces of a leapfrog of one chain, on eight devices."""
+    layout, kernel, states = chains_on("8")
+    metric = jax.tree.map(jnp.float32, learned_on("8")[0][kind])
+    kernel = kernel.with_inverse_mass_matrix(metric)
+    program = jax.jit(type(kernel).step).lower(
+        kernel, jax.random.key(0), jax.tree.map(lambda x: x[0], states)
+    )
+    found = communication(program.compile())
+    assert [k for k in OTHER_KINDS if found.count(k)] == []
+    return sorted(c.num_bytes for c in found.collectives if c.loops)
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "dense", "rotated"])
+def test_a_leapfrog_sends_the_shared_gradient_alone(kind):
+    assert leapfrog_sends(kind) == [2 * 4]
+
+
+def test_a_leapfrog_of_a_low_rank_metric_sends_one_number_for_each_direction_besides():
+    assert leapfrog_sends("low-rank") == sorted([2 * 4, RANK * 4])
+
+
+# Sampling: chains that start with the distribution keep it
+
+NUM_CHAINS, NUM_STEPS = 4000, 4
+
+
+def gaussian(x, precision):
+    x = jnp.concatenate([x["a"], x["b"].reshape(-1), x["c"][None]])
+    return -0.5 * x * (precision @ x)
+
+
+@jax.jit
+def few_steps(kernel, keys, positions):
+    def chain(key, position):
+        def one(state, i):
+            return kernel.step(jax.random.fold_in(key, i), state)[0], None
+
+        return jax.lax.scan(one, kernel.init(position), jnp.arange(NUM_STEPS))[0].position
+
+    return jax.vmap(chain)(keys, positions)
+
+
+def check_keeps_the_distribution(metric, inverse):
+    """Compare means of x and of products with the truth, each in its standard error over chains."""
+    rng = np.random.default_rng(14)
+    covariance = a_covariance(SIZE, rng)
+    starts = rng.normal(size=(NUM_CHAINS, SIZE)) @ np.linalg.cholesky(covariance).T
+    starts = starts.astype(np.float32)
+    fastest = np.linalg.eigvals(np.linalg.solve(covariance, inverse)).real.max() ** 0.5
+    target = gm.LogDensity(gaussian, jnp.asarray(np.linalg.inv(covariance), jnp.float32))
+    kernel = NUTS(target, 1 / fastest, metric, max_tree_depth=4)
+    keys = jax.random.split(jax.random.key(0), NUM_CHAINS)
+    x = join(few_steps(kernel, keys, split(starts)), 1).astype(np.float64)
+    assert np.mean(np.all(x != starts, axis=1)) > 0.95
+    products = x[:, :, None] * x[:, None] - covariance
+    seen = np.concatenate([x, products[:, *np.triu_indices(SIZE)]], axis=1)
+    z = seen.mean(0) / (seen.std(0) / np.sqrt(NUM_CHAINS))
+    worst = NormalDist().inv_cdf(1 - 1e-3 / 2 / (len(CASES) * len(z)))
+    assert np.abs(z).max() < worst, f"{np.abs(z).max():.1f} standard errors"
+
+
+@every_metric
+def test_nuts_keeps_the_distribution_with_every_metric(name):
+    case = CASES[name]()
+    check_keeps_the_distribution(jax.tree.map(jnp.float32, case.metric), case.inverse)
+
+
+@pytree
+class DrawsWithoutCorrelations(DenseMetric):
+    def sample_momentum(self, rng_key, position):
+        return metrics.sample_momentum(rng_key, self.variances, position)
+
+
+@pytree
+class DrawsOfTheInverse(LowRankMetric):
+    def sample_momentum(self, rng_key, position):
+        inverse = tree.replace(self, eigenvalues=1 / self.eigenvalues)
+        return LowRankMetric.sample_momentum(inverse, rng_key, position)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"), [("dense", DrawsWithoutCorrelations), ("low-rank", DrawsOfTheInverse)]
+)
+def test_momenta_that_disagree_with_velocities_are_rejected(name, broken):
+    case = CASES[name]()
+    metric = jax.tree.map(jnp.float32, case.metric)
+    fields = {f: getattr(metric, f) for f in metric.__dataclass_fields__}
+    with pytest.raises(AssertionError, match="standard errors"):
+        check_keeps_the_distribution(broken(**fields), case.inverse)
+
+
+# What does not fit is refused
+
+ONES = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
+
+
+def plain(x):
+    return jax.tree.map(lambda leaf: -0.5 * leaf**2, x)
+
+
+def on_plain(metric):
+    return gm.HMC(gm.LogDensity(plain), 0.1, 1, metric).init(ONES)
+
+
+def on_hierarchy(metric) -> Any:
+    kernel = gm.HMC(hierarchy("8"), 0.1, 1, metric)
+    return kernel.inverse_mass_matrix
+
+
+def of_hierarchy(value=1.0):
+    return {"mean": value, "log_sd": value, "effect": jnp.full((NUM_ROWS, 2), value)}
+
+
+BAD = {
+    "leaf": (lambda: on_plain(DenseMetric(ONES, (jnp.eye(3),), ("c",))), "no leaf 'c'; it has"),
+    "leaf of Dense": (lambda: DenseBlock("c").init(ONES), "DenseBlock: the position has no leaf 'c'"),
+    "factor": (lambda: on_plain(DenseMetric(ONES, (jnp.eye(2),), ("b",))), r"expected shape \(3, 3\)"),
+    "factors": (lambda: DenseMetric(ONES, (), ("b",)), "1 groups, but 0 factors"),
+    "twice": (lambda: DenseBlock(("w", "b"), ("b",)), "'b' is in more than one group"),
+    "covariance": (lambda: DenseMetric.of_covariances(ONES, {("b",): np.ones((3, 3))}), "not positive"),
+    "shape": (
+        lambda: DenseMetric.of_covariances(ONES, {("b",): np.eye(2)}),
+        r"expected shape \(3, 3\)",
+    ),
+    "asymmetric": (
+        lambda: DenseMetric.of_covariances(ONES, {("b",): np.triu(np.ones((3, 3)))}),
+        "expected it symmetric",
+    ),
+    "variances": (lambda: on_plain(DenseMetric({"w": -ONES["w"], "b": ONES["b"]}, (), ())), "positive"),
+    "position": (lambda: on_plain(RotatedMetric({"w": jnp.ones((3, 2))}, {})), "shapes like the pos"),
+    "size": (lambda: on_plain(RotatedMetric(ONES, {"w": (np.eye(2), None)})), r"shape \(3, 2\)"),
+    "axes": (lambda: on_plain(RotatedMetric(ONES, {"b": (None, None)})), r"'b' has shape \(3,\)"),
+    "angle": (lambda: RotatedMetric(ONES, {"b": (2 * np.eye(3),)}), "expected an orthogonal matrix"),
+    "square": (lambda: Rotated({"b": (np.ones((3, 2)),)}), "expected a square matrix"),
+    "rotation of Rotated": (lambda: Rotated({"b": (np.eye(2),)}).init(ONES), "has shape"),
+    "vectors": (lambda: on_plain(LowRankMetric(ONES, ONES, jnp.ones(2))), "vectors of shapes"),
+    "eigenvalues": (
+        lambda: on_plain(LowRankMetric(ONES, jax.tree.map(lambda x: x[None], ONES), jnp.zeros(1))),
+        "positive eigenvalues",
+    ),
+    "rank": (lambda: LowRank(0), "rank: expected an integer of at least 1, got 0"),
+    "num_kept": (lambda: LowRank(2, num_kept=24), "expected a power of two"),
+    "local": (
+        lambda: on_hierarchy(DenseMetric(of_hierarchy(), (jnp.eye(22),), ("effect",))),
+        "dense over 'effect', which is local to a plate of 11 rows",
+    ),
+    "local rotation": (
+        lambda: on_hierarchy(RotatedMetric(of_hierarchy(), {"effect": (np.eye(11), None)})),
+        "rotates the first axis of 'effect', which is local",
+    ),
+    "rows": (
+        lambda: on_hierarchy(
+            LowRankMetric(of_hierarchy() | {"effect": jnp.ones((4, 2))}, {}, jnp.ones(1))
+        ),
+        "vectors of shapes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_what_does_not_fit_is_refused(case):
+    make, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_dense_metric_over_a_leaf_that_lies_in_parts_is_refused():
+    laid = gm.place({"w": np.ones((8, 2))}, mesh_of("8"), P("data"))
+    with pytest.raises(ValueError, match="dense over 'w', which lies over the mesh as"):
+        gm.HMC(gm.LogDensity(plain), 0.1, 1, DenseMetric(laid, (jnp.eye(16),), ("w",)))
+
+
+def test_a_low_rank_metric_of_real_rows_is_padded_with_nothing():
+    """A user's own: vectors have the real rows; the pad takes no part."""
+    vectors = {
+        "mean": jnp.zeros(1),
+        "log_sd": jnp.zeros(1),
+        "effect": jnp.full((1, NUM_ROWS, 2), 22**-0.5),
+    }
+    laid = on_hierarchy(LowRankMetric(of_hierarchy(), vectors, jnp.full(1, 4.0)))
+    assert laid.vectors["effect"].shape == (1, 16, 2)
+    assert np.all(laid.vectors["effect"][:, NUM_ROWS:] == 0)
+    assert laid.vectors["effect"].sharding.spec == P(None, "data")
+
+
+def test_a_metric_of_shapes_is_laid_out_for_a_plan():
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.float32), of_hierarchy())
+    vectors = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), shapes)
+    eigenvalues: Any = jax.ShapeDtypeStruct((2,), np.float32)
+    laid = on_hierarchy(LowRankMetric(shapes, vectors, eigenvalues)).vectors["effect"]
+    assert laid.shape == (2, 16, 2) and laid.sharding.spec[:2] == (None, "data")

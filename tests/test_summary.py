@@ -1,0 +1,324 @@
+"""The summary of draws: its numbers are arviz-stats', the worst come first, warnings say what to do."""
+
+import dataclasses
+import io
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+import gspmd_mcmc as gm
+from gspmd_mcmc.diagnostics.extremes import _extreme
+from gspmd_mcmc.diagnostics.summary import summarise
+from gspmd_mcmc.diagnostics.summary_views import _rounded
+
+arviz = pytest.importorskip("arviz_stats.base").array_stats
+
+AXES = {"chain_axis": 0, "draw_axis": 1}
+CHAINS, DRAWS = 4, 60
+
+
+def white(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=(CHAINS, DRAWS, *shape)).astype(np.float32)
+
+
+def shifted(x, by=3.0):
+    """The second chain lies apart."""
+    return x + by * (np.arange(CHAINS) == 1).reshape(CHAINS, *[1] * (x.ndim - 1)).astype(x.dtype)
+
+
+def stats_of(**changes):
+    shape = (CHAINS, DRAWS)
+    found = {
+        "log_density": white(seed=1),
+        "is_divergent": np.zeros(shape, bool),
+        "is_turning": np.ones(shape, bool),
+        "acceptance_rate": np.full(shape, 0.8, np.float32),
+        "energy": white(seed=2),
+    }
+    return found | changes
+
+
+def to_double(tree):
+    return jax.tree.map(lambda x: x.astype(float), tree)
+
+
+DRAWN = {"mu": white(seed=3), "w": white(2, 3, seed=4)}
+# Nothing of this is worse than usual but ``w[1, 2]``. Eight numbers, with the log density, in most
+# tests: they share one program.
+BAD = {"mu": DRAWN["mu"], "w": DRAWN["w"].copy()}
+BAD["w"][..., 1, 2] = shifted(BAD["w"][..., 1, 2])
+
+
+@pytest.fixture(scope="module")
+def good():
+    return summarise(DRAWN, stats_of())
+
+
+@pytest.fixture(scope="module")
+def bad():
+    return summarise(BAD, stats_of(), max_rows=3)
+
+
+def reference(x):
+    """What arviz-stats and NumPy make of draws [chains, draws, ...]."""
+    x = x.astype(float)
+    return {
+        "mean": x.mean(axis=(0, 1)),
+        "sd": x.std(axis=(0, 1), ddof=1),
+        "mcse_mean": arviz.mcse(x, method="mean", **AXES),
+        "q5": np.quantile(x, 0.05, axis=(0, 1)),
+        "q95": np.quantile(x, 0.95, axis=(0, 1)),
+        "ess_bulk": arviz.ess(x, method="bulk", **AXES),
+        "ess_tail": arviz.ess(x, method="tail", prob=(0.05, 0.95), **AXES),
+        "rhat": arviz.rhat(x, **AXES),
+    }
+
+
+def test_statistics_are_those_of_arviz():
+    """In float64: float32 folds draws into ties, and may order them otherwise."""
+    with jax.enable_x64(True):
+        found = summarise(to_double(BAD), stats_of(log_density=white(seed=1).astype(float))).to_dict()
+    for name, x in (BAD | {"log_density": white(seed=1)}).items():
+        for key, value in reference(x).items():
+            np.testing.assert_allclose(found[name][key], value, rtol=1e-5, err_msg=f"{name} {key}")
+
+
+def test_trees_are_like_the_draws_and_leaves_go_by_name(bad):
+    assert jax.tree.map(np.shape, bad.rhat) == {"mu": (), "w": (2, 3)}
+    assert bad.nested_rhat is None
+    assert bad["w"]["rhat"][1, 2] == bad.rhat["w"][1, 2] == bad.worst("rhat").value
+    assert bad.worst("rhat").name == bad.worst("ess_bulk").name == "w[1, 2]"
+    assert set(bad.to_dict()) == {"mu", "w", "log_density"}
+    with pytest.raises(KeyError, match="the draws have"):
+        bad["v"]
+    with pytest.raises(ValueError, match="worst: expected rhat"):
+        bad.worst("nested_rhat")
+
+
+def test_the_worst_numbers_come_first_and_the_rest_is_counted(bad):
+    names = [row.name for row in bad.rows]
+    assert names[0] == "w[1, 2]"
+    assert names[-1] == "log_density"
+    assert (len(names), bad.num_left_out) == (4, 4)
+    order = [round(row.values["rhat"], 2) for row in bad.rows[:-1]]
+    assert order == sorted(order, reverse=True)
+    least_shown = min(row.values["rhat"] for row in bad.rows[:-1])
+    left_out = set(np.ravel(bad.rhat["w"])) - {row.values["rhat"] for row in bad.rows}
+    assert max(left_out) <= least_shown + 0.01
+
+
+def test_a_run_prints_as_a_table_and_warnings(bad, good):
+    lines = str(bad).splitlines()
+    assert lines[0] == "4 chains x 60 draws, the worst numbers first"
+    assert lines[2].split() == [
+        *("mean", "sd", "mcse", "5%", "95%", "ESS", "bulk", "ESS", "tail", "R-hat")
+    ]
+    assert lines[4].startswith("w[1, 2]")
+    assert f"{bad.rhat['w'][1, 2]:.3f}" == lines[4].split()[-1]
+    assert "... 4 more numbers, none worse" in lines
+    (warning,) = [x for x in bad.warnings if x.startswith("R-hat is over 1.01 for ")]
+    assert "worst w[1, 2] (" in warning
+    assert f"! {warning[:60]}" in str(bad)
+    page = bad._repr_html_()
+    assert page.count("<tr>") == 5
+    assert "<td>w[1, 2]</td>" in page
+    out = io.StringIO()
+    Console(file=out, width=100).print(bad)
+    assert lines[4] in out.getvalue()
+    assert max(row.values["rhat"] for row in good.rows) < bad.rhat["w"][1, 2]
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "expected"),
+    [
+        (1.23456, 0.012, "1.235"),
+        (-4e6, 0.5, "-4000000.00"),
+        (12345.6, 130.0, "12346"),
+        (1.5e-9, 2e-11, "1.5e-09"),
+        (0.25, 0.0, "0.25"),
+        (0.25, np.nan, "0.25"),
+    ],
+)
+def test_numbers_have_the_digits_that_their_error_leaves(value, error, expected):
+    assert _rounded(value, error) == expected
+
+
+def warnings_of(stats, position=DRAWN, **options):
+    return summarise(position, stats, **options).warnings
+
+
+def test_a_clean_run_is_not_warned_of():
+    """In the limit of what 240 draws can do: numbers spread evenly, the same in each chain."""
+    even = np.random.default_rng(0).permutation(DRAWS).astype(np.float32)
+    x = np.stack([np.roll(even, 13 * c) for c in range(CHAINS)])
+    tiled = {"mu": x, "w": np.tile(x[:, :, None, None], (1, 1, 2, 3))}
+    found = summarise(tiled, stats_of(log_density=x))
+    assert [text for text in found.warnings if "ESS" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"is_divergent": np.arange(240).reshape(4, 60) < 70}, "70 of 240 transitions after warm-up"),
+        ({"energy": white(seed=2).cumsum(axis=1)}, "E-BFMI is under 0.3 (chain "),
+        ({"is_turning": np.arange(240).reshape(4, 60) < 180}, "25% of trajectories reached max_tree"),
+        (
+            {"acceptance_rate": np.repeat([[0.9], [0.9], [0.05], [0.9]], 60, axis=1)},
+            "acceptance rates differ between chains (chain 2: 0.05, ",
+        ),
+        ({"log_density": np.full((4, 60), -3.0, np.float32)}, "log_density is the same in all draws"),
+    ],
+)
+def test_each_defect_has_its_warning(good, changes, expected):
+    found = warnings_of(stats_of(**changes), max_tree_depth=10)
+    assert [text[: len(expected)] for text in found].count(expected) == 1
+    assert not any(text.startswith(expected) for text in good.warnings)
+
+
+def test_chains_that_diverge_are_named_the_worst_first():
+    is_divergent = np.zeros((4, 60), bool)
+    is_divergent[2, :9] = is_divergent[0, :2] = True
+    (text,) = [x for x in warnings_of(stats_of(is_divergent=is_divergent)) if "diverged" in x]
+    assert "11 of 240 transitions after warm-up diverged (chain 2: 9, chain 0: 2)" in text
+    assert "target_acceptance_rate" in text
+
+
+def test_kernels_without_a_depth_or_momenta_are_not_judged_by_them():
+    stats = stats_of(energy=white(seed=2).cumsum(axis=1), is_turning=np.zeros((4, 60), bool))
+    found = warnings_of(stats, judges_energy=False)
+    assert [x for x in found if "E-BFMI" in x or "max_tree_depth" in x] == []
+    assert len(warnings_of({"log_density": stats["log_density"]})) == len(found)
+
+
+def test_draws_that_are_not_finite_or_all_equal(good):
+    w = DRAWN["w"].copy()
+    w[0, 3, 0, 1], w[1, 3, 1, 1], w[..., 0, 0] = np.nan, np.inf, 7.0
+    found = summarise({"mu": DRAWN["mu"], "w": w}, stats_of())
+    assert "draws of 2 numbers are not finite: w[0, 1], w[1, 1]." in found.warnings
+    names = [row.name for row in found.rows]
+    assert names[0] == "w[0, 1]"
+    assert names[-2] == "w[0, 0]"  # what is all equal cannot be bad
+    assert not np.isnan(found.worst().value)
+
+
+def test_too_few_draws_and_a_single_chain():
+    few = jax.tree.map(lambda x: x[:1, :3], {"mu": DRAWN["mu"]})
+    found = summarise(few, {"log_density": white(seed=1)[:1, :3]})
+    assert [text.split(":")[0] for text in found.warnings] == ["3 draws of each chain", "one chain"]
+    assert np.isnan(found.rhat["mu"])
+    empty = summarise({"mu": white()[:, :0]}, {"log_density": white()[:, :0]})
+    assert "0 draws of each chain" in str(empty)
+
+
+def test_superchains_are_judged_by_nested_rhat():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(32, 6)).astype(np.float32)
+    found = summarise({"a": x}, {"log_density": x[::-1]})
+    assert any("num_superchains" in text for text in found.warnings if text.startswith("R-hat"))
+    nested = summarise({"a": x}, {"log_density": x[::-1]}, num_superchains=4)
+    groups = np.repeat(np.arange(4), 8)
+    expected = arviz.rhat_nested(x.astype(float), superchain_ids=groups, **AXES)
+    np.testing.assert_allclose(nested.nested_rhat["a"], expected, rtol=1e-4)
+    assert "nested R-hat" in str(nested)
+    assert not any("num_superchains" in text for text in nested.warnings)
+    assert (expected > 1.01) == any(text.startswith("nested R-hat") for text in nested.warnings)
+    apart = summarise(
+        {"a": x + np.float32(2) * groups[:, None].astype(np.float32)},
+        {"log_density": x},
+        num_superchains=4,
+    )
+    assert any(
+        x.startswith("nested R-hat is over 1.01 for") and "worst a (" in x for x in apart.warnings
+    )
+    with pytest.raises(ValueError, match="divisor of the number of chains"):
+        summarise({"a": x}, {"log_density": x}, num_superchains=5)
+
+
+# Large leaves.
+
+LARGE = shifted(white(40, 30, seed=5), by=0.0)
+LARGE[..., 17, 4] = shifted(LARGE[..., 17, 4])
+
+
+def test_a_large_leaf_has_one_line_which_names_its_worst_number():
+    with jax.enable_x64(True):
+        sharding = NamedSharding(gm.make_mesh(data=8), P(None, None, "data"))
+        found = summarise({"u": jax.device_put(LARGE.astype(float), sharding)}, stats_of())
+    row, last = found.rows
+    assert (row.name, row.size, last.name) == ("u[17, 4]", 1200, "log_density")
+    values = found["u"]
+    for key, value in reference(LARGE.reshape(CHAINS, DRAWS, -1)).items():
+        np.testing.assert_allclose(values[key].ravel(), value, rtol=1e-5, err_msg=key)
+    assert row.values["rhat"] == values["rhat"].max() == values["rhat"][17, 4]
+    assert row.values["ess_tail"] == values["ess_tail"].min()
+    assert row.values["mean"] == values["mean"][17, 4]
+    assert "u[17, 4] of 1,200" in str(found)
+    count = np.sum(values["rhat"] > 1.01) + (last.values["rhat"] > 1.01)
+    assert any(x.startswith(f"R-hat is over 1.01 for {count} of 1201 numbers") for x in found.warnings)
+    assert found.rhat["u"].sharding.spec == P("data")
+
+
+def test_the_worst_number_of_a_sharded_leaf_is_found_by_scalars():
+    """Statistics of 1200 numbers over 8 devices: nothing larger than a scalar of each is sent."""
+    sharding = NamedSharding(gm.make_mesh(data=8), P("data"))
+    placed = jax.device_put(LARGE[0, 0], sharding)
+    found = dict.fromkeys(("mean", "sd", "rhat"), placed)
+    report = gm.communication(_extreme.lower(found, "rhat", 1.01).compile())
+    assert {c.kind for c in report.collectives} == {"all-reduce"}
+    assert sum(c.num_bytes for c in report.collectives) < 64
+
+
+# Of draws.
+
+
+def standard_normal(x):
+    return jax.tree.map(lambda a: -0.5 * a**2, x)
+
+
+@pytest.fixture(scope="module")
+def draws():
+    kernel = gm.NUTS(gm.LogDensity(standard_normal), 0.1, max_tree_depth=7)
+    position = {"a": jnp.asarray(white(4)), "b": jnp.asarray(white(3, seed=6))}
+    is_turning = np.arange(240).reshape(4, 60) >= 24
+    stats = jax.tree.map(jnp.asarray, stats_of(is_turning=is_turning))
+    return gm.Draws(position, stats, {}, kernel=kernel, state=None, num_steps=DRAWS)
+
+
+def test_draws_have_a_summary_without_arviz(draws, monkeypatch):
+    monkeypatch.setitem(sys.modules, "arviz_base", None)
+    monkeypatch.setitem(sys.modules, "arviz_stats", None)
+    found = draws.summary(max_rows=2)
+    assert len(found.rows) == 3
+    np.testing.assert_allclose(found.mean["a"], np.mean(draws.position["a"], axis=(0, 1)), atol=1e-6)
+    assert any(x.startswith("10% of trajectories reached max_tree_depth=7") for x in found.warnings)
+
+
+def test_names_that_clash_are_all_there(draws):
+    b = np.asarray(draws.position["b"])
+    clashing = {"a": {"b": b}, "a_b": b[..., :2] + 1, "log_density": b[..., :2] + 2}
+    found = dataclasses.replace(draws, position=clashing).summary().to_dict()
+    assert list(found) == ["a_b", "a_b_", "log_density", "log_density_"]
+    means = [x["mean"].ravel()[0] - b[..., 0].mean() for x in found.values()]
+    assert means[:3] == pytest.approx([0, 1, 2], abs=1e-5)
+
+
+def test_half_precision_and_integer_draws_have_a_summary(draws):
+    b = draws.position["b"]
+    counts, is_positive = jnp.round(b[..., :2]).astype(jnp.int32), b[..., 0] > 0
+    mixed = {"b": b.astype(jnp.bfloat16), "n": counts, "is": is_positive, "h": b[..., 0].astype("half")}
+    found = dataclasses.replace(draws, position=mixed).summary()
+    np.testing.assert_allclose(found.mean["is"], np.mean(is_positive), atol=1e-6)
+    np.testing.assert_allclose(found.mean["n"], np.mean(counts, axis=(0, 1)), atol=1e-6)
+    np.testing.assert_allclose(found.mean["b"], np.mean(np.asarray(b), axis=(0, 1)), atol=2e-3)
+
+
+def test_draws_that_are_no_real_numbers_are_named(draws):
+    position = {"z": np.zeros((CHAINS, DRAWS), np.complex64)}
+    with pytest.raises(TypeError, match=r"\['z'\].*complex"):
+        dataclasses.replace(draws, position=position).summary()

@@ -1,0 +1,181 @@
+"""Warm-up as data: what `sample` chooses by itself, per-chain settings, stuck chains, programs."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+from gspmd_mcmc.adaptation.adaptation import Transition
+from gspmd_mcmc.sampling import defaults
+from gspmd_mcmc.sampling.layout import Layout
+
+KEY = jax.random.key(0)
+MESH = gm.make_mesh(chains=2, data=4)
+PAIR = gm.make_mesh(chains=2, devices=jax.devices()[:2])
+WHOLE = (P(),)
+SCALE = np.array([0.1, 1.0, 10.0], np.float32)
+
+
+def gaussian(x, scale):
+    return jax.tree.map(lambda x, s: -0.5 * (x / s) ** 2, x, scale)
+
+
+TARGET = gm.LogDensity(gaussian, {"x": jnp.asarray(SCALE)})
+ORIGIN = {"x": jnp.zeros(3)}
+
+
+def sample(target=TARGET, position=ORIGIN, **options):
+    options = {"num_warmup": 200, "num_samples": 100, "progress": False} | options
+    return gm.sample(KEY, target, position, **options)
+
+
+# What is chosen where nothing is said.
+
+
+def metric_of(size, specs=WHOLE, kernel=gm.NUTS, **options):
+    positions = {"x": jax.ShapeDtypeStruct((4, size), jnp.float32)}
+    layout = Layout(MESH, specs)
+    return type(
+        defaults.with_metric(
+            gm.WindowAdaptation(), kernel(TARGET, 0.1, **options), layout, positions
+        ).metric
+    )
+
+
+def test_a_small_position_that_is_whole_has_a_dense_metric():
+    assert metric_of(100) is gm.Dense
+    assert metric_of(101) is gm.Diagonal
+    assert metric_of(100, specs=(P("data"),)) is gm.Diagonal
+
+
+def test_a_metric_of_ones_own_is_learned_on():
+    assert metric_of(3, inverse_mass_matrix={"x": jnp.ones(3)}) is gm.Diagonal
+
+
+def test_few_chains_take_nuts_with_a_dense_metric():
+    draws = sample(num_warmup=50, num_samples=3)
+    assert isinstance(draws.kernel, gm.NUTS)
+    assert "tree_depth" in draws.stats
+    assert type(draws.kernel.inverse_mass_matrix) is type(gm.Dense().identity({"x": jnp.zeros((4, 3))}))
+
+
+# Each chain by itself.
+
+SCALES = np.array([[0.01], [1.0], [100.0], [1.0]], np.float32)
+
+
+def of_its_chain(x):
+    """A density whose modes lie far apart, each with its own width."""
+    modes = jnp.array([-3e4, -1e4, 1e4, 3e4])
+    mode = jnp.argmin(jnp.abs(x["x"] - modes))
+    return -0.5 * ((x["x"] - modes[mode]) / jnp.asarray(SCALES)[mode]) ** 2
+
+
+@pytest.fixture(scope="module")
+def chains_apart():
+    target = gm.LogDensity(of_its_chain)
+    starts = gm.per_chain({"x": jnp.array([[-3e4], [-1e4], [1e4], [3e4]])})
+    inner = gm.WindowAdaptation(metric=gm.Diagonal())
+    kernel = gm.HMC(target, 0.01, 4, jitter=0.5)
+    options = {"kernel": kernel, "mesh": PAIR, "num_warmup": 400}
+    return sample(target, starts, warmup=gm.PerChainAdaptation(inner), **options)
+
+
+def test_chains_learn_scales_of_their_own(chains_apart):
+    sd = np.sqrt(np.asarray(chains_apart.kernel.inverse_mass_matrix["x"]))
+    assert sd.shape == (4, 1)
+    # The prior of the metric, 1e-3, is far over the variance of the narrowest mode.
+    np.testing.assert_allclose(sd[1:], SCALES[1:], rtol=0.5)
+    assert sd[0, 0] < 0.1
+
+
+def test_chains_have_step_sizes_of_their_own(chains_apart):
+    assert chains_apart.kernel.step_size.shape == (4,)
+    assert chains_apart.warmup["step_size"].shape == (4, 400)
+    assert np.abs(chains_apart.acceptance_rate - 0.8).max() < 0.2
+
+
+def test_draws_of_chains_with_own_settings_go_on(chains_apart):
+    more = gm.sample(
+        KEY, chains_apart.kernel.target, chains_apart, num_warmup=0, num_samples=5, progress=False
+    )
+    np.testing.assert_array_equal(more.kernel.step_size, chains_apart.kernel.step_size)
+    assert (more.acceptance_rate > 0.3).all()
+
+
+# Chains that are stuck.
+
+
+def narrow(x):
+    """A wide normal density, and far away a narrow one on which the others' steps are hopeless."""
+    near = -0.5 * x["x"] ** 2
+    far = -0.5 * ((x["x"] - 1e3) / 1e-3) ** 2
+    return jnp.where(x["x"] > 5e2, far, near)
+
+
+def test_a_stuck_chain_goes_on_where_another_is():
+    target = gm.LogDensity(narrow)
+    starts = gm.per_chain({"x": jnp.array([[0.5], [-0.5], [1.0], [1e3]])})
+    warmup = gm.WindowAdaptation(metric=gm.Diagonal())
+    kernel = gm.HMC(target, 0.1, 8, jitter=0.5)
+    draws = sample(target, starts, kernel=kernel, warmup=warmup, mesh=PAIR)
+    assert np.abs(np.asarray(draws.position["x"])).max() < 10
+    assert draws.kernel.step_size > 0.3
+
+
+# Programs.
+
+
+def test_other_numbers_compile_nothing_anew(caplog):
+    """Another key, other data, other counts, another target rate and first step size."""
+
+    def run(seed, scale, rate, num_warmup, num_samples):
+        target = gm.LogDensity(gaussian, {"x": jnp.asarray(scale)})
+        warmup = gm.WindowAdaptation(target_acceptance_rate=rate)
+        kernel = gm.NUTS(target, 0.1 * rate, max_tree_depth=4)
+        options = {"num_warmup": num_warmup, "num_samples": num_samples}
+        return gm.sample(
+            jax.random.key(seed),
+            target,
+            ORIGIN,
+            kernel=kernel,
+            warmup=warmup,
+            progress=False,
+            **options,
+        )
+
+    run(0, SCALE, 0.8, 192, 96)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        run(1, 2 * SCALE, 0.9, 187, 96)
+    compiled = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+    assert compiled == []
+
+
+def test_between_steps_a_warm_up_is_its_data():
+    """The same steps, the adaptation's state carried by hand: through bytes and back, halfway."""
+    kernel = gm.HMC(TARGET, 0.1, 4)
+    adaptation = gm.WindowAdaptation(metric=gm.Diagonal())
+    states = jax.vmap(kernel.init)({"x": jnp.ones((4, 3))})
+    kernel = adaptation.prepare(kernel, states)
+
+    @jax.jit
+    def step(key, states, state):
+        tuned = adaptation.tuned(kernel, state)
+        after, info = jax.vmap(type(tuned).step, (None, 0, 0))(tuned, jax.random.split(key, 4), states)
+        return after, adaptation.update(state, tuned, Transition(states, after, info, None))
+
+    def run(through):
+        carry = states, adaptation.init(kernel, states)
+        for i in range(20):
+            carry = step(jax.random.fold_in(KEY, i), *(through(carry) if i == 10 else carry))
+        return carry
+
+    def on_disk(carry):
+        leaves, treedef = jax.tree.flatten(carry)
+        return jax.tree.unflatten(treedef, [jnp.asarray(np.array(x)) for x in leaves])
+
+    jax.tree.map(np.testing.assert_array_equal, run(lambda carry: carry), run(on_disk))
