@@ -1,0 +1,507 @@
+"""ChEES and SNAPER: criteria as their papers say, lengths near the best, stuck chains left out."""
+
+from fractions import Fraction
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+from gspmd_mcmc import tree
+from gspmd_mcmc.adaptation import adam, chees, dual_averaging, restart
+from gspmd_mcmc.adaptation.adaptation import Transition
+from gspmd_mcmc.adaptation.chees import ChEESAdaptation
+from gspmd_mcmc.adaptation.criterion import ChangeOfSquares, Trajectories
+from gspmd_mcmc.adaptation.snaper import ChangeAlongPrincipal, SNAPERAdaptation
+from gspmd_mcmc.diagnostics.mcse import mcse_mean
+from gspmd_mcmc.kernels.hmc import HMC
+from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC, van_der_corput
+from gspmd_mcmc.sampling.chunks import draw_kernel, step_chains
+from gspmd_mcmc.sampling.layout import Layout, read_layout
+from gspmd_mcmc.sampling.start import init_chains
+from gspmd_mcmc.tree import pytree
+from gspmd_mcmc.views.communication import communication
+
+NO_LAYOUT = Layout(None, ())
+BOTH = [ChEESAdaptation, SNAPERAdaptation]
+CRITERIA = [ChangeOfSquares(), ChangeAlongPrincipal()]
+
+
+# The jitter
+
+
+def halton(index, base=2):
+    """The radical inverse, digit by digit, exactly."""
+    value, scale = Fraction(0), Fraction(1, base)
+    while index:
+        index, digit = divmod(index, base)
+        value, scale = value + digit * scale, scale / base
+    return value
+
+
+def test_the_sequence_is_haltons_in_base_2():
+    index = np.array([*range(200), 2**16 + 1, 2**23 - 1, 2**31 - 2**9])
+    got = np.asarray(van_der_corput(jnp.asarray(index)))
+    assert [Fraction(float(x)) for x in got] == [halton(int(i)) for i in index]
+
+
+def standard(x):
+    return -0.5 * x**2
+
+
+def test_a_step_has_as_many_leapfrogs_as_its_number_says():
+    kernel = JitteredHMC(gm.LogDensity(standard), 0.1, 1.03, max_leapfrogs=18)
+    draw: Any = jax.jit(JitteredHMC.drawn)
+    key, other = jax.random.split(jax.random.key(0))
+    drawn = [draw(kernel, key, i) for i in range(64)]
+    counts = [int(k.num_integration_steps) for k in drawn]
+    expected = [np.ceil(2 * float(halton(i + 1)) * 1.03 / 0.1) for i in range(64)]
+    assert counts == [min(x, 18) for x in expected] and {1, 18} <= set(counts)
+    assert type(drawn[0]) is HMC and drawn[5].jitter == 0
+    # The number of the step alone matters, and other numbers are the same program.
+    assert [int(draw(kernel, other, i).num_integration_steps) for i in range(64)] == counts
+    longer = kernel.with_trajectory_length(0.32).with_step_size(0.2)
+    assert int(draw(longer, key, 2).num_integration_steps) == 3
+    assert int(draw(kernel.one_leapfrog(), key, 2).num_integration_steps) == 1
+    assert draw._cache_size() == 1
+
+
+def test_bad_settings_are_refused():
+    target = gm.LogDensity(standard)
+    with pytest.raises(ValueError, match="JitteredHMC: trajectory_length: expected a positive"):
+        JitteredHMC(target, 0.1, 0.0)
+    with pytest.raises(ValueError, match="JitteredHMC: max_leapfrogs: expected at least 1 and whole"):
+        JitteredHMC(target, 0.1, 1.0, max_leapfrogs=0)
+    with pytest.raises(ValueError, match="SNAPERAdaptation: target_acceptance_rate"):
+        SNAPERAdaptation(target_acceptance_rate=1.0)
+    kernel = JitteredHMC(target, 0.1, 1.0)
+    one = jax.vmap(kernel.init)(jnp.ones((1, 2)))
+    with pytest.raises(ValueError, match="ChEESAdaptation: expected at least 2 chains"):
+        ChEESAdaptation().prepare(kernel, one)
+    with pytest.raises(TypeError, match="tunes a JitteredHMC"):
+        SNAPERAdaptation().prepare(HMC(target, 0.1, 3), one)
+
+
+@pytest.mark.parametrize("num_warmup", [0, 7, 20, 33, 1000])
+def test_windows_follow_each_other(num_warmup):
+    windows = ChEESAdaptation().windows(num_warmup)
+    ends = [w.end for w in windows]
+    assert [w.start for w in windows] == [0, *ends][:-1] and all(w.start < w.end for w in windows)
+    assert ends[-1:] == [num_warmup][: len(ends)]
+    assert [w.learns_metric for w in windows] == ([False, True, True, True, False])[: len(ends)]
+
+
+# The criteria, on the exact flow of a Gaussian, against finite differences and NumPy
+
+SCALES, VARIANCES, CENTRE = np.array([1.0, 3.0, 0.2]), np.array([1.5, 4.0, 0.1]), np.array([0.5, 2, -1])
+LEAPFROGS, STEP_SIZE = 7, 0.13
+TIME = (LEAPFROGS - 0.5) * STEP_SIZE
+
+
+def flow(x, p, time):
+    """Positions and velocities of N(0, SCALES²) with the metric VARIANCES after a time."""
+    omega = np.sqrt(VARIANCES) / SCALES
+    cos, sin = np.cos(omega * time), np.sin(omega * time)
+    v = VARIANCES * p
+    return x * cos + v / omega * sin, v * cos - x * omega * sin
+
+
+def leaves_of(x):
+    return {"a": jnp.asarray(x[..., :2]), "b": jnp.asarray(x[..., 2])}
+
+
+def squared(criterion, x, direction):
+    """The function whose change the criterion is about, in NumPy."""
+    z = (x - CENTRE) / np.sqrt(VARIANCES)
+    if isinstance(criterion, ChangeOfSquares):
+        return np.sum(z**2, axis=-1)
+    return (z @ (direction / np.linalg.norm(direction))) ** 2
+
+
+def state_of(criterion, direction):
+    state = criterion.init(gm.LogDensity(standard), leaves_of(CENTRE[None]))
+    if isinstance(criterion, ChangeOfSquares):
+        return state
+    return tree.replace(state, direction=tree.replace(state.direction, mean=leaves_of(direction)))
+
+
+def gains(criterion, cost, start, end, velocity, direction):
+    trajectories = Trajectories(*map(leaves_of, (start, end, velocity, VARIANCES)))
+    adaptation = ChEESAdaptation(length_cost=cost, criterion=criterion)
+    _, change, rate = criterion.measure(state_of(criterion, direction), trajectories)
+    kernel = HMC(gm.LogDensity(standard), STEP_SIZE, LEAPFROGS)
+    return change, rate, adaptation.gains(kernel, change, rate)
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("criterion", CRITERIA, ids=["chees", "snaper"])
+def test_gains_are_the_derivative_of_the_criterion(criterion, cost):
+    rng = np.random.default_rng(0)
+    start, direction = SCALES * rng.normal(size=(50, 3)), rng.normal(size=3)
+    momentum = rng.normal(size=(50, 3)) / np.sqrt(VARIANCES)
+
+    def change_at(log_time):
+        end = flow(start, momentum, np.exp(log_time))[0]
+        return squared(criterion, end, direction) - squared(criterion, start, direction)
+
+    def value(log_time):
+        return change_at(log_time) ** 2 / np.exp(cost * log_time)
+
+    with jax.enable_x64(True):
+        found = gains(criterion, cost, start, *flow(start, momentum, TIME), direction)
+        change, rate, got = map(np.asarray, found)
+    at, h = np.log(TIME), 1e-5
+    np.testing.assert_allclose(change, change_at(at), rtol=1e-9, atol=1e-9)
+    slope = (change_at(at + h) - change_at(at - h)) / (2 * h)
+    np.testing.assert_allclose(rate * TIME, slope, rtol=1e-6, atol=1e-6)
+    expected = (value(at + h) - value(at - h)) / (2 * h)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-5 * np.abs(expected).max())
+
+
+def test_chains_are_weighed_by_acceptance_and_bad_proposals_are_left_out():
+    rates, recent = np.array([0.5, 1.0, 0.0, 0.25, 0.0]), np.array([0.6, 0.9, 0.7, 0.8, 0.01])
+    gains = jnp.asarray([2.0, -4.0, jnp.nan, jnp.inf, 1e30])
+    gain, harmonic = chees._over_chains(jnp.asarray(rates), gains, jnp.asarray(recent))
+    np.testing.assert_allclose(gain, (0.5 * 2 - 4) / 1.5, rtol=1e-6)
+    floored = np.maximum(rates[:4], chees.LEAST_RATE)
+    np.testing.assert_allclose(harmonic, 1 / np.mean(1 / floored), rtol=1e-6)
+    # When most are stuck it is the step size that is wrong, and all count.
+    _, harmonic = chees._over_chains(jnp.zeros(5), gains, jnp.asarray([0.9, 0.9, 0, 0, 0]))
+    np.testing.assert_allclose(harmonic, chees.LEAST_RATE, rtol=1e-6)
+    gain, _ = chees._over_chains(jnp.zeros(5), gains, jnp.ones(5))
+    assert gain == 0
+
+
+@pytest.mark.parametrize("criterion", CRITERIA, ids=["chees", "snaper"])
+def test_ends_that_are_not_finite_teach_a_criterion_nothing(criterion):
+    rng = np.random.default_rng(7)
+    before, velocity = leaves_of(rng.normal(size=(5, 3))), leaves_of(rng.normal(size=(5, 3)))
+    target, direction = gm.LogDensity(standard), rng.normal(size=3)
+    states, good = [], leaves_of(rng.normal(size=(5, 3)))
+    bad = good | {"a": good["a"].at[1, 0].set(jnp.nan).at[2, 1].set(jnp.inf)}
+    for end in (good, bad):
+        trajectories = Trajectories(before, end, velocity, leaves_of(VARIANCES))
+        state = state_of(criterion, direction)
+        measured, change, _ = criterion.measure(state, trajectories)
+        states.append(criterion.update(state, measured, trajectories, target))
+    assert not np.any(np.isfinite(change[1:3])) and np.all(np.isfinite(change[3:]))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_adam_steps_are_gradients_in_units_of_their_recent_size():
+    gradients = np.random.default_rng(1).normal(2.0, 1.0, 60)
+    gradients[40] = 1e12  # counts as ten times the recent size, and is soon forgotten
+    state, steps, square = adam.init(jnp.zeros(())), [], 0.0
+    for i, g in enumerate(gradients):
+        state, step = adam.update(state, jnp.asarray(g, jnp.float32))
+        most = 10 * np.sqrt(square / (1 - 0.95**i)) if i else np.inf
+        g = min(g, most)
+        square = 0.95 * square + 0.05 * g**2
+        steps.append(g / np.sqrt(square / (1 - 0.95 ** (i + 1))))
+        assert abs(float(step) - steps[-1]) < 0.5 / adam.RESOLUTION + 1e-4
+    assert min(np.abs(steps[-10:])) > 0.05
+    wild, step = adam.update(adam.init(jnp.zeros(())), jnp.float32(1e38))
+    assert step == 1 and np.isfinite(wild.square_average)
+    still, step = adam.update(adam.init(jnp.zeros(())), jnp.zeros(()))
+    assert step == 0 and adam.update(still, jnp.ones(()))[1] > 0
+
+
+# Stuck chains
+
+
+def states_of_chains():
+    rng = np.random.default_rng(2)
+    return {"x": jnp.asarray(rng.normal(size=(16, 3))), "y": jnp.arange(16.0)}
+
+
+def test_stuck_chains_take_the_states_of_others_on_every_mesh():
+    is_stuck = jnp.zeros(16, bool).at[jnp.asarray([0, 3, 7, 8])].set(True)
+    states = states_of_chains()
+    key = jax.random.key(0)
+    program = jax.jit(restart.restarted)
+    moved = program(key, states, is_stuck)
+    source = np.asarray(moved["y"], int)
+    np.testing.assert_array_equal(source[~is_stuck], np.flatnonzero(~is_stuck))
+    assert not np.any(is_stuck[source]) and len(set(source[is_stuck])) > 1
+    np.testing.assert_array_equal(moved["x"], np.asarray(states["x"])[source])
+    mesh = gm.make_mesh(chains=8)
+    sharded = jax.device_put((states, is_stuck), NamedSharding(mesh, P("chains")))
+    again = program(key, *sharded)
+    jax.tree.map(np.testing.assert_array_equal, again, moved)
+    stay = program(key, states, jnp.ones(16, bool))
+    jax.tree.map(np.testing.assert_array_equal, stay, states)
+
+
+def test_chains_are_stuck_by_recent_rates_and_never_most_of_them():
+    rates = restart.no_rates(jnp.zeros(4))
+    for _ in range(22):
+        rates = restart.recent_rates(rates, jnp.asarray([0.0, 0.12, 0.9, 1.0]))
+    np.testing.assert_array_equal(restart.are_stuck(rates), [True, False, False, False])
+    assert not np.any(restart.are_stuck(jnp.asarray([0.0, 0.05, 0.5, 0.9])))
+
+
+@jax.jit
+def step_size_with_a_stuck_chain():
+    """Tune the step size of four chains: three accept exp(-step size), one needs a tiny step size."""
+
+    def step(_, carry):
+        state, recent = carry
+        rate = jnp.exp(-jnp.exp(state.log_step_size))
+        rates = jnp.append(jnp.full(3, rate), rate**1e4)
+        recent = restart.recent_rates(recent, rates)
+        harmonic = chees._over_chains(rates, jnp.zeros(4), recent)[1]
+        return dual_averaging.update(state, harmonic, 0.65), recent
+
+    start = (dual_averaging.init(jnp.asarray(1.0)), restart.no_rates(jnp.zeros(4)))
+    return dual_averaging.final_step_size(jax.lax.fori_loop(0, 400, step, start)[0])
+
+
+def check_step_size_of_the_others():
+    jax.clear_caches()
+    found = step_size_with_a_stuck_chain()
+    assert abs(found / -np.log(0.65) - 1) < 0.2, f"step size {found}"
+
+
+def test_a_stuck_chain_does_not_drive_the_step_size_down():
+    check_step_size_of_the_others()
+
+
+def test_without_leaving_it_out_the_stuck_chain_would(monkeypatch):
+    monkeypatch.setattr(restart, "STUCK_RATE", -1.0)
+    with pytest.raises(AssertionError, match="step size"):
+        check_step_size_of_the_others()
+
+
+# Gaussians: the length that is tuned is the best, and what is drawn is right
+
+NUM_CHAINS, SIZE = 64, 4
+CONDITIONS = {"isotropic": 1.0, "ill-conditioned": 100.0}
+
+
+def covariance(condition):
+    rotation = np.linalg.qr(np.random.default_rng(3).normal(size=(SIZE, SIZE)))[0]
+    return (rotation * np.geomspace(1, condition, SIZE)) @ rotation.T
+
+
+def gaussian(x, precision):
+    return -0.5 * x * (precision @ x)
+
+
+def gaussian_chains(condition):
+    """Chains that start from exact draws, and a kernel that knows the variances."""
+    cov = covariance(condition)
+    target = gm.LogDensity(gaussian, jnp.asarray(np.linalg.inv(cov), jnp.float32))
+    draws = np.random.default_rng(4).multivariate_normal(np.zeros(SIZE), cov, NUM_CHAINS)
+    kernel = JitteredHMC(target, 0.2, 1.0, jnp.asarray(np.diag(cov), jnp.float32))
+    return kernel, jax.vmap(kernel.init)(jnp.asarray(draws, jnp.float32))
+
+
+@jax.jit
+def tune(adaptation, kernel, states):
+    """Four hundred steps of one window, the metric known."""
+    state = adaptation.init(kernel, states)
+    known = tree.replace(state, variances=kernel.inverse_mass_matrix, num_metrics=jnp.int32(1))
+    one = partial(tuning_step, NO_LAYOUT, adaptation, kernel)
+    (_, state), _ = jax.lax.scan(one, (states, known), jnp.arange(400))
+    return adaptation.final(kernel, state)
+
+
+def best_length(condition, cls):
+    """Maximise what the exact flow gains: 4 λ² sin²(t / √λ) / t^cost of each whitened eigenvector."""
+    cov = covariance(condition)
+    sd = np.sqrt(np.diag(cov))
+    eigenvalues = np.linalg.eigvalsh(cov / np.outer(sd, sd))
+    eigenvalues = eigenvalues[-1:] if cls is SNAPERAdaptation else eigenvalues
+    lengths, h = np.linspace(0.2, 6, 1000), (np.arange(1000) + 0.5) / 1000
+    time = 2 * h[:, None, None] * lengths[:, None]
+    change = np.sum(4 * eigenvalues**2 * np.sin(time / np.sqrt(eigenvalues)) ** 2, axis=2)
+    return lengths[np.argmax(np.mean(change / time[:, :, 0] ** cls().length_cost, axis=0))]
+
+
+@cache
+def tuned_kernel(name, cls):
+    return tune(cls(), *gaussian_chains(CONDITIONS[name]))
+
+
+@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_the_tuned_length_is_near_the_best(name, cls):
+    kernel, best = tuned_kernel(name, cls), best_length(CONDITIONS[name], cls)
+    length = kernel.trajectory_length + kernel.step_size / 2  # leapfrogs are rounded up
+    assert abs(length / best - 1) < 0.15, f"{length}, best {best}"
+    assert 0.2 < kernel.step_size < 2
+
+
+def test_best_lengths_are_told_apart():
+    lengths = {best_length(c, cls) for c in CONDITIONS.values() for cls in BOTH}
+    assert max(lengths) > 1.5 * min(lengths)
+
+
+@pytree
+class SkipsMetropolis(HMC):
+    def step(self, rng_key, state):
+        _, info, end = self.transition(rng_key, state)
+        return self.init(end.position), info
+
+
+@pytree
+class JitterDependsOnTheState(HMC):
+    def step(self, rng_key, state):
+        count = jnp.where(state.position[0] > 0, self.num_integration_steps, 1)
+        return HMC.step(tree.replace(self, num_integration_steps=count), rng_key, state)
+
+
+@partial(jax.jit, static_argnames="cls")
+def draws_of(cls, kernel, states):
+    """Positions [chains, steps, size] of three hundred steps, and acceptance rates."""
+
+    def one(states, i):
+        drawn, chains_key = draw_kernel(kernel, jax.random.key(0), i)
+        metric = drawn.inverse_mass_matrix
+        used = cls(drawn.target, drawn.step_size, drawn.num_integration_steps, metric)
+        states, info = step_chains(used, chains_key, states, NO_LAYOUT)
+        return states, (states.position, info.acceptance_rate)
+
+    positions, rates = jax.lax.scan(one, states, jnp.arange(300))[1]
+    return jnp.swapaxes(positions, 0, 1), rates
+
+
+def check_draws(cls):
+    """The means of x and of x² - σ² are 0, to within 4.5 Monte Carlo standard errors."""
+    kernel = tuned_kernel("ill-conditioned", SNAPERAdaptation)
+    kernel = kernel.with_step_size(1.25 * kernel.step_size)  # so that the Metropolis test has work
+    cov = covariance(CONDITIONS["ill-conditioned"])
+    _, states = gaussian_chains(CONDITIONS["ill-conditioned"])
+    positions, rates = map(np.asarray, draws_of(cls, kernel, states))
+    assert 0.3 < np.mean(rates) < 0.9
+    both = {"x": positions, "squares": positions**2 - np.diag(cov)}
+    z = np.concatenate([v.mean((0, 1)) / mcse_mean(both)[n] for n, v in both.items()])
+    assert np.all(np.abs(z) < 4.5), f"errors of {np.round(z, 1)} standard errors"
+
+
+def test_draws_of_a_correlated_gaussian_are_right():
+    check_draws(HMC)
+
+
+@pytest.mark.parametrize("broken", [SkipsMetropolis, JitterDependsOnTheState])
+def test_a_broken_sampler_is_rejected(broken):
+    with pytest.raises(AssertionError, match="errors of"):
+        check_draws(broken)
+
+
+# The same lengths on every mesh, and one all-reduce for all of the adaptation
+
+MESHES = {"1": {"data": 1}, "8": {"data": 8}, "2x4": {"chains": 2, "data": 4}}
+NUM_ROWS, CHAINS = 11, 4
+
+
+def mesh_of(name):
+    size = int(np.prod(list(MESHES[name].values())))
+    return gm.make_mesh(**MESHES[name], devices=jax.devices()[:size])
+
+
+def log_prior(x):
+    return -0.5 * x["mean"] ** 2, -0.5 * x["log_sd"] ** 2
+
+
+def log_likelihood(x, rows):
+    prior = -0.5 * jnp.sum(x["effect"] ** 2, axis=1)
+    centre = x["mean"] + jnp.exp(x["log_sd"]) * x["effect"][:, 0] * x["effect"][:, 1]
+    return prior - 0.5 * (rows["y"] - centre) ** 2
+
+
+def chains_on(name):
+    observations = np.random.default_rng(5).normal(1.0, 1.5, NUM_ROWS)
+    data = gm.place({"y": observations}, mesh_of(name), P("data"))
+    target = gm.Posterior(log_prior, gm.Plate(log_likelihood, data, local="effect"))
+    rng = np.random.default_rng(6)
+    shapes = {"mean": (CHAINS,), "log_sd": (CHAINS,), "effect": (CHAINS, NUM_ROWS, 2)}
+    start = {n: jnp.asarray(0.5 * rng.normal(size=shape)) for n, shape in shapes.items()}
+    layout = read_layout(mesh_of(name), target, start, CHAINS, has_chains=True)
+    kernel = JitteredHMC(target, 0.2, 0.8)
+    return layout, kernel, init_chains(kernel, start, layout=layout)
+
+
+def tuning_step(layout, adaptation, kernel, carry, i):
+    states, state = carry
+    tuned = adaptation.tuned(kernel, state)
+    drawn, chains_key = draw_kernel(tuned, jax.random.key(0), i)
+    after, info, end = step_chains(drawn, chains_key, states, layout, "transition")
+    state = adaptation.update(state, drawn, Transition(states, after, info, end))
+    seen = (tuned.trajectory_length, tuned.step_size, info.num_integration_steps, info.is_accepted)
+    return (after, state), seen
+
+
+def ten_steps(layout, adaptation, kernel, carry):
+    (_, state), seen = jax.lax.scan(
+        partial(tuning_step, layout, adaptation, kernel), carry, jnp.arange(10)
+    )
+    return seen, state.criterion
+
+
+def prepared_on(name, adaptation):
+    layout, kernel, states = chains_on(name)
+    kernel = adaptation.prepare(kernel, states)
+    begin = jax.jit(lambda a, k, s: layout.pin_like(a.init(k, s), s.position))
+    return layout, kernel, (states, begin(adaptation, kernel, states))
+
+
+@cache
+def tuned_on(name, cls) -> tuple[Any, Any]:
+    """What ten steps saw in float64, and the program."""
+    with jax.enable_x64(True):
+        layout, kernel, carry = prepared_on(name, cls())
+        program = jax.jit(partial(ten_steps, layout)).lower(cls(), kernel, carry).compile()
+        return jax.tree.map(np.asarray, program(cls(), kernel, carry)), program
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"), [("8", ChEESAdaptation), ("2x4", ChEESAdaptation), ("2x4", SNAPERAdaptation)]
+)
+def test_lengths_are_the_same_on_every_mesh(name, cls):
+    expected, criterion = tuned_on("1", cls)[0]
+    lengths, step_sizes, leapfrogs, is_accepted = expected
+    assert len(set(lengths)) > 5 and len(set(step_sizes)) > 5 and np.ptp(leapfrogs) > 3
+    assert np.mean(is_accepted) > 0.5 and not np.all(is_accepted)
+    got, got_criterion = tuned_on(name, cls)[0]
+    jax.tree.map(np.testing.assert_array_equal, got[2:], expected[2:])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12), got, expected)
+    for a, b in zip(jax.tree.leaves(got_criterion), jax.tree.leaves(criterion), strict=True):
+        real = tuple(slice(n) for n in b.shape)  # the pad of local latents is longer on a larger mesh
+        np.testing.assert_allclose(a[real], b, rtol=1e-9, atol=1e-9)
+
+
+OTHER_KINDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+ON_A_DEVICE = 2 + 3 * 2  # numbers of a position: two shared ones, and three of twelve rows of effects
+
+
+def all_reduces_outside_leapfrogs(program):
+    """Mesh axes and bytes of each; there are no other collectives."""
+    found = communication(program)
+    assert [kind for kind in OTHER_KINDS if found.count(kind)] == []
+    assert found.runs("all-reduce", within="leapfrog") == 1
+    outside = [c for c in found.collectives if c.loops[-1].name != "leapfrog"]
+    assert len(outside) == found.count("all-reduce") - 1
+    return {c.axes: c.num_bytes for c in outside}, len(outside)
+
+
+@pytest.mark.parametrize(
+    ("cls", "products", "trees"), [(ChEESAdaptation, 2, 1), (SNAPERAdaptation, 4, 2)]
+)
+def test_adaptation_rides_in_the_energys_all_reduce_and_adds_one_over_chains(cls, products, trees):
+    """Products of local latents go with the energies over data; all sums over chains go at once."""
+    energies = 4  # numbers of a chain
+    found, count = all_reduces_outside_leapfrogs(tuned_on("2x4", cls)[1])
+    assert set(found) == {("data",), ("chains",)} and count == 2
+    assert found["data",] <= 8 * CHAINS // 2 * (energies + products)
+    assert found["chains",] <= 8 * (5 + trees * ON_A_DEVICE)
+
+
+def test_adaptation_adds_no_all_reduce_on_a_mesh_of_data_alone():
+    found, count = all_reduces_outside_leapfrogs(tuned_on("8", ChEESAdaptation)[1])
+    assert set(found) == {("data",)} and count == 1
