@@ -6,7 +6,7 @@ import sys
 BENCHMARKS = {
     name: f"benchmarks.{name}"
     for name in ("communication", "energy", "mnist", "movielens", "precision")
-}
+} | {"validate": "benchmarks.validation.run"}
 
 
 def main(argv: list[str]) -> int:

@@ -439,9 +439,8 @@ def test_an_inverse_mass_matrix_unlike_the_position_is_refused(metric):
 
 @pytest.mark.parametrize("target", [plain, 3, None])
 def test_a_target_without_terms_is_refused(target):
-    message = (
-        r"HMC: expected a target .* without \['terms', 'grad', 'terms_and_grad'\]; wrap .*LogDensity"
-    )
+    missing = r"\['terms', 'grad', 'terms_and_grad'\]"
+    message = rf"(HMC|NUTS): expected a target .* without {missing}; wrap .*LogDensity"
     with pytest.raises(TypeError, match=message):
         gm.HMC(target, 0.1, 1)
     with pytest.raises(TypeError, match=message):

@@ -700,6 +700,7 @@ def test_sample_tunes_step_size_and_metric():
         target,
         {"a": jnp.ones(2), "b": jnp.zeros(())},
         kernel=gm.NUTS(target, 1.0),
+        warmup=gm.WindowAdaptation(metric=gm.Diagonal()),
         num_chains=4,
         num_warmup=500,
         num_samples=500,

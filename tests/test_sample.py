@@ -53,7 +53,7 @@ def sample(target: Any = TARGET, initial: Any = ORIGIN, rng_key=KEY, **options) 
     """Sample by HMC with a diagonal metric, which compile sooner than the defaults."""
     if "kernel" not in options and not isinstance(initial, gm.Draws):
         options["kernel"] = gm.HMC(target, 0.1, 32, jitter=0.5)
-    options = {"warmup": gm.WindowAdaptation(metric=gm.Diagonal())} | options
+    options.setdefault("warmup", gm.WindowAdaptation(metric=gm.Diagonal()))
     return gm.sample(rng_key, target, initial, progress=False, **options)
 
 

@@ -63,6 +63,26 @@ def test_few_chains_take_nuts_with_a_dense_metric():
     assert type(draws.kernel.inverse_mass_matrix) is type(gm.Dense().identity({"x": jnp.zeros((4, 3))}))
 
 
+def test_many_chains_tune_a_length_together():
+    assert isinstance(defaults.kernel_for(TARGET, 31), gm.NUTS)
+    kernel = defaults.kernel_for(TARGET, 32)
+    assert isinstance(kernel, gm.JitteredHMC)
+    assert isinstance(defaults.warmup_for(kernel), gm.SNAPERAdaptation)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "warmup", "message"),
+    [
+        (gm.MCLMC(TARGET, 0.1, 1.0), gm.WindowAdaptation(), "no acceptance rate .* MCLMCAdaptation"),
+        (gm.NUTS(TARGET, 0.1), gm.SNAPERAdaptation(), "SNAPERAdaptation tunes a JitteredHMC.*got NUTS"),
+        (gm.NUTS(TARGET, 0.1), gm.MCLMCAdaptation(), "expected an MCLMC kernel, got NUTS"),
+    ],
+)
+def test_a_warm_up_that_does_not_suit_the_kernel_is_refused(kernel, warmup, message):
+    with pytest.raises(TypeError, match=message):
+        sample(kernel=kernel, warmup=warmup)
+
+
 # Each chain by itself.
 
 SCALES = np.array([[0.01], [1.0], [100.0], [1.0]], np.float32)

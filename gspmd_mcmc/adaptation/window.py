@@ -15,6 +15,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import dual_averaging, restart
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition, Window
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
+from gspmd_mcmc.kernels.mclmc import MCLMC
 from gspmd_mcmc.tree import PyTree, pytree, static
 
 FAST_START, FAST_END, FIRST_SLOW = 75, 50, 25
@@ -94,7 +95,18 @@ class WindowAdaptation:
         return windows(num_warmup, self.adapt_mass_matrix)
 
     def prepare(self, kernel: Any, states: Any) -> Any:
-        """Return the kernel with a first metric, if one is to be learned."""
+        """Return the kernel with a first metric, if one is to be learned.
+
+        Raises
+        ------
+        TypeError
+            If the kernel is `MCLMC`, which has no acceptance rate to aim at.
+        """
+        if isinstance(kernel, MCLMC):
+            raise TypeError(
+                "WindowAdaptation: MCLMC has no Metropolis test, and so no acceptance rate to tune by; "
+                "use MCLMCAdaptation"
+            )
         if not self.learns_metric:
             return kernel
         return first_metric(self.metric, kernel, states.position)

@@ -26,7 +26,6 @@ from gspmd_mcmc.tree import PyTree
 # every chain waits for the deepest tree.
 MANY_CHAINS = 32
 DENSE_SIZE = 100
-TAKES_DENSE = (HMC, NUTS, JitteredHMC)
 WARMUPS: tuple[tuple[tuple[type, ...], Any], ...] = (
     ((HMC, NUTS), WindowAdaptation()),
     ((JitteredHMC,), SNAPERAdaptation(metric=None)),
@@ -75,5 +74,4 @@ def _metric_for(kernel: Any, layout: Layout, positions: PyTree) -> Any:
         return Diagonal() if jax.tree.structure(own) == jax.tree.structure(positions) else None
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(positions))
     is_whole = not any(axis for spec in layout.specs for axis in spec)
-    takes_dense = isinstance(kernel, TAKES_DENSE)
-    return Dense() if takes_dense and is_whole and size <= DENSE_SIZE else Diagonal()
+    return Dense() if is_whole and size <= DENSE_SIZE else Diagonal()

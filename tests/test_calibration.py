@@ -1,0 +1,159 @@
+"""Samplers draw from the posterior: calibration and Geweke's test, in forms small enough for every day.
+
+One mesh, on which the last device has a pad row, and one test a kernel; ``python -m benchmarks
+validate`` has all of them. Broken samplers are put to the same tests on the same seeds, and fail.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+import gspmd_mcmc as gm
+from benchmarks.validation import geweke, sbc, shapes
+from benchmarks.validation.broken import BREAKS, distorted
+from benchmarks.validation.sbc import chi_square_p, ecdf_p
+
+THIN = 5
+NUM_CHAINS, NUM_STEPS = 1024, 40
+SEED = 0
+
+
+@pytest.fixture(scope="module")
+def target():
+    return sbc.target_on(gm.make_mesh(chains=2, data=4))
+
+
+def test_the_mesh_has_a_pad_row(target):
+    rows = target.plates[0].rows
+    assert (rows.num_rows, rows.num_padded) == (sbc.NUM_GROUPS, sbc.NUM_GROUPS + 1)
+
+
+# Simulation-based calibration of HMC
+
+
+def calibrate(kernel, target):
+    return sbc.run(kernel, target, jax.random.key(SEED), THIN)
+
+
+def test_hmc_is_calibrated(target):
+    result = calibrate(sbc.KERNELS["HMC"](target), target)
+    assert len(result[0]) >= 6
+    assert sbc.least_p(*result) > sbc.LEAST_P
+    assert sbc.efficiency(result[1]) > sbc.LEAST_WORTH
+
+
+@pytest.mark.parametrize("breaks", BREAKS)
+def test_calibration_rejects(target, breaks):
+    result = calibrate(BREAKS[breaks](sbc.KERNELS["HMC"](target)), target)
+    assert sbc.least_p(*result) < sbc.LEAST_P
+
+
+def test_what_breaks_momenta_and_jacobians_breaks_nothing_else(target):
+    result = calibrate(distorted(sbc.KERNELS["HMC"](target), 1.0, 1.0), target)
+    assert sbc.least_p(*result) > sbc.LEAST_P
+
+
+def test_a_sampler_of_the_prior_shows_in_the_log_likelihood_alone(target):
+    """Why the log likelihood is among the functionals: latents of an unseen group are calibrated."""
+    p = sbc.p_values(*calibrate(BREAKS["dropped terms"](sbc.KERNELS["HMC"](target)), target))
+    assert min(p["last effect"]) > sbc.LEAST_P
+    assert max(p["log likelihood"]) < sbc.LEAST_P
+
+
+# Geweke's test
+
+
+def joint_test(kernel, target):
+    return geweke.run(kernel, target, jax.random.key(SEED), NUM_CHAINS, NUM_STEPS)
+
+
+@pytest.mark.parametrize("name", ["NUTS", "MAMS"])
+def test_joint_distribution(target, name):
+    kernel = sbc.KERNELS[name](target)
+    z, rate = joint_test(kernel, target)
+    assert len(z) >= 6
+    assert geweke.largest_z(z) < geweke.MOST_Z, z
+    assert rate > geweke.LEAST_ACCEPTED
+    # The same program, so that every kernel has a negative control at no cost.
+    broken, _ = joint_test(BREAKS["dropped terms"](kernel), target)
+    assert geweke.largest_z(broken) > geweke.LEAST_Z_OF_BROKEN
+
+
+# The tests themselves
+
+
+@pytest.mark.parametrize(("num", "num_ranks"), [(20, 8), (64, 16)])
+def test_p_values_of_the_band_are_uniform_under_uniform_ranks(num, num_ranks):
+    """The recursion over ranks against plain simulation; p-values of counts are a little large."""
+    rng = np.random.default_rng(0)
+    p = np.array([ecdf_p(rng.integers(0, num_ranks, num), num_ranks) for _ in range(2000)])
+    for level in (0.01, 0.05, 0.2, 0.5):
+        spread = np.sqrt(level * (1 - level) / len(p))
+        assert 0.5 * level < np.mean(p <= level) < level + 4 * spread
+
+
+@pytest.mark.parametrize("p_value", [chi_square_p, ecdf_p])
+def test_ranks_that_pile_up_are_rejected(p_value):
+    rng = np.random.default_rng(0)
+    assert p_value(rng.integers(0, 64, 256), 64) > sbc.LEAST_P
+    assert p_value(rng.integers(0, 48, 256), 64) < sbc.LEAST_P
+    at_ends = np.where(rng.random(256) < 0.5, rng.integers(0, 16, 256), rng.integers(48, 64, 256))
+    assert p_value(at_ends, 64) < sbc.LEAST_P
+
+
+def test_draws_that_equal_the_truth_count_on_either_side():
+    """A chain that stands still has all ranks alike; without drawing lots it would have one."""
+    ranks = sbc.ranks_of(np.zeros(4096), np.zeros((63, 4096)))
+    assert chi_square_p(ranks, 64) > sbc.LEAST_P
+    one_below = sbc.ranks_of(np.zeros(3), np.array([[-1.0, 1.0, 1.0], [1.0, 1.0, -1.0]]))
+    np.testing.assert_array_equal(one_below, [1, 0, 1])
+
+
+def test_geweke_s_z_is_a_standard_normal_of_independent_draws():
+    rng = np.random.default_rng(0)
+    exact = {str(i): rng.normal(1, 2, 10_000) for i in range(300)}
+    averages = {str(i): rng.normal(1, 0.5, 500) for i in range(300)}
+    z = np.array(list(geweke.z_scores(exact, averages).values()))
+    assert abs(z.mean()) < 4 / np.sqrt(300)
+    assert abs(z.std() - 1) < 4 / np.sqrt(600)
+    gone = geweke.z_scores({"a": exact["0"]}, {"a": np.full(500, np.nan)})
+    assert geweke.largest_z(gone) == np.inf
+
+
+# The shapes' truths
+
+
+def test_normals_of_the_shapes_are_those_of_exact_draws():
+    """Draws made from the definitions, and not from the density, pass; others do not."""
+    rng = np.random.default_rng(0)
+    v, z = 3 * rng.normal(size=(4, 500)), rng.normal(size=(4, 500, 9))
+    funnel = {"v": v, "x": z * np.exp(v / 2)[..., None]}
+    x = rng.normal(0, 10, size=(4, 500))
+    banana = {"along": x, "bent": rng.normal(10 - 0.1 * x**2, 1)}
+    for shape, draws in ((shapes.centred_funnel(), funnel), (shapes.banana(), banana)):
+        z, bound = shapes.largest_z(shapes.moments(shape.normals(draws)))
+        assert z < bound
+        moved = {name: 1.2 * leaf for name, leaf in draws.items()}
+        z, bound = shapes.largest_z(shapes.moments(shape.normals(moved)))
+        assert z > bound
+
+
+def test_normals_of_many_latents_are_those_of_exact_draws():
+    """The posterior of a small form by its dense precision matrix."""
+    num = 40
+    data = shapes.big_data(num)
+    y, s = (np.asarray(data[name], np.float64) for name in ("y", "s"))
+    precision = np.zeros((num + 1, num + 1))
+    precision[:num, :num] = np.diag(1 + s**-2)
+    precision[:num, num] = precision[num, :num] = s**-2
+    precision[num, num] = 1 + np.sum(s**-2)
+    covariance = np.linalg.inv(precision)
+    centre = covariance @ np.append(y / s**2, np.sum(y / s**2))
+    latents = np.random.default_rng(0).multivariate_normal(centre, covariance, size=(4, 500))
+    draws = {"x": latents[..., :num], "mean": latents[..., num]}
+    of_mean, of_rows = shapes.big_normals(data, draws)
+    z, bound = shapes.largest_z(shapes.moments(np.append(of_rows, of_mean[..., None], axis=-1)))
+    assert z < bound
+    of_mean, of_rows = shapes.big_normals(data, draws | {"x": draws["x"] + 0.1})
+    z, bound = shapes.largest_z(shapes.moments(of_rows))
+    assert z > bound

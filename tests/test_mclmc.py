@@ -1,0 +1,398 @@
+"""MCLMC: a step is that of the formulas, its bias is bounded, and every mesh has the same chain."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+from gspmd_mcmc.adaptation import correlation
+from gspmd_mcmc.adaptation.adaptation import Transition
+from gspmd_mcmc.adaptation.mclmc import MCLMCAdaptation, StepSize, _updated
+from gspmd_mcmc.adaptation.metrics import Diagonal
+from gspmd_mcmc.diagnostics.mcse import mcse_mean
+from gspmd_mcmc.kernels import metrics
+from gspmd_mcmc.kernels.isokinetic import LEAPFROG, MINIMAL_NORM
+from gspmd_mcmc.kernels.mclmc import MCLMC, MCLMCInfo
+from gspmd_mcmc.sampling.chunks import advance
+from gspmd_mcmc.sampling.layout import read_layout
+from gspmd_mcmc.sampling.start import init_chains
+from gspmd_mcmc.views.communication import communication
+
+init, step = jax.jit(MCLMC.init), jax.jit(MCLMC.step)
+
+# One step against float64 NumPy, in coordinates in which the metric is the identity
+
+PRECISION = np.array([[1.0, 0.7, 0.0], [0.7, 2.0, -0.5], [0.0, -0.5, 30.0]])
+VARIANCES = np.array([1.5, 0.5, 0.1])
+STEP_SIZE, LENGTH = 0.4, 1.3
+
+
+def quartic(x, precision):
+    x = jnp.append(x["a"], x["b"])
+    return -0.5 * x * (precision @ x), -0.02 * x**4
+
+
+def split_leaves(x):
+    return {"a": jnp.asarray(x[..., :2]), "b": jnp.asarray(x[..., 2])}
+
+
+def joined(x):
+    return np.append(x["a"], x["b"])
+
+
+def numpy_log_density(z):
+    x = np.sqrt(VARIANCES) * z
+    return -0.5 * x @ PRECISION @ x - 0.02 * np.sum(x**4)
+
+
+def numpy_kick(z, u, time):
+    x = np.sqrt(VARIANCES) * z
+    grad = np.sqrt(VARIANCES) * (-PRECISION @ x - 0.08 * x**3)
+    norm = np.linalg.norm(grad)
+    e, delta = grad / norm, time * norm / 2
+    stretch = np.cosh(delta) + u @ e * np.sinh(delta)
+    return (u + e * (np.sinh(delta) + u @ e * (np.cosh(delta) - 1))) / stretch, 2 * np.log(stretch)
+
+
+def numpy_step(z, u, splitting, first, second):
+    """Noise, kicks and drifts in turn, noise; return what MCLMC.step should."""
+
+    def refresh(u, noise):
+        u = u + np.sqrt((np.exp(STEP_SIZE / LENGTH) - 1) / 3) * noise
+        return u / np.linalg.norm(u)
+
+    start = z
+    u, gain = numpy_kick(z, refresh(u, first), STEP_SIZE * splitting.kicks[0])
+    for drift, kick in zip(splitting.drifts, splitting.kicks[1:], strict=True):
+        z = z + STEP_SIZE * drift * u
+        u, more = numpy_kick(z, u, STEP_SIZE * kick)
+        gain += more
+    return z, refresh(u, second), gain - numpy_log_density(z) + numpy_log_density(start)
+
+
+@pytest.mark.parametrize("splitting", [LEAPFROG, MINIMAL_NORM])
+def test_steps_are_those_of_the_formulas(splitting):
+    scale = np.sqrt(VARIANCES)
+    with jax.enable_x64(True):
+        metric = split_leaves(VARIANCES)
+        target = gm.LogDensity(quartic, jnp.asarray(PRECISION))
+        kernel = MCLMC(target, STEP_SIZE, LENGTH, metric, splitting)
+        state = init(kernel, split_leaves(np.array([1.0, -1.0, 0.1])))
+        z, u = joined(state.position) / scale, np.zeros(3)
+        for i in range(5):
+            keys = jax.random.split(jax.random.key(i))
+            noises = [metrics.sample_momentum(key, metric, state.position) for key in keys]
+            expected = numpy_step(z, u, splitting, *(joined(n) * scale for n in noises))
+            state, info = step(kernel, jax.random.key(i), state)
+            z, u = joined(state.position) / scale, joined(state.momentum) * scale
+            for a, b in zip((z, u, info.energy_error), expected, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
+            np.testing.assert_allclose(state.log_density, numpy_log_density(z), rtol=1e-12)
+            assert info.num_integration_steps == len(splitting.drifts) and info.is_accepted
+
+
+# Many chains at once
+
+
+def normal(x):
+    return jax.tree.map(lambda leaf: -0.5 * leaf**2, x)
+
+
+@partial(jax.jit, static_argnames="num_steps")
+def run(kernel, positions, rng_key, num_steps):
+    """Return the last states, and the steps' energy errors [steps, chains]."""
+    num_chains = jax.tree.leaves(positions)[0].shape[0]
+    states = jax.vmap(type(kernel).init, (None, 0))(kernel, positions)
+
+    def one(states, i):
+        keys = jax.random.split(jax.random.fold_in(rng_key, i), num_chains)
+        states, info = jax.vmap(type(kernel).step, (None, 0, 0))(kernel, keys, states)
+        return states, info.energy_error
+
+    return jax.lax.scan(one, states, jnp.arange(num_steps))
+
+
+DIMENSION, NUM_CHAINS, NUM_STEPS = 10, 8192, 60
+
+
+def errors_of_variance(splitting, step_size):
+    """How far chains from exact draws get off, the standard error of that, and what tuning looks at."""
+    positions = np.random.default_rng(0).normal(size=(NUM_CHAINS, DIMENSION)).astype(np.float32)
+    kernel = MCLMC(gm.LogDensity(normal), step_size, np.sqrt(DIMENSION), splitting=splitting)
+    states, energy_errors = run(kernel, jnp.asarray(positions), jax.random.key(1), NUM_STEPS)
+    squares = np.mean(np.asarray(states.position) ** 2, axis=1)
+    bias, error = squares.mean() - 1, squares.std() / np.sqrt(NUM_CHAINS)
+    return bias, error, np.var(energy_errors[NUM_STEPS // 2 :]) / DIMENSION
+
+
+def test_bias_falls_with_the_step_size():
+    large, error, _ = errors_of_variance(LEAPFROG, 2.4)
+    assert large > 8 * error, "a bias that there is must be seen"
+    small, error, _ = errors_of_variance(LEAPFROG, 0.6)
+    assert abs(small) < large / 2 - 3 * error
+
+
+def test_bias_is_under_five_in_a_hundred_of_the_variance_where_tuning_aims():
+    bias, error, energy_variance = errors_of_variance(MINIMAL_NORM, 3.6)
+    assert 4e-4 < energy_variance < 7e-4, "warm-up aims at 5e-4"
+    assert abs(bias) + 3 * error < 0.05
+
+
+def test_equal_starts_part_in_directions_uniform_over_the_sphere():
+    """From a momentum of zero, in a metric that is not the identity."""
+    variances = np.array([4.0, 1.0, 0.25], np.float32)
+    kernel = MCLMC(gm.LogDensity(normal), 1e-3, 1.0, jnp.asarray(variances), LEAPFROG)
+    states, _ = run(kernel, jnp.zeros((NUM_CHAINS, 3)), jax.random.key(0), 1)
+    u = np.asarray(states.momentum) * np.sqrt(variances)
+    np.testing.assert_allclose(np.sum(u**2, axis=1), 1, rtol=1e-5)
+    # Of a uniform direction in 3 dimensions each coordinate is uniform over (-1, 1).
+    for values, mean, sd in ((u, 0, np.sqrt(1 / 3)), (u**2, 1 / 3, np.sqrt(1 / 5 - 1 / 9))):
+        assert np.max(np.abs(values.mean(axis=0) - mean)) < 4 * sd / np.sqrt(NUM_CHAINS)
+    moved = np.asarray(states.position) / np.sqrt(variances)
+    np.testing.assert_allclose(np.linalg.norm(moved, axis=1), 1e-3, rtol=1e-4)
+
+
+# What a step reports
+
+
+def undefined_above_one(x):
+    return jnp.where(x > 1, jnp.inf, -0.5 * x**2)
+
+
+def test_a_step_to_an_infinite_log_density_is_refused_and_turns_the_chain():
+    kernel = MCLMC(gm.LogDensity(undefined_above_one), 0.4, 100.0)
+    state, seen = init(kernel, jnp.full(2, 0.5)), []
+    for i in range(40):
+        before = state
+        state, info = step(kernel, jax.random.key(i), state)
+        seen.append(bool(info.is_divergent))
+        assert np.all(np.asarray(state.position) <= 1) and np.isfinite(state.log_density)
+        assert info.acceptance_rate == 1 - info.is_divergent and info.is_accepted != info.is_divergent
+        np.testing.assert_allclose(np.sum(np.asarray(state.momentum) ** 2), 1, rtol=1e-5)
+        if info.is_divergent:
+            assert np.all(np.asarray(state.position) == np.asarray(before.position))
+            assert np.isinf(info.energy_error) and info.energy == -state.log_density
+            assert np.max(np.abs(np.asarray(state.momentum - before.momentum))) > 1e-3
+    assert any(seen) and not all(seen)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"step_size": -1.0}, ValueError, "step_size: expected a positive number, got -1.0"),
+        ({"trajectory_length": 0.0}, ValueError, "trajectory_length: expected a positive number"),
+        ({"inverse_mass_matrix": jnp.zeros(3)}, ValueError, "expected positive variances"),
+        ({"target": quartic}, TypeError, "wrap a function as gspmd_mcmc.LogDensity"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, error, message):
+    given = {"target": gm.LogDensity(normal), "step_size": 0.1, "trajectory_length": 1.0} | arguments
+    with pytest.raises(error, match=message):
+        MCLMC(**given)
+
+
+def test_one_dimension_is_refused():
+    with pytest.raises(ValueError, match="expected two dimensions at least, got 1"):
+        MCLMC(gm.LogDensity(normal), 0.1, 1.0).init(jnp.zeros(1))
+
+
+# The recursion of the step size, and the time that draws stay correlated
+
+
+def test_step_sizes_settle_where_the_energy_variance_is_the_desired_one():
+    """Of errors of variance c ε⁶ d, normal; one chain in four diverges above ε = 3."""
+    rng, num_chains = np.random.default_rng(0), 4
+    update = jax.jit(
+        lambda state, info: _updated(state, info, jnp.full(num_chains, 5e-4 * 10), jnp.asarray(150))
+    )
+
+    def settled(coefficient, start):
+        state = StepSize(jnp.float32(start), jnp.float32(0), jnp.float32(jnp.inf))
+        for _ in range(400):
+            value = float(state.value)
+            errors = rng.normal(size=num_chains) * np.sqrt(10 * coefficient * value**6)
+            diverges = (np.arange(num_chains) == 0) & (value > 3)
+            errors = jnp.asarray(np.where(diverges, np.inf, errors), jnp.float32)
+            state = update(state, MCLMCInfo(0, 0, jnp.asarray(diverges), 0, errors, 0))  # pyright: ignore
+        return float(state.value)
+
+    for start in (0.01, 1.0, 50.0):
+        assert abs(np.log(settled(1e-4, start) / 5 ** (1 / 6))) < 0.1
+    assert 2 < settled(1e-12, 1.0) < 3.5, "what diverges is not tried again and again"
+
+
+def test_correlation_times_are_those_of_autoregressive_draws():
+    """AR(1) of correlation r has (1 + r) / (1 - r) draws to an independent one."""
+    rng, num_chains, size = np.random.default_rng(1), 4, 200
+    take = jax.jit(correlation.update)
+    for r, length in ((0.9, 40), (0.97, 40), (0.0, 10)):
+        x = rng.normal(size=(num_chains, size))
+        batches = correlation.init(jnp.asarray(x, jnp.float32), jnp.int32(length))
+        assert np.isnan(correlation.correlation_time(batches, size))
+        for _ in range(400):
+            x = r * x + np.sqrt(1 - r**2) * rng.normal(size=x.shape)
+            batches = take(batches, jnp.asarray(x, jnp.float32))
+        time = correlation.correlation_time(batches, size)
+        assert abs(time / ((1 + r) / (1 - r)) - 1) < 0.15
+
+
+# Warm-up
+
+
+SCALES = {"a": np.array([1.0, 10.0], np.float32), "b": np.full(8, 0.3, np.float32)}
+
+
+def scaled_normal(x):
+    return jax.tree.map(lambda value, scale: -0.5 * (value / scale) ** 2, x, SCALES)
+
+
+def in_mcse(values, bias=0.0):
+    """The largest mean, less the bias that it may have, in Monte Carlo standard errors."""
+    errors = jax.tree.map(lambda x: np.abs(x.mean((0, 1))) - bias, values)
+    return max(
+        np.max(e / m) for e, m in zip(*map(jax.tree.leaves, (errors, mcse_mean(values))), strict=True)
+    )
+
+
+def test_sample_tunes_step_size_length_and_metric():
+    target = gm.LogDensity(scaled_normal)
+    draws = gm.sample(
+        jax.random.key(0),
+        target,
+        {"a": jnp.zeros(2), "b": jnp.zeros(8)},
+        kernel=MCLMC(target, 1.0, 1.0),
+        warmup=MCLMCAdaptation(),
+        num_chains=4,
+        num_warmup=1000,
+        num_samples=1000,
+        thin=2,
+        progress=False,
+    )
+    ratios = jax.tree.map(lambda v, s: v / s**2, draws.kernel.inverse_mass_matrix, SCALES)
+    assert all(np.all((v > 0.4) & (v < 2.5)) for v in jax.tree.leaves(ratios))
+    energy_variance = np.var(np.asarray(draws.stats["energy_error"])) / 10
+    assert 1e-4 < energy_variance < 2e-3
+    assert 0.5 < draws.kernel.trajectory_length / np.sqrt(10) < 4
+    position = jax.tree.map(np.asarray, draws.position)
+    squares = jax.tree.map(lambda x, s: (x / s) ** 2 - 1, position, SCALES)
+    assert in_mcse(position) < 4 and in_mcse(squares, bias=0.05) < 4
+
+
+def test_the_kernel_of_another_warm_up_is_refused():
+    hmc = gm.HMC(gm.LogDensity(normal), 0.1, 1)
+    with pytest.raises(TypeError, match="expected an MCLMC kernel, got HMC; use WindowAdaptation"):
+        MCLMCAdaptation().prepare(hmc, None)
+    with pytest.raises(ValueError, match="energy_variance: expected a positive number, got 0"):
+        MCLMCAdaptation(energy_variance=0)
+
+
+# Local latents whose rows no mesh divides: the same chain on every mesh
+
+MESHES = {"1": {"data": 1}, "8": {"data": 8}, "2x4": {"chains": 2, "data": 4}}
+NUM_ROWS, CHAINS = 11, 4
+
+
+def mesh_of(name):
+    size = int(np.prod(list(MESHES[name].values())))
+    return gm.make_mesh(**MESHES[name], devices=jax.devices()[:size])
+
+
+def log_prior(x):
+    return -0.5 * x["mean"] ** 2, -0.5 * x["log_sd"] ** 2
+
+
+def log_likelihood(x, rows):
+    prior = -0.5 * jnp.sum(x["effect"] ** 2, axis=1)
+    centre = x["mean"] + jnp.exp(x["log_sd"]) * x["effect"][:, 0] * x["effect"][:, 1]
+    return prior - 0.5 * (rows["y"] - centre) ** 2
+
+
+def hierarchy(name):
+    y = np.random.default_rng(5).normal(1.0, 1.5, NUM_ROWS)
+    data = gm.place({"y": y}, mesh_of(name), P("data"))
+    return gm.Posterior(log_prior, gm.Plate(log_likelihood, data, local="effect"))
+
+
+def starts():
+    rng = np.random.default_rng(6)
+    shapes = {"mean": (CHAINS,), "log_sd": (CHAINS,), "effect": (CHAINS, NUM_ROWS, 2)}
+    return {n: jnp.asarray(0.5 * rng.normal(size=shape)) for n, shape in shapes.items()}
+
+
+def ten_steps(layout, kernel, states):
+    def one(states, i):
+        states, info = advance(kernel, jax.random.key(0), i, states, layout)
+        return states, (info.is_accepted, states.position)
+
+    with jax.named_scope("steps"):
+        return jax.lax.scan(one, states, jnp.arange(10))[1]
+
+
+@cache
+def run_on(name):
+    """What steps were made, positions [steps, chains, ...], and the program."""
+    with jax.enable_x64(True):
+        target = hierarchy(name)
+        layout = read_layout(mesh_of(name), target, starts(), CHAINS, has_chains=True)
+        kernel = MCLMC(target, 0.8, 3.0, splitting=LEAPFROG)
+        states = init_chains(kernel, starts(), layout=layout)
+        program = jax.jit(partial(ten_steps, layout)).lower(kernel, states).compile()
+        return *jax.tree.map(np.asarray, program(kernel, states)), program
+
+
+@pytest.mark.parametrize("name", ["8", "2x4"])
+def test_chains_are_the_same_on_every_mesh(name):
+    made, expected, _ = run_on("1")
+    assert np.all(made) and np.ptp(expected["mean"], axis=0).min() > 0.1
+    got_made, got, _ = run_on(name)
+    np.testing.assert_array_equal(got_made, made)
+    pad = got["effect"][:, :, NUM_ROWS:]
+    assert pad.shape[2] > 0 and np.ptp(pad, axis=0).max() == 0
+    got = got | {"effect": got["effect"][:, :, :NUM_ROWS]}
+    for leaf in expected:
+        np.testing.assert_allclose(got[leaf], expected[leaf], rtol=1e-9, atol=1e-9)
+
+
+OTHER_KINDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# Numbers: the gradient of shared latents; products of momentum, gradient and noise of local ones, where
+# the step sets out and where it arrives; a two-float sum.
+GRADIENT, PRODUCTS, TERMS = 2, 6, 2
+
+
+@pytest.mark.parametrize("name", ["8", "2x4"])
+def test_a_step_costs_an_all_reduce_for_each_gradient_and_scalars(name):
+    found = communication(run_on(name)[2])
+    assert [kind for kind in OTHER_KINDS if found.count(kind)] == []
+    within = [c for c in found.collectives if c.loops and c.loops[-1].name == "steps"]
+    assert found.runs("all-reduce", within="steps") == len(within) <= 3
+    assert {c.axes for c in within} == {("data",)}
+    chains = CHAINS // MESHES[name].get("chains", 1)
+    assert sum(c.num_bytes for c in within) <= 8 * chains * (GRADIENT + 2 * PRODUCTS + TERMS)
+
+
+def test_tuning_adds_one_all_reduce_of_scalars_to_a_step():
+    target = hierarchy("2x4")
+    layout = read_layout(mesh_of("2x4"), target, starts(), CHAINS, has_chains=True)
+    states = init_chains(kernel := MCLMC(target, 0.8, 3.0), starts(), layout=layout)
+    adaptation = MCLMCAdaptation(metric=Diagonal())
+
+    @jax.jit
+    def begun(kernel, states):
+        kernel = adaptation.prepare(kernel, states)
+        return kernel, layout.pin_like(adaptation.init(kernel, states), states.position)
+
+    @jax.jit
+    def updated(kernel, state, transition):
+        state = adaptation.update(state, kernel, transition)
+        return layout.pin_like(state, states.position)
+
+    zeros = jnp.zeros(CHAINS)
+    info = layout.pin_chains(MCLMCInfo(zeros, zeros > 0, zeros > 0, zeros, zeros, zeros))
+    kernel, state = begun(kernel, states)
+    found = communication(updated, kernel, state, Transition(states, states, info, None))
+    assert [kind for kind in OTHER_KINDS if found.count(kind)] == []
+    assert [(c.kind, c.num_bytes) for c in found.collectives] == [("all-reduce", 12)]

@@ -1,0 +1,587 @@
+"""The validation: its nine targets, its loader, its judge, and both at work on known posteriors."""
+
+import importlib
+import io
+import itertools
+import json
+import math
+import os
+import warnings
+import zipfile
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
+from scipy import integrate
+from scipy.special import gammaln, logsumexp
+
+import gspmd_mcmc as gm
+from benchmarks.validation import posteriordb, report, run, sequence_models
+from benchmarks.validation.configuration import Configuration, superchain_starts
+from benchmarks.validation.judge import UNADJUSTED, Reference, judge, threshold
+from benchmarks.validation.model import whole_target
+from benchmarks.validation.posteriors import MODELS
+from benchmarks.validation.row_models import POSITIVE, flat_regression, regression
+from demos.datasets import DATA_ENV, DownloadError
+
+stats: Any = importlib.import_module("scipy.stats")  # its types hide logpdf
+SCHOOLS = {"y": [28, 8, -3, 7, -1, 1, 18, 12], "sigma": [15, 10, 16, 11, 9, 11, 10, 18]}
+
+# The targets are the models: log densities of the constrained parameters by SciPy, Jacobians by finite
+# differences of the way from position to parameters
+
+
+def half(distribution, x):
+    return distribution.logpdf(x) - distribution.logsf(0)
+
+
+def schools(p, data):
+    theta = np.array([p[f"theta[{j + 1}]"] for j in range(len(data["y"]))])
+    prior = stats.norm(0, 5).logpdf(p["mu"]) + half(stats.cauchy(0, 5), p["tau"])
+    prior += stats.norm(p["mu"], p["tau"]).logpdf(theta).sum()
+    return prior + stats.norm(theta, data["sigma"]).logpdf(data["y"]).sum()
+
+
+def ark(p, data):
+    y, total = data["y"], stats.norm(0, 10).logpdf(p["alpha"]) + half(stats.cauchy(0, 2.5), p["sigma"])
+    for k in range(1, data["K"] + 1):
+        total += stats.norm(0, 10).logpdf(p[f"beta[{k}]"])
+    for t in range(data["K"], data["T"]):
+        mean = p["alpha"] + sum(p[f"beta[{k}]"] * y[t - k] for k in range(1, data["K"] + 1))
+        total += stats.norm(mean, p["sigma"]).logpdf(y[t])
+    return total
+
+
+def garch(p, data):
+    sd, total = data["sigma1"], 0.0
+    for before, y in itertools.pairwise([None, *data["y"]]):
+        if before is not None:
+            sd = math.sqrt(p["alpha0"] + p["alpha1"] * (before - p["mu"]) ** 2 + p["beta1"] * sd**2)
+        total += stats.norm(p["mu"], sd).logpdf(y)
+    return total
+
+
+def process(p, data):
+    x = np.array(data["x"])
+    covariance = p["alpha"] ** 2 * np.exp(-((x[:, None] - x) ** 2) / (2 * p["rho"] ** 2))
+    covariance += p["sigma"] * np.eye(len(x))
+    prior = stats.gamma(25, scale=1 / 4).logpdf(p["rho"]) + half(stats.norm(0, 2), p["alpha"])
+    prior += half(stats.norm(0, 1), p["sigma"])
+    return prior + stats.multivariate_normal(np.zeros(len(x)), covariance).logpdf(data["y"])
+
+
+def kidiq(p, data):
+    z = {n: (np.array(data[n]) - np.mean(data[n])) / (2 * np.std(data[n], ddof=1)) for n in data}
+    mean = p["beta[1]"] + p["beta[2]"] * z["mom_hs"] + p["beta[3]"] * z["mom_iq"]
+    mean += p["beta[4]"] * z["mom_hs"] * z["mom_iq"]
+    return stats.norm(mean, p["sigma"]).logpdf(data["kid_score"]).sum()
+
+
+def nes(p, data):
+    age = np.array(data["age_discrete"])
+    named = {2: "real_ideo", 3: "race_adj", 7: "educ1", 8: "gender", 9: "income"}
+    mean = p["beta[1]"] + sum(p[f"beta[{k}]"] * np.array(data[n]) for k, n in named.items())
+    mean += p["beta[4]"] * (age == 2) + p["beta[5]"] * (age == 3) + p["beta[6]"] * (age == 4)
+    return stats.norm(mean, p["sigma"]).logpdf(data["partyid7"]).sum()
+
+
+def mixture(p, data):
+    total = stats.beta(5, 5).logpdf(p["theta"])
+    weights = np.log([p["theta"], 1 - p["theta"]])
+    for k in (1, 2):
+        total += stats.norm(0, 2).logpdf(p[f"mu[{k}]"]) + half(stats.norm(0, 2), p[f"sigma[{k}]"])
+    parts = [stats.norm(p[f"mu[{k}]"], p[f"sigma[{k}]"]).logpdf(data["y"]) for k in (1, 2)]
+    return total + logsumexp(weights[:, None] + parts, axis=0).sum()
+
+
+def markov(p, data):
+    """Sum over all paths of states."""
+    theta = np.log([[p[f"theta{j}[{k}]"] for k in (1, 2)] for j in (1, 2)])
+    emission = [stats.norm(p[f"mu[{k}]"], 1).logpdf(data["y"]) for k in (1, 2)]
+    paths = [
+        sum(emission[state][t] for t, state in enumerate(path))
+        + sum(theta[a, b] for a, b in itertools.pairwise(path))
+        for path in itertools.product((0, 1), repeat=len(data["y"]))
+    ]
+    prior = stats.norm(3, 1).logpdf(p["mu[1]"]) + stats.norm(10, 1).logpdf(p["mu[2]"])
+    return prior + logsumexp(paths)
+
+
+def diamonds(p, data):
+    x = np.array(data["X"])[:, 1:]
+    b = np.array([p[f"b[{k + 1}]"] for k in range(x.shape[1])])
+    prior = stats.norm(0, 1).logpdf(b).sum() + stats.t(3, 8, 10).logpdf(p["Intercept"])
+    prior += half(stats.t(3, 0, 10), p["sigma"])
+    mean = p["Intercept"] + (x - x.mean(axis=0)) @ b
+    return prior + stats.norm(mean, p["sigma"]).logpdf(data["Y"]).sum()
+
+
+RNG = np.random.default_rng(0)
+SMALL = {
+    "eight_schools-eight_schools_noncentered": (schools, SCHOOLS),
+    "arK-arK": (ark, {"K": 2, "T": 9, "y": RNG.normal(size=9).tolist()}),
+    "garch-garch11": (garch, {"T": 7, "y": RNG.normal(size=7).tolist(), "sigma1": 0.5}),
+    "gp_pois_regr-gp_regr": (process, {"x": [-3, -1, 0, 2, 5], "y": RNG.normal(size=5).tolist()}),
+    "kidiq_with_mom_work-kidscore_interaction_z": (
+        kidiq,
+        {n: RNG.normal(3, 1, size=7).tolist() for n in ("mom_hs", "mom_iq", "kid_score")},
+    ),
+    "nes1980-nes": (
+        nes,
+        {
+            n: RNG.normal(size=11).tolist()
+            for n in ("real_ideo", "race_adj", "educ1", "gender", "income")
+        }
+        | {"age_discrete": [1, 2, 3, 4, 4, 3, 2, 1, 2, 3, 4], "partyid7": RNG.normal(size=11).tolist()},
+    ),
+    "low_dim_gauss_mix-low_dim_gauss_mix": (mixture, {"y": RNG.normal(size=10).tolist()}),
+    "hmm_example-hmm_example": (markov, {"y": RNG.normal(5, 3, size=6).tolist()}),
+    "diamonds-diamonds": (
+        diamonds,
+        {"X": RNG.normal(2, 1, size=(9, 4)).tolist(), "Y": RNG.normal(8, 1, size=9).tolist()},
+    ),
+}
+FOLLOWS = ("theta1[2]", "theta2[2]")  # one less the other entry
+
+
+@jax.jit
+def total_and_grad(target, position):
+    terms, grad = target.terms_and_grad(position)
+    return sum(jnp.sum(x) for x in jax.tree.leaves(terms)), grad
+
+
+def parameters_at(model, target, position):
+    """Constrained values by name, as draws would have them."""
+    values = target.params(position) if isinstance(target, gm.Posterior) else position
+    draws = jax.tree.map(lambda x: np.asarray(x)[None, None], values)
+    return {name: float(x[0, 0]) for name, x in model.parameters(draws).items()}
+
+
+def log_jacobian(model, target, unravel, flat, step=1e-5):
+    def free(u):
+        found = parameters_at(model, target, unravel(u))
+        return np.array([x for name, x in found.items() if name not in FOLLOWS])
+
+    offsets = step * np.eye(len(flat))
+    columns = [(free(flat + e) - free(flat - e)) / (2 * step) for e in offsets]
+    return np.linalg.slogdet(np.stack(columns, axis=1))[1]
+
+
+def check_density(model, target, truth, data):
+    flat, unravel = ravel_pytree(model.initial_position(data, np.float64))
+    for u in np.random.default_rng(1).uniform(-1.5, 1.5, (3, len(flat))):
+        total, grad = total_and_grad(target, unravel(u))
+        expected = truth(parameters_at(model, target, unravel(u)), data)
+        expected += log_jacobian(model, target, unravel, u)
+        np.testing.assert_allclose(total, expected, rtol=1e-7, atol=1e-6)
+        slopes = [
+            (total_and_grad(target, unravel(u + e))[0] - total_and_grad(target, unravel(u - e))[0])
+            / 2e-5
+            for e in 1e-5 * np.eye(len(flat))
+        ]
+        np.testing.assert_allclose(ravel_pytree(grad)[0], slopes, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_target_is_its_model_on_a_mesh(name):
+    truth, data = SMALL[name]
+    with jax.enable_x64(True):
+        target = MODELS[name].target(data, gm.make_mesh(chains=2, data=4), np.float64)
+        check_density(MODELS[name], target, truth, data)
+
+
+def garch_of_a_uniform_beta1(x, columns):
+    """beta1 ~ Uniform(0, 1 - alpha1), which is not flat on the triangle."""
+    terms = sequence_models.garch(x, columns)
+    return {**terms, "wrong": -jax.nn.log_sigmoid(-x["logit_alpha1"])}
+
+
+def test_a_wrong_jacobian_is_seen():
+    truth, data = SMALL["garch-garch11"]
+    with jax.enable_x64(True), pytest.raises(AssertionError, match="Not equal to tolerance"):
+        model = MODELS["garch-garch11"]
+        columns = {n: np.asarray(x) for n, x in model.columns(data).items()}
+        check_density(model, whole_target(garch_of_a_uniform_beta1, columns, None), truth, data)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_target_has_the_precision_asked_for(name):
+    model, (_, data) = MODELS[name], SMALL[name]
+    terms, grad = jax.eval_shape(
+        lambda t, x: t.terms_and_grad(x), model.target(data), model.initial_position(data)
+    )
+    assert {x.dtype for x in jax.tree.leaves((terms, grad))} == {np.dtype(np.float32)}
+
+
+# The loader
+
+
+def zipped(content, member="x.json"):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr(member, content if isinstance(content, bytes) else json.dumps(content))
+    return out.getvalue()
+
+
+DATA, CHAINS = {"N": 2, "y": [1.5, 2]}, [{"mu": [1, 2, 3], "tau[1]": [4, 5, 6]}] * 2
+NAME = "data_set-some_model"
+
+
+def write_posterior(folder, data=DATA, chains=CHAINS):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{NAME}.data.json.zip").write_bytes(zipped(data))
+    (folder / f"{NAME}.draws.json.zip").write_bytes(zipped(chains))
+    return folder
+
+
+def write_repository(root, chains=CHAINS):
+    for path, content in (
+        ("data/data/data_set", DATA),
+        (f"reference_posteriors/draws/draws/{NAME}", chains),
+    ):
+        file = root / f"{path}.json.zip"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(zipped(content))
+    return root.as_uri()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.delenv(DATA_ENV, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "gspmd_mcmc" / "posteriordb"
+
+
+def assert_is_small(recorded):
+    assert recorded.data == DATA and list(recorded.draws) == ["mu", "tau[1]"]
+    assert recorded.draws["mu"].shape == (2, 3) and recorded.draws["mu"].dtype == np.float64
+    assert recorded.draws["tau[1]"].tolist() == [[4, 5, 6]] * 2
+
+
+@pytest.mark.parametrize("subfolder", ["", "posteriordb"])
+def test_a_folder_given_or_named_by_the_environment(tmp_path, cache, monkeypatch, subfolder):
+    folder = write_posterior(tmp_path / "given" / subfolder)
+    recorded = posteriordb.load(NAME, tmp_path / "given", repository="none:")
+    assert_is_small(recorded)
+    assert str(folder) in recorded.source and posteriordb.has(NAME, tmp_path / "given")
+    monkeypatch.setenv(DATA_ENV, str(tmp_path / "given"))
+    assert_is_small(posteriordb.load(NAME, repository="none:"))
+
+
+def test_a_folder_given_is_the_only_place_looked_at(tmp_path, cache):
+    address = write_repository(tmp_path / "repository")
+    folder = write_posterior(tmp_path / "given")
+    (folder / f"{NAME}.draws.json.zip").unlink()
+    with pytest.raises(FileNotFoundError, match=f"missing: {NAME}.draws.json.zip"):
+        posteriordb.load(NAME, folder, repository=address)
+    with pytest.raises(FileNotFoundError, match="data_dir: expected a folder"):
+        posteriordb.load(NAME, tmp_path / "nowhere", repository=address)
+    assert not posteriordb.has(NAME, folder)
+
+
+def test_the_repository_fills_the_cache_once(tmp_path, cache, capsys):
+    address = write_repository(tmp_path / "repository")
+    recorded = posteriordb.load(NAME, repository=address)
+    assert_is_small(recorded)
+    assert "downloaded" in recorded.source and "Asking posteriordb" in capsys.readouterr().err
+    assert sorted(p.name for p in cache.iterdir()) == [
+        f"{NAME}.data.json.zip",
+        f"{NAME}.draws.json.zip",
+    ]
+    recorded = posteriordb.load(NAME, repository="none:")
+    assert_is_small(recorded)
+    assert "downloaded" not in recorded.source and capsys.readouterr().err == ""
+
+
+def test_a_damaged_cache_is_filled_anew_and_damage_never_kept(tmp_path, cache, capsys):
+    write_posterior(cache)
+    (cache / f"{NAME}.draws.json.zip").write_bytes(b"PK damaged")
+    damaged = write_repository(tmp_path / "damaged", chains=[{"mu": [1, math.nan]}] * 2)
+    with pytest.raises(DownloadError, match="mu: expected finite draws"):
+        posteriordb.load(NAME, repository=damaged)
+    assert (cache / f"{NAME}.draws.json.zip").read_bytes() == b"PK damaged"
+    assert_is_small(posteriordb.load(NAME, repository=write_repository(tmp_path / "repository")))
+    assert "damaged file in the cache" in capsys.readouterr().err
+
+
+BAD = {
+    "expected a list of chains": {"mu": [1]},
+    "two chains or more": CHAINS[:1],
+    "of the same parameters": [{"mu": [1]}, {"tau": [1]}],
+    "equally many draws": [{"mu": [1, 2]}, {"mu": [1]}],
+    "expected a zip file of JSON": b"{not json",
+}
+
+
+@pytest.mark.parametrize("chains", BAD.values(), ids=BAD.keys())
+def test_reference_draws_that_are_none_are_refused(tmp_path, chains):
+    message = next(m for m, c in BAD.items() if c is chains)
+    with pytest.raises(ValueError, match=message):
+        posteriordb.load(NAME, write_posterior(tmp_path, chains=chains))
+
+
+def test_a_zip_with_other_files_is_refused(tmp_path):
+    folder = write_posterior(tmp_path)
+    (folder / f"{NAME}.data.json.zip").write_bytes(zipped(b"", member="readme.txt"))
+    with pytest.raises(ValueError, match="one JSON file in it"):
+        posteriordb.load(NAME, folder)
+
+
+# The judge
+
+LIMIT = threshold(num_parameters=77)
+
+
+def normal_draws(seed=0, chains=8, draws=500, mean=0.0, sd=1.0):
+    rng = np.random.default_rng(seed)
+    x = mean + sd * rng.standard_normal((2, chains, draws))
+    return {"a": 100 + 3 * x[0], "b": 1e-3 * x[1]}
+
+
+REFERENCE = Reference.from_draws(normal_draws(seed=1))
+
+
+def test_right_draws_pass():
+    verdict = judge(normal_draws(), REFERENCE, LIMIT)
+    assert verdict.failures == [] and verdict.worst_z < 4 and verdict.rhat < 1.01
+    known = Reference.exact({"a": 100.0, "b": 0.0}, {"a": 9.0, "b": 1e-6})
+    assert judge(normal_draws(), known, LIMIT).failures == []
+
+
+def test_the_threshold_is_bonferronis():
+    assert stats.norm.sf(LIMIT) * 2 * 154 == pytest.approx(1e-3)
+
+
+WRONG = {
+    "mean of a: off by": normal_draws(mean=0.2),
+    "variance of b: off by": normal_draws(sd=1.15),
+    "R-hat of a": {n: x + (np.arange(8) == 0)[:, None] * x.std() for n, x in normal_draws().items()},
+    "mean of b: off by nan": {n: np.where(n == "b", np.nan, x) for n, x in normal_draws().items()},
+}
+
+
+@pytest.mark.parametrize("draws", WRONG.values(), ids=WRONG.keys())
+def test_wrong_draws_are_rejected(draws):
+    message = next(m for m, d in WRONG.items() if d is draws)
+    failures = judge(draws, REFERENCE, LIMIT).failures
+    assert any(failure.startswith(message) for failure in failures), failures
+
+
+def test_a_bias_within_the_bounds_of_unadjusted_kernels_passes():
+    assert judge(normal_draws(mean=0.05), REFERENCE, LIMIT, bounds=UNADJUSTED).failures == []
+    for worse in (normal_draws(mean=0.3), normal_draws(sd=1.3)):
+        assert judge(worse, REFERENCE, LIMIT, bounds=UNADJUSTED).failures
+
+
+def test_superchains_that_stay_apart_are_rejected():
+    """Chains of one start agree with each other; only nested R-hat tells that superchains do not."""
+    assert judge(normal_draws(), REFERENCE, LIMIT, num_superchains=4).failures == []
+    apart = {n: x + x.std() * np.repeat([1, -1, 1, -1], 2)[:, None] for n, x in normal_draws().items()}
+    failures = judge(apart, REFERENCE, 1e9, num_superchains=4).failures
+    assert any(failure.startswith("nested R-hat of a") for failure in failures), failures
+
+
+def test_z_of_antithetic_chains_has_unit_spread():
+    """Of x and of its square alike, which an error by the effective size of x itself would not have."""
+    rng, rho, num = np.random.default_rng(0), -0.4, 100
+    x = np.empty((4, 400, num))
+    x[:, 0] = rng.standard_normal((4, num))
+    for t in range(1, 400):
+        x[:, t] = rho * x[:, t - 1] + math.sqrt(1 - rho**2) * rng.standard_normal((4, num))
+    draws = {str(i): x[..., i] for i in range(num)}
+    known = Reference.exact(dict.fromkeys(draws, 0.0), dict.fromkeys(draws, 1.0))
+    moments = np.array(list(judge(draws, known, LIMIT).moments.values()))
+    for z in (moments[:, 0] / moments[:, 1], (moments[:, 2] - 1) / moments[:, 3]):
+        assert 0.8 < z.std() < 1.25 and abs(z.mean()) < 4 / math.sqrt(num)
+
+
+def test_other_parameters_are_refused():
+    with pytest.raises(ValueError, match="expected parameters"):
+        judge({"a": np.zeros((2, 10))}, REFERENCE, LIMIT)
+
+
+# The table
+
+
+def test_superchains_share_their_starts():
+    model, (_, data) = MODELS["garch-garch11"], SMALL["garch-garch11"]
+    starts = superchain_starts(model.target(data), model.initial_position(data), 8, 4)
+    for leaf in jax.tree.leaves(starts):
+        assert leaf.shape[0] == 8 and len(np.unique(leaf)) == 4
+        np.testing.assert_array_equal(leaf[::2], leaf[1::2])
+
+
+def rows_of(**changes):
+    row = Configuration("nes1980-nes", "NUTS", "1", 4, "float32", 1, 1)
+    verdict = judge(normal_draws(), REFERENCE, LIMIT)
+    work = {"leapfrogs": 10, "warmup_leapfrogs": 20, "divergences": 0, "seconds": 1.0}
+    return {**asdict(row), **asdict(verdict), **work, **changes}
+
+
+def test_the_table_has_a_row_for_what_fails_and_for_what_is_not_there():
+    rows = [
+        rows_of(),
+        rows_of(dtype="float64"),
+        rows_of(kernel="HMC", failures=["R-hat of a: 1.2"]),
+        {**asdict(Configuration("arK-arK", "MAMS", "2x4", 64, "float32", 1, 1)), "missing": "no MAMS"},
+        {**asdict(Configuration("arK-arK", "HMC", "2x4", 64, "float32", 1, 1)), "error": "died"},
+    ]
+    where = {"cpu": "", "cores": 2, "python": "3", "commit": "", "modified": False}
+    document = {
+        "environment": where,
+        "num_parameters": 77,
+        "largest_z": LIMIT,
+        "rows": rows,
+        "saved": "",
+    }
+    text = report.markdown(document)
+    assert "2 passes, 2 fails, 1 not there" in text
+    assert "- nes1980-nes, HMC, mesh 1, 4 chains, float32: R-hat of a: 1.2" in text
+    assert "- arK-arK, HMC, mesh 2x4, 64 chains, float32: died" in text
+    assert "| nes1980-nes | NUTS | 1 | 4 | 0.00 |" in text, "float32 and float64 of equal draws"
+    assert [report.outcome(row) for row in rows] == ["passes", "passes", "fails", "not there", "fails"]
+
+
+def test_every_kernel_mesh_and_number_of_chains_is_in_the_table():
+    selection = run._selection(run._parse([]))
+    rows = list(run.configurations(selection))
+    settings = {(r.kernel, r.mesh, r.chains) for r in rows if r.posterior == "arK-arK"}
+    assert {("NUTS", m, c) for m in ("1", "2x4") for c in (4, 64)} < settings
+    assert {("SNAPER", m, 64) for m in ("1", "2x4")} < settings
+    assert {r.posterior for r in rows} == set(MODELS) and {r.dtype for r in rows} == {
+        "float32",
+        "float64",
+    }
+    assert len(set(map(str, rows))) == len(rows)
+
+
+def test_a_process_that_dies_is_a_failed_row(tmp_path):
+    kept = []
+    row = Configuration(NAME, "NUTS", "1", 4, "float32", 10, 10)
+    task = {"largest_z": LIMIT, "data_dir": str(tmp_path)}
+    run.run_group([row], task, lambda row, record: kept.append(record), print)
+    assert len(kept) == 1 and kept[0]["error"].startswith("died (exit 1): ")
+    assert "expected the files of" in kept[0]["error"]
+
+
+# Posteriors that are known, sampled on a mesh and judged
+
+NUM_ROWS = 15
+
+
+def log_prior(power, params):
+    return -power * jnp.log(params["sigma"])
+
+
+def regression_data():
+    rng = np.random.default_rng(0)
+    x = np.column_stack([np.ones(NUM_ROWS), rng.normal(size=(NUM_ROWS, 2))])
+    return {"x": x, "y": x @ [1.0, -2.0, 0.5] + 1.5 * rng.normal(size=NUM_ROWS)}
+
+
+def regression_truth(x, y):
+    """With flat priors: sigma^2 is inverse gamma, coefficients given it normal about least squares."""
+    beta, (residuals,), *_ = np.linalg.lstsq(x, y)
+    shape, scale = (len(y) - x.shape[1] - 1) / 2, residuals / 2
+    of_square = scale / (shape - 1)
+    of_sigma = math.sqrt(scale) * math.exp(gammaln(shape - 0.5) - gammaln(shape))
+    spread = of_square * np.diagonal(np.linalg.inv(x.T @ x))
+    names = [*(f"beta[{i + 1}]" for i in range(len(beta))), "sigma"]
+    variances = [*spread, of_square - of_sigma**2]
+    return Reference.exact(
+        {name: float(x) for name, x in zip(names, [*beta, of_sigma], strict=True)},
+        {name: float(x) for name, x in zip(names, variances, strict=True)},
+    )
+
+
+def schools_truth():
+    """Quadrature over tau: given it all is normal."""
+    y, s = (np.array(SCHOOLS[n], float)[:, None] for n in ("y", "sigma"))
+    log_tau = np.linspace(-12, 9, 20001)
+    tau = np.exp(log_tau)
+    precision = 1 / 25 + np.sum(1 / (s**2 + tau**2), axis=0)
+    mu = np.sum(y / (s**2 + tau**2), axis=0) / precision
+    log_density = log_tau - np.log1p((tau / 5) ** 2) - 0.5 * np.log(precision) + 0.5 * mu**2 * precision
+    log_density += np.sum(-0.5 * np.log(s**2 + tau**2) - 0.5 * y**2 / (s**2 + tau**2), axis=0)
+    weight = np.exp(log_density - log_density.max())
+    weight /= integrate.simpson(weight, x=log_tau)
+
+    pull = tau**2 / (s**2 + tau**2)
+    given = {f"theta[{j + 1}]": pull[j] * y[j] + (1 - pull[j]) * mu for j in range(8)}
+    spread = {f"theta[{j + 1}]": pull[j] * s[j] ** 2 + (1 - pull[j]) ** 2 / precision for j in range(8)}
+    given |= {"mu": mu, "tau": tau}
+    spread |= {"mu": 1 / precision, "tau": np.zeros_like(tau)}
+    mean = {n: float(integrate.simpson(weight * x, x=log_tau)) for n, x in given.items()}
+    second = {
+        n: float(integrate.simpson(weight * (spread[n] + (given[n] - mean[n]) ** 2), x=log_tau))
+        for n in mean
+    }
+    return Reference.exact(mean, second)
+
+
+def nuts_draws(model, target, position, num_warmup=200, num_samples=400):
+    with warnings.catch_warnings():
+        # Of a divergence in thousands: draws are judged by what is known.
+        warnings.simplefilter("ignore", gm.SamplingWarning)
+        draws = gm.sample(
+            jax.random.key(0),
+            target,
+            position,
+            kernel=gm.NUTS(target, 0.1),
+            num_warmup=num_warmup,
+            num_samples=num_samples,
+            progress=False,
+        )
+    return model.parameters(draws.position)
+
+
+def test_a_regression_with_a_known_posterior():
+    """Right on a mesh; with the Jacobian of sigma > 0 taken off, the same program is rejected."""
+    data = regression_data()
+    model = flat_regression("known", lambda data: data)
+    placed = gm.place(jax.tree.map(np.float32, data), gm.make_mesh(chains=2, data=4), P("data"))
+    reference = regression_truth(**data)
+    limit = threshold(len(reference.names))
+
+    def verdict(power):
+        prior = Partial(log_prior, jnp.float32(power))
+        target = gm.Posterior(prior, gm.Plate(regression, placed), bijections={"sigma": POSITIVE})
+        draws = nuts_draws(model, target, model.initial_position(data), 150, 300)
+        return judge(draws, reference, limit)
+
+    assert verdict(0.0).failures == []
+    broken = verdict(1.0)
+    assert any(f.startswith("mean of sigma") for f in broken.failures), broken
+    assert broken.rhat < 1.01, "converged, to what it should not have"
+
+
+def test_eight_schools_with_the_truth_by_quadrature():
+    model = MODELS["eight_schools-eight_schools_noncentered"]
+    target = model.target(SCHOOLS, gm.make_mesh(chains=2, data=4))
+    reference = schools_truth()
+    draws = nuts_draws(model, target, model.initial_position(SCHOOLS))
+    assert judge(draws, reference, threshold(len(reference.names))).failures == []
+
+
+REAL = (
+    "kidiq_with_mom_work-kidscore_interaction_z",
+    "low_dim_gauss_mix-low_dim_gauss_mix",
+    "garch-garch11",
+)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_posteriors(name):
+    folder = os.environ.get(DATA_ENV, "")
+    if not folder or not posteriordb.has(name, folder):
+        pytest.skip(f"{DATA_ENV} holds no posteriordb")
+    model, recorded = MODELS[name], posteriordb.load(name)
+    target = model.target(recorded.data)
+    draws = nuts_draws(model, target, model.initial_position(recorded.data))
+    assert judge(draws, Reference.from_draws(recorded.draws), LIMIT).failures == []
