@@ -6,7 +6,7 @@ BIN := .venv/bin
 # A file's tests share a process; files in the order of tests/conftest.py.
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-oldest check format peers bench clean
+.PHONY: demo test test-oldest check format peers bench validate clean
 
 .venv/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11 ..."; exit 1; }
@@ -43,6 +43,10 @@ peers:
 bench: .venv/.installed peers
 	$(BIN)/python -m benchmarks mnist --out out/benchmark_mnist.json
 	$(BIN)/python -m benchmarks movielens --out out/benchmark_movielens.json
+
+# Every kernel x mesh x number of chains against reference posteriors; benchmarks/VALIDATION.md is the last run's table.
+validate: .venv/.installed
+	$(BIN)/python -m benchmarks validate --out out/validate.json
 
 clean:
 	rm -rf .venv .venv-peers .venv-oldest out build *.egg-info

@@ -5,7 +5,7 @@ import sys
 
 BENCHMARKS = {
     name: f"benchmarks.{name}"
-    for name in ("communication", "energy", "mnist", "movielens", "precision")
+    for name in ("communication", "energy", "ess", "mnist", "movielens", "precision")
 } | {"validate": "benchmarks.validation.run"}
 
 

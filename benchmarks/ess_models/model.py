@@ -66,6 +66,8 @@ class Model:
         Chains start uniformly within this distance of the origin in each coordinate.
     needs_data_dir
         Whether ``load`` reads files.
+    left_out
+        Contenders that a run without ``--contenders`` leaves out, for its time.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Model:
     many: Budget = MANY
     start_radius: float = START_RADIUS
     needs_data_dir: bool = False
+    left_out: tuple[str, ...] = ()
 
     def log_density(self, params: Any, data: Any) -> jax.Array:
         """Return the log density of everything at once, a scalar."""

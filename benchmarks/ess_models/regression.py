@@ -91,7 +91,7 @@ def _load_digits(rows, data_dir):
     return {"image": data.images[:rows], "label": data.labels[:rows]}
 
 
-def _digits(name: str, rows: int, few: Budget, many: Budget) -> Model:
+def _digits(name: str, rows: int, few: Budget, many: Budget, left_out: tuple[str, ...] = ()) -> Model:
     return Model(
         name=name,
         about=f"logistic regression of MNIST, {rows:,} rows: 7,850 latents",
@@ -107,8 +107,15 @@ def _digits(name: str, rows: int, few: Budget, many: Budget) -> Model:
         many=many,
         start_radius=START_RADIUS,
         needs_data_dir=True,
+        left_out=left_out,
     )
 
 
 MNIST_SMALL = _digits("mnist_6000", SMALL_ROWS, Budget(4, 500, 500), Budget(64, 200, 100))
-MNIST = _digits("mnist_60000", 60_000, Budget(4, 200, 200), Budget(16, 200, 100))
+MNIST = _digits(
+    "mnist_60000",
+    60_000,
+    Budget(4, 200, 200),
+    Budget(16, 200, 100),
+    left_out=("ours:mams", "tfp", "nutpie"),
+)

@@ -1,0 +1,269 @@
+"""Effective draws a second and a gradient: what a sampler is worth, tuning and all.
+
+Every contender samples the same log density from the same starts, in a process of its own, one after
+the other; it writes its draws to a file, and one and the same code judges all. Who has not converged
+has no effective sample size.
+"""
+
+import argparse
+import json
+import os
+import select
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from benchmarks import environment, ess_table
+from benchmarks.ess_models import MODELS
+from benchmarks.ess_models.model import Budget, Model
+from benchmarks.harness import Worker, WorkerDied, WorkerError, interpreter, stopwatch
+from gspmd_mcmc.diagnostics.ess import ess_bulk
+from gspmd_mcmc.diagnostics.rhat import rhat
+
+CONVERGED, DOUBTFUL = 1.01, 1.05
+LIMIT_S = 900.0
+QUICK_MODELS = ("eight_schools", "arK")
+QUICK_CONTENDERS = ("ours", "numpyro", "blackjax")
+QUICK = {"few": Budget(4, 300, 300), "many": Budget(32, 200, 100)}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A function of a module of `benchmarks.contenders`, and what it runs with."""
+
+    module: str
+    function: str
+    is_peer: bool = True
+    tunes_many: bool = False
+
+
+CONTENDERS = {
+    "ours": Contender("ess_ours", "default", is_peer=False),
+    "ours:snaper": Contender("ess_ours", "snaper", is_peer=False, tunes_many=True),
+    "ours:mams": Contender("ess_ours", "mams", is_peer=False),
+    "numpyro": Contender("ess_numpyro", "nuts"),
+    "blackjax": Contender("ess_blackjax", "nuts"),
+    "blackjax:chees": Contender("ess_blackjax", "chees", tunes_many=True),
+    "tfp": Contender("ess_tfp", "nuts"),
+    "nutpie": Contender("ess_nutpie", "nuts"),
+}
+
+
+class PatientWorker(Worker):
+    """A worker that is waited for as long as a run may take."""
+
+    def __init__(self, python: str, task: dict, limit_s: float):
+        self.limit_s = limit_s
+        super().__init__(python, task)
+
+    def answer(self) -> dict:
+        """Wait for the next answer."""
+        if not select.select([self.process.stdout], [], [], self.limit_s)[0]:
+            raise WorkerDied(self._last_words(f"no answer in {self.limit_s:.0f} s"))
+        return super().answer()
+
+
+def main(argv: list[str]) -> int:
+    """Measure, and return the exit status: 1 if a contender failed to run."""
+    options = _options(argv)
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    took, records = stopwatch(), []
+
+    def write() -> None:
+        if options.out:
+            _write(options, records, took())
+
+    for name in options.models:
+        model = replace(MODELS[name], **QUICK) if options.quick else MODELS[name]
+        _measure(model, options, records, console, write)
+        ess_table.show(console, model, [record for record in records if record["model"] == name])
+    console.print(ess_table.LEGEND)
+    print(ess_table.markdown(records, MODELS))
+    console.print(f"{took():.0f} s in all")
+    return int(any("error" in record for record in records))
+
+
+def _options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks ess", description=__doc__)
+    add = parser.add_argument
+    data_dir = os.environ.get("GSPMD_MCMC_DATA")
+    add("--data-dir", default=data_dir, help="the folder that holds mnist/ and posteriordb/")
+    add("--out", type=Path, help="write everything as JSON, after every run")
+    add("--models", type=_names, help=f"of {', '.join(MODELS)}")
+    add("--contenders", type=_names, help=f"of {', '.join(CONTENDERS)}")
+    add("--rounds", type=int, default=1, help="runs of each contender, with a seed of its own")
+    add("--limit", type=float, default=LIMIT_S, help="seconds that one run may take")
+    add("--quick", action="store_true", help="two small models, three contenders, short runs")
+    options = parser.parse_args(argv)
+    options.models = options.models or (QUICK_MODELS if options.quick else tuple(MODELS))
+    for given, known in ((options.models, MODELS), (options.contenders or (), CONTENDERS)):
+        for name in given:
+            if name not in known:
+                parser.error(f"{name!r} is not one of {', '.join(known)}")
+    if not options.data_dir and any(MODELS[name].needs_data_dir for name in options.models):
+        parser.error("--data-dir or GSPMD_MCMC_DATA must name the folder of mnist/ and posteriordb/")
+    return options
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _entered(model: Model, options: argparse.Namespace) -> tuple[str, ...]:
+    if options.contenders:
+        return options.contenders
+    every = QUICK_CONTENDERS if options.quick else tuple(CONTENDERS)
+    return tuple(name for name in every if name not in model.left_out)
+
+
+def _measure(
+    model: Model, options: argparse.Namespace, records: list[dict], console: Console, write: Callable
+) -> None:
+    """Let the contenders run in turn, round after round, each in a process that stays alive."""
+    names = _entered(model, options)
+    workers: dict[str, PatientWorker] = {}
+    moments: dict[str, Moments] = {}
+    failed: set[str] = set()
+    with tempfile.TemporaryDirectory() as folder, console.status(model.name) as status:
+        try:
+            for number in range(options.rounds):
+                for name in (name for name in names if name not in failed):
+                    status.update(f"{model.name}: {name}, round {number + 1} of {options.rounds}")
+                    record = _entry(model, name, number)
+                    records.append(record)
+                    try:
+                        if name not in workers:
+                            workers[name] = _start(model, name, options)
+                        draws = _run(workers[name], Path(folder, "draws.npz"), record)
+                        moments[name] = _judge(record, draws)
+                        _compare(record, moments[name], moments.get(names[0]))
+                    except (WorkerDied, WorkerError) as error:
+                        record["error"] = str(error)
+                        failed.add(name)
+                    write()
+        finally:
+            for worker in workers.values():
+                worker.close()
+
+
+def _budget(model: Model, name: str) -> Budget:
+    return model.many if CONTENDERS[name].tunes_many else model.few
+
+
+def _entry(model: Model, name: str, number: int) -> dict[str, Any]:
+    return {"model": model.name, "contender": name, "round": number} | asdict(_budget(model, name))
+
+
+def _start(model: Model, name: str, options: argparse.Namespace) -> PatientWorker:
+    contender = CONTENDERS[name]
+    task = {
+        "contender": contender.module,
+        "benchmark": contender.function,
+        "model": model.name,
+        "devices": 1,
+        "data_dir": options.data_dir and str(Path(options.data_dir).resolve()),
+    } | asdict(_budget(model, name))
+    worker = PatientWorker(interpreter(contender.is_peer), task, options.limit)
+    worker.answer()
+    return worker
+
+
+def _run(worker: PatientWorker, path: Path, record: dict) -> dict[str, np.ndarray]:
+    """Let a contender run; record its times and counts, and return its draws."""
+    record |= worker.ask(do="run", seed=record["round"], path=str(path))
+    with np.load(path) as draws:
+        return dict(draws)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of every latent, as one vector: mean over all draws, its squared standard error."""
+
+    mean: np.ndarray
+    squared_error: np.ndarray
+
+
+def _judge(record: dict, draws: dict[str, np.ndarray]) -> Moments:
+    """Record R-hat, and what effective sample sizes come to where it allows them."""
+    sizes, ratios = _flat(ess_bulk(draws)), _flat(rhat(draws))
+    record |= {"latents": len(sizes), **judged(ratios, sizes, record["warmup"], record["sampling"])}
+    flat = {name: np.asarray(x, np.float64) for name, x in draws.items()}
+    mean = _flat({name: x.mean(axis=(0, 1)) for name, x in flat.items()})
+    variance = _flat({name: x.var(axis=(0, 1)) for name, x in flat.items()})
+    return Moments(mean, variance / sizes)
+
+
+def _flat(statistics: dict[str, Any]) -> np.ndarray:
+    return np.concatenate([np.ravel(np.asarray(statistics[name])) for name in sorted(statistics)])
+
+
+def verdict(ratio: float) -> str:
+    """Say what a greatest R-hat means: converged to 1.01, doubtful to 1.05, else not converged."""
+    if ratio <= CONVERGED:
+        return "converged"
+    return "doubtful" if ratio <= DOUBTFUL else "not converged"
+
+
+def judged(ratios: Sequence[float], sizes: Sequence[float], warmup: dict, sampling: dict) -> dict:
+    """Return R-hat and, unless the chains have not converged, effective draws by second and gradient.
+
+    Parameters
+    ----------
+    ratios, sizes
+        R-hat and bulk effective sample size of every latent.
+    warmup, sampling
+        Their ``seconds``, without compiling, and ``leapfrogs`` of all chains.
+
+    Returns
+    -------
+    dict
+        ``rhat``, the greatest; ``verdict``; and ``ess``: ``least`` and ``median`` over latents, each
+        with ``size``, ``per_s`` and ``per_1000`` gradients of the run after warm-up, and ``per_s_all``
+        and ``per_1000_all`` with warm-up's.
+    """
+    # A latent that never moved has no R-hat: it has not converged.
+    ratio = float(np.max(np.where(np.isnan(ratios), np.inf, ratios)))
+    result: dict[str, Any] = {"rhat": ratio, "verdict": verdict(ratio)}
+    if result["verdict"] == "not converged":
+        return result
+    seconds = sampling["seconds"], sampling["seconds"] + warmup["seconds"]
+    gradients = sampling["leapfrogs"], sampling["leapfrogs"] + warmup["leapfrogs"]
+    result["ess"] = {
+        name: {
+            "size": size,
+            "per_s": size / seconds[0],
+            "per_s_all": size / seconds[1],
+            "per_1000": 1000 * size / gradients[0],
+            "per_1000_all": 1000 * size / gradients[1],
+        }
+        for name, size in (("least", float(np.min(sizes))), ("median", float(np.median(sizes))))
+    }
+    return result
+
+
+def _compare(record: dict, own: Moments, first: Moments | None) -> None:
+    """Record the largest difference of means to the first contender's, in standard errors."""
+    if first is not None and first is not own:
+        error = np.sqrt(own.squared_error + first.squared_error)
+        record["largest_z"] = float(np.max(np.abs(own.mean - first.mean) / error))
+
+
+def _write(options: argparse.Namespace, records: list[dict], seconds: float) -> None:
+    document = {
+        "benchmark": "ess",
+        "rounds": options.rounds,
+        "quick": options.quick,
+        "converged": CONVERGED,
+        "doubtful": DOUBTFUL,
+        "seconds": seconds,
+        "machine": environment.record() | {"load": os.getloadavg()},
+        "results": records,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
