@@ -1,7 +1,8 @@
 """Samplers draw from the posterior: calibration and Geweke's test, in forms small enough for every day.
 
-One mesh, on which the last device has a pad row, and one test a kernel; ``python -m benchmarks
-validate`` has all of them. Broken samplers are put to the same tests on the same seeds, and fail.
+HMC on a mesh whose last device has a pad row, other kernels on one device, and one test a kernel;
+``python -m benchmarks validate`` has all of them. Broken samplers are put to the same tests on the
+same seeds, and fail.
 """
 
 import jax
@@ -12,15 +13,17 @@ import gspmd_mcmc as gm
 from benchmarks.validation import geweke, sbc, shapes
 from benchmarks.validation.broken import BREAKS, distorted
 from benchmarks.validation.sbc import chi_square_p, ecdf_p
+from gspmd_mcmc.kernels import metrics
+from gspmd_mcmc.targets.bijections import is_bijection
 
-THIN = 5
-NUM_CHAINS, NUM_STEPS = 1024, 40
+THIN, NUM_DRAWS = 5, 31
+NUM_CHAINS, NUM_STEPS = 512, 40
 SEED = 0
 
 
 @pytest.fixture(scope="module")
 def target():
-    return sbc.target_on(gm.make_mesh(chains=2, data=4))
+    return sbc.target_on(gm.make_mesh(chains=2, data=2, devices=jax.devices()[:4]))
 
 
 def test_the_mesh_has_a_pad_row(target):
@@ -31,31 +34,61 @@ def test_the_mesh_has_a_pad_row(target):
 # Simulation-based calibration of HMC
 
 
+@pytest.fixture(scope="module")
+def hmc(target):
+    return sbc.KERNELS["HMC"](target)
+
+
+def in_one_form(kernel):
+    """Return the same sampler in the form that may have wrong Jacobians: most cases share a program."""
+    return distorted(kernel, 1.0, 1.0) if kernel.inverse_mass_matrix is None else kernel
+
+
 def calibrate(kernel, target):
-    return sbc.run(kernel, target, jax.random.key(SEED), THIN)
+    kernel = in_one_form(kernel)
+    return sbc.run(kernel, target, jax.random.key(SEED), THIN, num_draws=NUM_DRAWS)
 
 
-def test_hmc_is_calibrated(target):
-    result = calibrate(sbc.KERNELS["HMC"](target), target)
+def test_hmc_is_calibrated(target, hmc):
+    result = calibrate(hmc, target)
     assert len(result[0]) >= 6
     assert sbc.least_p(*result) > sbc.LEAST_P
     assert sbc.efficiency(result[1]) > sbc.LEAST_WORTH
 
 
 @pytest.mark.parametrize("breaks", BREAKS)
-def test_calibration_rejects(target, breaks):
-    result = calibrate(BREAKS[breaks](sbc.KERNELS["HMC"](target)), target)
-    assert sbc.least_p(*result) < sbc.LEAST_P
+def test_calibration_rejects(target, hmc, breaks):
+    assert sbc.least_p(*calibrate(BREAKS[breaks](hmc), target)) < sbc.LEAST_P
 
 
-def test_what_breaks_momenta_and_jacobians_breaks_nothing_else(target):
-    result = calibrate(distorted(sbc.KERNELS["HMC"](target), 1.0, 1.0), target)
-    assert sbc.least_p(*result) > sbc.LEAST_P
+def test_what_breaks_momenta_and_jacobians_breaks_nothing_else(hmc):
+    """The form that is calibrated is HMC: its Jacobians, momenta and velocities are the plain one's."""
+    form, x = in_one_form(hmc), np.linspace(-2, 2, 5, dtype=np.float32)
+    pairs = [
+        jax.tree.leaves(
+            (kernel.target.bijections, kernel.target.plates[0].bijections), is_leaf=is_bijection
+        )
+        for kernel in (form, hmc)
+    ]
+    assert len(pairs[0]) >= 2
+    for ours, plain in zip(*pairs, strict=True):
+        jacobians = [bijection.log_abs_det_jacobian(x, plain(x)) for bijection in (ours, plain)]
+        np.testing.assert_array_equal(ours(x), plain(x))
+        np.testing.assert_array_equal(*jacobians)
+    position, wrong = {"a": x, "b": x[:3]}, distorted(hmc, 1.0, 2.0)
+    momenta = [
+        metrics.sample_momentum(jax.random.key(SEED), kernel.inverse_mass_matrix, position)
+        for kernel in (form, hmc, wrong)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *momenta[:2])
+    assert np.any(momenta[2]["b"] != momenta[1]["b"])
+    velocity = metrics.velocity(form.inverse_mass_matrix, momenta[1])
+    jax.tree.map(np.testing.assert_array_equal, velocity, momenta[1])
 
 
-def test_a_sampler_of_the_prior_shows_in_the_log_likelihood_alone(target):
+def test_a_sampler_of_the_prior_shows_in_the_log_likelihood_alone(target, hmc):
     """Why the log likelihood is among the functionals: latents of an unseen group are calibrated."""
-    p = sbc.p_values(*calibrate(BREAKS["dropped terms"](sbc.KERNELS["HMC"](target)), target))
+    p = sbc.p_values(*calibrate(BREAKS["dropped terms"](hmc), target))
     assert min(p["last effect"]) > sbc.LEAST_P
     assert max(p["log likelihood"]) < sbc.LEAST_P
 
@@ -68,7 +101,9 @@ def joint_test(kernel, target):
 
 
 @pytest.mark.parametrize("name", ["NUTS", "MAMS"])
-def test_joint_distribution(target, name):
+def test_joint_distribution(name):
+    """On one device, where programs compile soonest; kernels on meshes are compared elsewhere."""
+    target = sbc.target_on(None)
     kernel = sbc.KERNELS[name](target)
     z, rate = joint_test(kernel, target)
     assert len(z) >= 6

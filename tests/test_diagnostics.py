@@ -1,5 +1,7 @@
 """R-hat, effective sample sizes and Monte Carlo errors against arviz-stats and independent formulas."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,7 @@ def autoregression(phi, shape, seed=0):
     return x
 
 
+@functools.cache
 def families(num_chains, num_draws):
     """Chains of many kinds, one in each column."""
     shape = (num_chains, num_draws)
@@ -193,8 +196,8 @@ def test_a_single_chain_is_judged_by_its_halves():
     + [("shifted", True), ("wider", True), ("drift", True), ("stuck", True)],
 )
 def test_bad_chains_are_flagged_and_good_ones_are_not(name, is_bad):
-    kinds = families(4, 1000)
-    kinds["stuck"] = np.where(np.arange(4)[:, None] == 2, 0.4, kinds["white"])
+    white = families(4, 1000)["white"]
+    kinds = families(4, 1000) | {"stuck": np.where(np.arange(4)[:, None] == 2, 0.4, white)}
     assert (rhat(kinds[name]) > 1.01) == is_bad
 
 

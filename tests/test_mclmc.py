@@ -206,9 +206,7 @@ def test_one_dimension_is_refused():
 def test_step_sizes_settle_where_the_energy_variance_is_the_desired_one():
     """Of errors of variance c ε⁶ d, normal; one chain in four diverges above ε = 3."""
     rng, num_chains = np.random.default_rng(0), 4
-    update = jax.jit(
-        lambda state, info: _updated(state, info, jnp.full(num_chains, 5e-4 * 10), jnp.asarray(150))
-    )
+    update = jax.jit(lambda state, info: _updated(state, info, 5e-4 * 10, jnp.ones(num_chains)))
 
     def settled(coefficient, start):
         state = StepSize(jnp.float32(start), jnp.float32(0), jnp.float32(jnp.inf))
@@ -258,20 +256,23 @@ def in_mcse(values, bias=0.0):
     )
 
 
-def test_sample_tunes_step_size_length_and_metric():
+def test_sample_tunes_step_size_length_and_metric_from_far_off():
+    """Three chains start at a log density of -1e8, one at -2e2: none may set the others back."""
     target = gm.LogDensity(scaled_normal)
+    start = {"a": jnp.full((4, 2), 3.0), "b": jnp.full((4, 8), 1500.0).at[0].set(-2.0)}
     draws = gm.sample(
         jax.random.key(0),
         target,
-        {"a": jnp.zeros(2), "b": jnp.zeros(8)},
-        kernel=MCLMC(target, 1.0, 1.0),
-        warmup=MCLMCAdaptation(),
-        num_chains=4,
+        gm.per_chain(start),
+        kernel=MCLMC(target, 0.1, 1.0),
+        warmup=MCLMCAdaptation(metric=Diagonal()),
         num_warmup=1000,
         num_samples=1000,
         thin=2,
         progress=False,
     )
+    log_density = np.asarray(draws.warmup["log_density"])
+    assert np.sum(log_density[:, 0] < -9e7) == 3 and log_density[:, -1].min() > -30
     ratios = jax.tree.map(lambda v, s: v / s**2, draws.kernel.inverse_mass_matrix, SCALES)
     assert all(np.all((v > 0.4) & (v < 2.5)) for v in jax.tree.leaves(ratios))
     energy_variance = np.var(np.asarray(draws.stats["energy_error"])) / 10
@@ -292,7 +293,7 @@ def test_the_kernel_of_another_warm_up_is_refused():
 
 # Local latents whose rows no mesh divides: the same chain on every mesh
 
-MESHES = {"1": {"data": 1}, "8": {"data": 8}, "2x4": {"chains": 2, "data": 4}}
+MESHES = {"1": {"data": 1}, "2x4": {"chains": 2, "data": 4}}
 NUM_ROWS, CHAINS = 11, 4
 
 
@@ -344,11 +345,10 @@ def run_on(name):
         return *jax.tree.map(np.asarray, program(kernel, states)), program
 
 
-@pytest.mark.parametrize("name", ["8", "2x4"])
-def test_chains_are_the_same_on_every_mesh(name):
+def test_chains_are_the_same_on_a_mesh():
     made, expected, _ = run_on("1")
     assert np.all(made) and np.ptp(expected["mean"], axis=0).min() > 0.1
-    got_made, got, _ = run_on(name)
+    got_made, got, _ = run_on("2x4")
     np.testing.assert_array_equal(got_made, made)
     pad = got["effect"][:, :, NUM_ROWS:]
     assert pad.shape[2] > 0 and np.ptp(pad, axis=0).max() == 0
@@ -363,14 +363,13 @@ OTHER_KINDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute
 GRADIENT, PRODUCTS, TERMS = 2, 6, 2
 
 
-@pytest.mark.parametrize("name", ["8", "2x4"])
-def test_a_step_costs_an_all_reduce_for_each_gradient_and_scalars(name):
-    found = communication(run_on(name)[2])
+def test_a_step_costs_an_all_reduce_for_each_gradient_and_scalars():
+    found = communication(run_on("2x4")[2])
     assert [kind for kind in OTHER_KINDS if found.count(kind)] == []
     within = [c for c in found.collectives if c.loops and c.loops[-1].name == "steps"]
     assert found.runs("all-reduce", within="steps") == len(within) <= 3
     assert {c.axes for c in within} == {("data",)}
-    chains = CHAINS // MESHES[name].get("chains", 1)
+    chains = CHAINS // MESHES["2x4"]["chains"]
     assert sum(c.num_bytes for c in within) <= 8 * chains * (GRADIENT + 2 * PRODUCTS + TERMS)
 
 
@@ -383,7 +382,9 @@ def test_tuning_adds_one_all_reduce_of_scalars_to_a_step():
     @jax.jit
     def begun(kernel, states):
         kernel = adaptation.prepare(kernel, states)
-        return kernel, layout.pin_like(adaptation.init(kernel, states), states.position)
+        approach = adaptation.init(kernel, states)
+        arrived, _ = adaptation.end(approach, kernel, states, jax.random.key(0), True)
+        return kernel, layout.pin_like(arrived, states.position)
 
     @jax.jit
     def updated(kernel, state, transition):
@@ -395,4 +396,4 @@ def test_tuning_adds_one_all_reduce_of_scalars_to_a_step():
     kernel, state = begun(kernel, states)
     found = communication(updated, kernel, state, Transition(states, states, info, None))
     assert [kind for kind in OTHER_KINDS if found.count(kind)] == []
-    assert [(c.kind, c.num_bytes) for c in found.collectives] == [("all-reduce", 12)]
+    assert [(c.kind, c.num_bytes) for c in found.collectives] == [("all-reduce", 20)]

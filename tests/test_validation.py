@@ -22,11 +22,13 @@ from scipy import integrate
 from scipy.special import gammaln, logsumexp
 
 import gspmd_mcmc as gm
-from benchmarks.validation import posteriordb, report, run, sequence_models
+from benchmarks.validation import posteriordb, report, run, sections, sequence_models
 from benchmarks.validation.configuration import Configuration, superchain_starts
 from benchmarks.validation.judge import UNADJUSTED, Reference, judge, threshold
+from benchmarks.validation.kernels import SETTINGS
 from benchmarks.validation.model import whole_target
 from benchmarks.validation.posteriors import MODELS
+from benchmarks.validation.process import run_group
 from benchmarks.validation.row_models import POSITIVE, flat_regression, regression
 from demos.datasets import DATA_ENV, DownloadError
 
@@ -150,6 +152,16 @@ SMALL = {
 FOLLOWS = ("theta1[2]", "theta2[2]")  # one less the other entry
 
 
+def small_mesh():
+    """Two devices for chains and two for data, which not all numbers of rows divide into."""
+    return gm.make_mesh(chains=2, data=2, devices=jax.devices()[:4])
+
+
+@jax.jit
+def constrained(target, position):
+    return target.params(position)
+
+
 @jax.jit
 def total_and_grad(target, position):
     terms, grad = target.terms_and_grad(position)
@@ -158,7 +170,7 @@ def total_and_grad(target, position):
 
 def parameters_at(model, target, position):
     """Constrained values by name, as draws would have them."""
-    values = target.params(position) if isinstance(target, gm.Posterior) else position
+    values = constrained(target, position) if isinstance(target, gm.Posterior) else position
     draws = jax.tree.map(lambda x: np.asarray(x)[None, None], values)
     return {name: float(x[0, 0]) for name, x in model.parameters(draws).items()}
 
@@ -192,7 +204,7 @@ def check_density(model, target, truth, data):
 def test_a_target_is_its_model_on_a_mesh(name):
     truth, data = SMALL[name]
     with jax.enable_x64(True):
-        target = MODELS[name].target(data, gm.make_mesh(chains=2, data=4), np.float64)
+        target = MODELS[name].target(data, small_mesh(), np.float64)
         check_density(MODELS[name], target, truth, data)
 
 
@@ -424,50 +436,96 @@ def rows_of(**changes):
     return {**asdict(row), **asdict(verdict), **work, **changes}
 
 
+def document_of(rows=(), tests=()):
+    where = {"cpu": "", "cores": 2, "python": "3", "commit": "", "modified": False}
+    of_rows = {"num_parameters": 77, "largest_z": LIMIT, "rows": rows, "tests": tests}
+    return {"environment": where, "saved": "", **of_rows}
+
+
 def test_the_table_has_a_row_for_what_fails_and_for_what_is_not_there():
+    of_mams = asdict(Configuration("arK-arK", "MAMS", "2x4", 64, "float32", 1, 1))
     rows = [
         rows_of(),
         rows_of(dtype="float64"),
         rows_of(kernel="HMC", failures=["R-hat of a: 1.2"]),
-        {**asdict(Configuration("arK-arK", "MAMS", "2x4", 64, "float32", 1, 1)), "missing": "no MAMS"},
-        {**asdict(Configuration("arK-arK", "HMC", "2x4", 64, "float32", 1, 1)), "error": "died"},
+        of_mams | {"missing": "no MAMS"},
+        of_mams | {"kernel": "HMC", "error": "died"},
+        of_mams | {"kernel": "NUTS", "not_run": "the time limit"},
     ]
-    where = {"cpu": "", "cores": 2, "python": "3", "commit": "", "modified": False}
-    document = {
-        "environment": where,
-        "num_parameters": 77,
-        "largest_z": LIMIT,
-        "rows": rows,
-        "saved": "",
-    }
-    text = report.markdown(document)
-    assert "2 passes, 2 fails, 1 not there" in text
+    text = report.markdown(document_of(rows))
+    assert "2 passes, 2 fails, 1 not there, 1 not run" in text
     assert "- nes1980-nes, HMC, mesh 1, 4 chains, float32: R-hat of a: 1.2" in text
     assert "- arK-arK, HMC, mesh 2x4, 64 chains, float32: died" in text
+    assert "| NUTS | 2x4 | 64 | float32 | not run |" in text
     assert "| nes1980-nes | NUTS | 1 | 4 | 0.00 |" in text, "float32 and float64 of equal draws"
-    assert [report.outcome(row) for row in rows] == ["passes", "passes", "fails", "not there", "fails"]
+    found = [report.outcome(row) for row in rows]
+    assert found == ["passes", "passes", "fails", "not there", "fails", "not run"]
+
+
+def test_other_sections_have_tables_of_their_own():
+    of_nuts = {"section": "sbc", "kernel": "NUTS", "mesh": "8", "chains": 256, "bound": 1e-4}
+    tests = [
+        of_nuts | {"what": "least p", "value": 0.25, "passed": True},
+        of_nuts | {"what": "rejected: largest |z|", "value": 0.5, "passed": False},
+        {"section": "shapes", "kernel": "HMC", "error": "died"},
+    ]
+    text = report.markdown(document_of(tests=tests))
+    assert "1 passes, 2 fails, 0 not there, 0 not run" in text
+    assert "| NUTS | 8 | 256 | passes | least p | 0.25 | 0.0001 |" in text
+    assert "| NUTS | 8 | 256 | fails | rejected: largest abs z | 0.5 | 0.0001 |" in text
+    assert "- sbc, NUTS, mesh 8: rejected: largest |z|: 0.5, bound 0.0001" in text
+    assert "- shapes, HMC: died" in text and "## Hard shapes" in text
+
+
+def selected(*argv):
+    return list(run.configurations(run._selection(run._parse(list(argv)))))
 
 
 def test_every_kernel_mesh_and_number_of_chains_is_in_the_table():
-    selection = run._selection(run._parse([]))
-    rows = list(run.configurations(selection))
+    rows = selected()
     settings = {(r.kernel, r.mesh, r.chains) for r in rows if r.posterior == "arK-arK"}
-    assert {("NUTS", m, c) for m in ("1", "2x4") for c in (4, 64)} < settings
+    assert {("default", m, c) for m in ("1", "2x4") for c in (4, 64)} < settings
     assert {("SNAPER", m, 64) for m in ("1", "2x4")} < settings
-    assert {r.posterior for r in rows} == set(MODELS) and {r.dtype for r in rows} == {
-        "float32",
-        "float64",
-    }
+    assert {kernel for kernel, _, _ in settings} == set(SETTINGS)
+    assert {r.posterior for r in rows} == set(MODELS)
+    doubles = {(r.posterior, r.kernel, r.mesh, r.chains) for r in rows if r.dtype == "float64"}
+    assert doubles == {(name, "default", "1", 4) for name in MODELS}
     assert len(set(map(str, rows))) == len(rows)
+    assert ("NUTS", 4) not in {(r.kernel, r.chains) for r in rows}, "default, a second time"
 
 
-def test_a_process_that_dies_is_a_failed_row(tmp_path):
+def test_every_kernel_is_in_every_other_section():
+    jobs = {(job.section, job.kernel) for job in sections.jobs(run.SECTIONS, None, is_quick=False)}
+    assert {("sbc", name) for name in ("HMC", "NUTS", "JitteredHMC", "MAMS")} < jobs
+    assert {("geweke", name) for name in ("HMC", "NUTS", "JitteredHMC", "MAMS")} < jobs
+    assert {kernel for section, kernel in jobs if section == "shapes"} == set(SETTINGS) - {"default"}
+    assert {job.section for job in sections.jobs(["shapes"], None, is_quick=True)} == {"shapes"}
+    assert selected("--sections", "sbc") == []
+    assert run._parse(["--chains", "4"]).sections == ("posteriors",)
+
+
+def test_a_process_that_dies_is_a_failed_row_and_what_is_left_without_time_is_not_run(tmp_path):
     kept = []
     row = Configuration(NAME, "NUTS", "1", 4, "float32", 10, 10)
     task = {"largest_z": LIMIT, "data_dir": str(tmp_path)}
-    run.run_group([row], task, lambda row, record: kept.append(record), print)
-    assert len(kept) == 1 and kept[0]["error"].startswith("died (exit 1): ")
+    run_group(
+        [row, row], task, lambda row, record: kept.append(record), print, may_start=lambda: not kept
+    )
+    assert kept[0]["error"].startswith("died (exit 1): ")
     assert "expected the files of" in kept[0]["error"]
+    assert kept[1:] == [{"not_run": "the time limit came first"}]
+
+
+def test_going_on_keeps_results_and_not_rows_without_any(tmp_path):
+    out = tmp_path / "rows.json"
+    tests = [{"section": "sbc", "kernel": "HMC", "is_quick": False, "passed": False}]
+    out.write_text(json.dumps({"rows": [rows_of(), rows_of(error="died")], "tests": tests}))
+    options = run._parse(["--out", str(out), "--resume"])
+    assert len(run._earlier(options, "rows")) == 1
+    jobs = list(sections.jobs(["sbc"], ["HMC", "NUTS"], is_quick=False))
+    found = run._earlier(options, "tests")
+    assert [run._is_done(job, found) for job in jobs] == [True, False]
+    assert run._earlier(run._parse(["--out", str(out)]), "rows") == []
 
 
 # Posteriors that are known, sampled on a mesh and judged
@@ -545,7 +603,7 @@ def test_a_regression_with_a_known_posterior():
     """Right on a mesh; with the Jacobian of sigma > 0 taken off, the same program is rejected."""
     data = regression_data()
     model = flat_regression("known", lambda data: data)
-    placed = gm.place(jax.tree.map(np.float32, data), gm.make_mesh(chains=2, data=4), P("data"))
+    placed = gm.place(jax.tree.map(np.float32, data), small_mesh(), P("data"))
     reference = regression_truth(**data)
     limit = threshold(len(reference.names))
 
@@ -563,7 +621,7 @@ def test_a_regression_with_a_known_posterior():
 
 def test_eight_schools_with_the_truth_by_quadrature():
     model = MODELS["eight_schools-eight_schools_noncentered"]
-    target = model.target(SCHOOLS, gm.make_mesh(chains=2, data=4))
+    target = model.target(SCHOOLS, small_mesh())
     reference = schools_truth()
     draws = nuts_draws(model, target, model.initial_position(SCHOOLS))
     assert judge(draws, reference, threshold(len(reference.names))).failures == []

@@ -44,13 +44,13 @@ def nuts(task) -> EssProgram:
             state, leapfrogs = jax.vmap(one)(keys, state, warm[1])
             return state, (state.position, leapfrogs)
 
-        return jax.lax.scan(body, warm[0], jax.random.split(key, task.num_samples))[1]
+        return by_chain(jax.lax.scan(body, warm[0], jax.random.split(key, task.num_samples))[1])
 
     def warm_up(key):
         return tune(jax.random.split(key, task.chains), start, data)
 
     def sample(key, warm):
-        return Sampled(*by_chain(collect(key, warm, data)))
+        return Sampled(*collect(key, warm, data))
 
     return EssProgram(warm_up, sample)
 
@@ -102,9 +102,9 @@ def chees(task) -> EssProgram:
             states, info = jax.vmap(step)(keys, states)
             return states, (states.position, info.num_integration_steps)
 
-        return jax.lax.scan(body, states, jax.random.split(key, task.num_samples))[1]
+        return by_chain(jax.lax.scan(body, states, jax.random.split(key, task.num_samples))[1])
 
     def sample(key, warm):
-        return Sampled(*by_chain(collect(key, warm, data)))
+        return Sampled(*collect(key, warm, data))
 
     return EssProgram(lambda key: tune(key, start, data), sample)

@@ -1,6 +1,7 @@
 """NumPyro's NUTS with vectorised chains, stepped as ``MCMC(..., jit_model_args=True)`` steps it.
 
-The data are arguments of the program. What ``MCMC.run`` does anew at every call is left out.
+The data are arguments of the program. Of what ``MCMC.run`` does anew at every call, only the kernel's
+``init`` is part of the warm-up here.
 """
 
 import jax
@@ -39,14 +40,14 @@ def nuts(task) -> EssProgram:
             state = kernel.sample(state, (data,), {})
             return state, (state.z, state.num_steps)
 
-        return jax.lax.scan(body, state, length=task.num_samples)[1]
+        return by_chain(jax.lax.scan(body, state, length=task.num_samples)[1])
 
     def warm_up(rng_key):
         keys = jax.random.split(rng_key, task.chains)
         return advance(kernel.init(keys, task.num_warmup, start, (data,), {}), data)
 
     def sample(_, state):
-        return Sampled(*by_chain(collect(state, data)))
+        return Sampled(*collect(state, data))
 
     return EssProgram(warm_up, sample)
 

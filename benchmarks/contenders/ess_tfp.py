@@ -42,10 +42,10 @@ def nuts(task) -> EssProgram:
             carry, leapfrogs = _stepping(kernel(data))(carry, key)
             return carry, (position(*carry[0]), leapfrogs)
 
-        return jax.lax.scan(body, carry, jax.random.split(key, task.num_samples))[1]
+        return by_chain(jax.lax.scan(body, carry, jax.random.split(key, task.num_samples))[1])
 
     def sample(key, warm):
-        return Sampled(*by_chain(collect(key, warm, data)))
+        return Sampled(*collect(key, warm, data))
 
     return EssProgram(lambda key: advance(key, data), sample)
 

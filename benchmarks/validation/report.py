@@ -13,35 +13,44 @@ HEAD = (
     *("kernel", "mesh", "chains", "precision", "outcome", "worst abs z", "of", "R-hat", "least ESS"),
     *("divergences", "leapfrogs", "warm-up", "seconds"),
 )
+OUTCOMES = ("passes", "fails", "not there", "not run")
+TITLES = {
+    "sbc": "Simulation-based calibration",
+    "geweke": "Geweke's joint distribution test",
+    "shapes": "Hard shapes",
+}
 OF_A_RUN = ("kernel", "mesh", "chains", "dtype")
 
 
 def outcome(row: Row) -> str:
-    """Say "passes", "fails" or, of a kernel that the library does not have, "not there"."""
+    """Say "passes", "fails", "not there" of a kernel that the library lacks, or "not run" in time."""
     if "missing" in row:
         return "not there"
-    return "passes" if row.get("failures") == [] else "fails"
+    if "not_run" in row:
+        return "not run"
+    return "passes" if row.get("failures") == [] or row.get("passed") else "fails"
 
 
 def line(row: Row) -> str:
     """Tell of one row in a line, with rich's markup."""
-    colour = {"passes": "green", "fails": "red", "not there": "yellow"}[outcome(row)]
-    text = escape(f"{row['posterior']}, {_setting(row)}: {_figures(row)}")
+    colour = {"passes": "green", "fails": "red"}.get(outcome(row), "yellow")
+    text = escape(f"{_name(row)}: {_figures(row)}")
     return f"[{colour}]{outcome(row)}[/{colour}] {text}"
 
 
 def summary(rows: Sequence[Row]) -> str:
     """Count outcomes."""
     found = [outcome(row) for row in rows]
-    return ", ".join(f"{found.count(kind)} {kind}" for kind in ("passes", "fails", "not there"))
+    return ", ".join(f"{found.count(kind)} {kind}" for kind in OUTCOMES)
 
 
 def markdown(document: Mapping[str, Any]) -> str:
     """Write the whole document: what was held against what, a table a posterior, totals, failures."""
-    rows = document["rows"]
+    rows, tests = document["rows"], document["tests"]
     parts = [
         _opening(document),
-        *_failures(rows),
+        *_failures([*tests, *rows]),
+        *_by_section(tests),
         _totals(rows),
         *_by_posterior(rows),
         _precisions(rows),
@@ -51,22 +60,49 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 def _opening(document: Mapping[str, Any]) -> str:
     where = document["environment"]
-    largest, number = f"{document['largest_z']:.2f}", document["num_parameters"]
     commit = f"{where['commit']}{' (modified)' if where['modified'] else ''}"
     return f"""# Validation
 
-Written by `python -m benchmarks validate`. Draws of posteriors of posteriordb against its reference:
-means of x and of (x - m)² for every parameter, in Monte Carlo standard errors. The largest |z| is held
-to {largest}: Bonferroni at 0.001 for both moments of the {number} parameters of all posteriors, for
-each kernel, mesh, number of chains and precision. R-hat <= 1.01 for 4 chains; nested R-hat <= 1.01
-(8 superchains) and bulk ESS >= 400 for 64. MCLMC is unadjusted: its z counts what is beyond a bias of
-0.1 sd of a mean, or of 20 % of a variance.
-
+Written by `python -m benchmarks validate`. Draws of posteriors of posteriordb against its reference,
+kernels by simulation-based calibration and by Geweke's test, and shapes of known law.
+{_of_posteriors(document)}
 {where["cpu"]}, {where["cores"]} cores, Python {where["python"]}, commit {commit},
 saved {document["saved"]}. Seconds hold compilation, and whatever else the machine did.
 
-{summary(document["rows"])}.
+{summary([*document["tests"], *document["rows"]])}.
 """
+
+
+def _of_posteriors(document: Mapping[str, Any]) -> str:
+    if not document["rows"]:
+        return ""
+    largest, number = f"{document['largest_z']:.2f}", document["num_parameters"]
+    return f"""
+Of posteriors: means of x and of (x - m)² for every parameter, in Monte Carlo standard errors. The
+largest |z| is held to {largest}: Bonferroni at 0.001 for both moments of the {number} parameters of all
+posteriors, for each kernel, mesh, number of chains and precision. R-hat <= 1.01 for 4 chains; nested
+R-hat <= 1.01 (8 superchains) and bulk ESS >= 400 for 64. MCLMC is unadjusted: its z counts what is
+beyond a bias of 0.1 sd of a mean, or of 20 % of a variance. `default` of 4 chains is NUTS.
+"""
+
+
+def _by_section(tests: Sequence[Row]) -> list[str]:
+    """Write a table for each section of other tests; "rejected" rows are broken samplers."""
+    tables = []
+    head = ("kernel", "mesh", "chains", "outcome", "what", "value", "bound")
+    for section, title in TITLES.items():
+        own = [_cells_of_test(test) for test in tests if test["section"] == section]
+        if own:
+            tables.append(f"## {title}\n\n{_table(head, own)}\n")
+    return tables
+
+
+def _cells_of_test(test: Row) -> tuple[str, ...]:
+    if "what" not in test:
+        return (test["kernel"], "", "", outcome(test), _figures(test), "", "")
+    what = test["what"].replace("|z|", "abs z")  # a bar ends a cell
+    own = (test["kernel"], test["mesh"], str(test["chains"]), outcome(test), what)
+    return (*own, f"{test['value']:.3g}", f"{test['bound']:.3g}")
 
 
 def _by_posterior(rows: Sequence[Row]) -> list[str]:
@@ -97,8 +133,10 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _figures(row: Row) -> str:
+    if "what" in row:
+        return f"{row['what']}: {row['value']:.3g}, bound {row['bound']:.3g}"
     if "worst_z" not in row:
-        return row.get("missing") or row["error"]
+        return next(row[kind] for kind in ("missing", "not_run", "error") if kind in row)
     text = ", ".join(
         (
             f"|z| {row['worst_z']:.2f} ({row['worst']})",
@@ -112,6 +150,12 @@ def _figures(row: Row) -> str:
     return "; ".join([text, *row["failures"][:3]])
 
 
+def _name(row: Row) -> str:
+    if "section" not in row:
+        return f"{row['posterior']}, {_setting(row)}"
+    return f"{row['section']}, {row['kernel']}" + (f", mesh {row['mesh']}" if "mesh" in row else "")
+
+
 def _setting(row: Row) -> str:
     return f"{row['kernel']}, mesh {row['mesh']}, {row['chains']} chains, {row['dtype']}"
 
@@ -120,19 +164,18 @@ def _failures(rows: Sequence[Row]) -> list[str]:
     failed = [row for row in rows if outcome(row) == "fails"]
     if not failed:
         return []
-    lines = [
-        f"- {row['posterior']}, {_setting(row)}: {'; '.join(row.get('failures') or [row['error']])}"
-        for row in failed
-    ]
+    lines = [f"- {_name(row)}: {'; '.join(row.get('failures') or [_figures(row)])}" for row in failed]
     return ["## What does not pass\n", *lines, ""]
 
 
 def _totals(rows: Sequence[Row]) -> str:
-    """One line a kernel, mesh, number of chains and precision: over all posteriors."""
+    """Write one line a kernel, mesh, number of chains and precision: over all posteriors."""
 
     def key(row):
         return tuple(str(row[name]) for name in OF_A_RUN)
 
+    if not rows:
+        return ""
     cells = []
     for own, group in itertools.groupby(sorted(rows, key=key), key=key):
         group = list(group)

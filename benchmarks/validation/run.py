@@ -1,19 +1,17 @@
-"""Every posterior x kernel x mesh x chains x precision, judged: ``python -m benchmarks validate``.
+"""Every posterior x kernel x mesh x chains x precision, judged, and the other tests of samplers.
 
-Each posterior and precision runs in a process of its own. A row that fails, crashes or takes too long
-says so and ends nothing; results are saved as they come, and ``--resume`` goes on from them.
+``python -m benchmarks validate``. Each posterior and precision, and each section of other tests, runs
+in a process of its own, two at a time. A row that fails, crashes or takes too long says so and ends
+nothing; results are saved as they come, and ``--resume`` goes on from them.
 """
 
 import argparse
 import itertools
 import json
-import queue
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,31 +19,36 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import environment
-from benchmarks.validation import posteriordb, report
+from benchmarks.validation import posteriordb, report, sections
 from benchmarks.validation.configuration import MESHES, Configuration
 from benchmarks.validation.judge import threshold
 from benchmarks.validation.kernels import SETTINGS, Setting
 from benchmarks.validation.posteriors import MODELS
+from benchmarks.validation.process import ROOT, run_group
+from benchmarks.validation.sections import Job
 
-ROOT = Path(__file__).resolve().parents[2]
+SECTIONS = (*sections.SECTIONS, "posteriors")
 TABLE = ROOT / "benchmarks" / "VALIDATION.md"
-TIMEOUT_S = 900.0
 STEPS = {4: (1000, 1000), 64: (500, 200)}  # chains -> warm-up, draws
 QUICK_POSTERIORS = (
     "eight_schools-eight_schools_noncentered",
     "kidiq_with_mom_work-kidscore_interaction_z",
     "low_dim_gauss_mix-low_dim_gauss_mix",
 )
-QUICK_STEPS = {4: (400, 500)}
-QUICK_KERNELS = ("default", "NUTS")
-# Float64 is for one comparison of both precisions, not for every kernel.
-DOUBLE_KERNELS, DOUBLE_CHAINS = ("NUTS",), (4,)
+QUICK_STEPS = {4: (400, 500), 64: (300, 100)}
+QUICK_KERNELS = ("default", "SNAPER")
+# Float64 is for one comparison of both precisions, not for every kernel and mesh.
+DOUBLE_KERNELS, DOUBLE_CHAINS, DOUBLE_MESHES = ("default",), (4,), ("1",)
 WITHOUT_DENSE_TOO_SLOW = ("diamonds-diamonds",)
+SAME_CALL = (("NUTS", 4),)  # as `default` there
+# Kernels of their own; the others are these with another metric or warm-up, and run on one device.
+ON_EVERY_MESH = ("default", "NUTS", "HMC", "SNAPER", "MAMS", "MCLMC")
+KERNELS = tuple(dict.fromkeys((*SETTINGS, *itertools.chain(*sections.KERNELS.values()))))
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What of the whole table is run."""
+    """What of the posteriors' table is run."""
 
     posteriors: tuple[str, ...]
     kernels: tuple[str, ...]
@@ -54,48 +57,79 @@ class Selection:
     dtypes: tuple[str, ...] = ("float32", "float64")
 
 
+class Results:
+    """What is known so far: the document, saved whenever a row comes."""
+
+    def __init__(self, document: dict[str, Any], out: Path, table: Path, console: Console):
+        self.document = document
+        self._out, self._table, self._console = out, table, console
+        self._lock = threading.Lock()
+
+    def keep(self, row: Configuration | Job, record: Mapping[str, Any]) -> None:
+        """Add a row's record; of a section, all of its tests."""
+        found = [asdict(row) | test for test in record.get("tests", [record])]
+        with self._lock:
+            self.document["rows" if isinstance(row, Configuration) else "tests"] += found
+            self.save()
+            for one in found:
+                self._console.print(report.line(one), soft_wrap=True)
+
+    def save(self) -> None:
+        """Write the document and its tables."""
+        self.document["saved"] = time.strftime("%Y-%m-%dT%H:%M:%S")
+        texts = json.dumps(self.document, indent=1), report.markdown(self.document)
+        for path, text in zip((self._out, self._table), texts, strict=True):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.name}.part")
+            partial.write_text(text)
+            partial.replace(path)
+
+
 def main(argv: list[str]) -> int:
     """Run the validation; the exit status is 1 if a row does not pass."""
     options = _parse(argv)
     console = Console()
-    selection = _selection(options)
-    results = _earlier(options.out) if options.resume else []
     table = options.table or (options.out.with_suffix(".md") if _is_partial(options) else TABLE)
     data_dir = None if options.data_dir is None else str(options.data_dir.expanduser().resolve())
+    selection = _selection(options)
     num_parameters = count_parameters(selection.posteriors, data_dir)
     document = {
         "environment": environment.record(),
         "num_parameters": num_parameters,
-        "largest_z": threshold(num_parameters),
-        "rows": results,
+        "largest_z": threshold(num_parameters) if num_parameters else None,
+        "rows": _earlier(options, "rows"),
+        "tests": _earlier(options, "tests"),
     }
-    todo = [row for row in configurations(selection) if not _is_done(row, results)]
-    _run_all(todo, document, data_dir, lambda: _save(options.out, document, table), console)
-    console.print(report.summary(results), f"Table: {table}", sep="\n")
-    return 1 if any(report.outcome(row) == "fails" for row in results) else 0
+    results = Results(document, options.out, table, console)
+    rows = [row for row in configurations(selection) if not _is_done(row, document["rows"])]
+    jobs = sections.jobs(options.sections, options.kernels, options.quick)
+    jobs = [job for job in jobs if not _is_done(job, document["tests"])]
+    task = {"largest_z": document["largest_z"], "data_dir": data_dir}
+    _run_all(_by_process(jobs, rows), task, results, options)
+    found = document["tests"] + document["rows"]
+    console.print(report.summary(found), f"Table: {table}", sep="\n")
+    return 1 if any(report.outcome(row) == "fails" for row in found) else 0
 
 
 def _run_all(
-    todo: list[Configuration],
-    document: dict[str, Any],
-    data_dir: str | None,
-    save: Callable[[], None],
-    console: Console,
+    groups: list[list[Configuration] | list[Job]],
+    task: Mapping[str, Any],
+    results: Results,
+    options: argparse.Namespace,
 ) -> None:
-    """Run rows, add their records to the document and save it after each."""
+    """Run groups, so many at a time; begin no row after the time limit."""
+    until = None if options.limit_minutes is None else time.monotonic() + 60 * options.limit_minutes
 
-    def keep(row: Configuration, record: Mapping[str, Any]) -> None:
-        document["rows"].append({**asdict(row), **record})
-        save()
-        console.print(report.line(document["rows"][-1]), soft_wrap=True)
+    def may_start() -> bool:
+        return until is None or time.monotonic() < until
 
-    groups = _by_process(todo)
-    task = {"largest_z": document["largest_z"], "data_dir": data_dir}
-    with console.status("") as status:
-        for number, group in enumerate(groups):
-            which = f"posterior and precision {number + 1} of {len(groups)}"
-            run_group(group, task, keep, lambda row, which=which: status.update(f"{which}: {row}"))
-    save()
+    def run(group):
+        run_group(group, task, results.keep, lambda row: status.update(str(row)), may_start)
+
+    with Console(stderr=True).status("") as status, ThreadPoolExecutor(options.processes) as pool:
+        for done in [pool.submit(run, group) for group in groups]:
+            done.result()
+    results.save()
 
 
 def configurations(selection: Selection) -> Iterator[Configuration]:
@@ -104,96 +138,26 @@ def configurations(selection: Selection) -> Iterator[Configuration]:
     for posterior, dtype in of_process:
         rest = itertools.product(selection.kernels, selection.steps, selection.meshes)
         for kernel, chains, mesh in rest:
-            if suits(SETTINGS[kernel], kernel, posterior, chains, dtype):
-                yield Configuration(posterior, kernel, mesh, chains, dtype, *selection.steps[chains])
+            row = Configuration(posterior, kernel, mesh, chains, dtype, *selection.steps[chains])
+            if suits(SETTINGS[kernel], row):
+                yield row
 
 
-def suits(setting: Setting, kernel: str, posterior: str, chains: int, dtype: str) -> bool:
+def suits(setting: Setting, row: Configuration) -> bool:
     """Tell whether a row is part of the table."""
-    if dtype == "float64" and not (kernel in DOUBLE_KERNELS and chains in DOUBLE_CHAINS):
+    is_double = row.kernel in DOUBLE_KERNELS and row.chains in DOUBLE_CHAINS
+    if row.dtype == "float64" and not (is_double and row.mesh in DOUBLE_MESHES):
         return False
-    if posterior in WITHOUT_DENSE_TOO_SLOW and not setting.is_dense:
+    if row.posterior in WITHOUT_DENSE_TOO_SLOW and not setting.is_dense:
         return False
-    return chains in setting.chains
+    if row.mesh != "1" and row.kernel not in ON_EVERY_MESH:
+        return False
+    return row.chains in setting.chains and (row.kernel, row.chains) not in SAME_CALL
 
 
 def count_parameters(posteriors: tuple[str, ...], data_dir: str | None) -> int:
     """Return how many parameters the references of all posteriors have; a missing file raises here."""
     return sum(len(posteriordb.load(name, data_dir).draws) for name in posteriors)
-
-
-def run_group(
-    rows: list[Configuration],
-    task: Mapping[str, Any],
-    keep: Callable[[Configuration, Mapping[str, Any]], None],
-    say: Callable[[Configuration], None],
-    timeout_s: float = TIMEOUT_S,
-) -> None:
-    """Run rows in a process; where it dies or hangs a row is kept as failed, and a new one goes on."""
-    while rows:
-        process = Process(rows, task)
-        try:
-            while rows:
-                say(rows[0])
-                keep(rows[0], process.next_record(timeout_s))
-                rows = rows[1:]
-        except ProcessEnded as error:
-            keep(rows[0], {"error": str(error)})
-            rows = rows[1:]
-        finally:
-            process.close()
-
-
-class ProcessEnded(RuntimeError):
-    """The process died, or did not answer in time."""
-
-
-class Process:
-    """A worker, its records one line of JSON each."""
-
-    def __init__(self, rows: list[Configuration], task: Mapping[str, Any]):
-        request = json.dumps({**task, "configurations": [asdict(row) for row in rows]})
-        self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.validation.worker", request],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=self._words,
-            text=True,
-        )
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def next_record(self, timeout_s: float) -> dict[str, Any]:
-        """Wait for the next record."""
-        try:
-            line = self._lines.get(timeout=timeout_s)
-        except queue.Empty:
-            raise ProcessEnded(f"no result in {timeout_s:.0f} s") from None
-        if line is None:
-            raise ProcessEnded(self._last_words())
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-        self._reader.join()
-        self._words.close()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                self._lines.put(line)
-        self._lines.put(None)
-
-    def _last_words(self) -> str:
-        code = self._process.wait()
-        self._words.seek(0)
-        lines = [line.strip() for line in self._words if line.strip()]
-        return f"died (exit {code}): {' | '.join(lines[-2:])[:400]}"
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -203,55 +167,63 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--data-dir", type=Path, help=f"folder with the data (or {posteriordb.DATA_ENV})"
     )
+    parser.add_argument(
+        "--sections", nargs="+", choices=SECTIONS, help="some of all; posteriors where some are chosen"
+    )
     parser.add_argument("--posteriors", nargs="+", choices=MODELS, help="some of the nine")
-    parser.add_argument("--kernels", nargs="+", choices=SETTINGS, help="some of the kernels")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, help="some of the kernels")
     parser.add_argument("--chains", nargs="+", type=int, choices=STEPS, help="some numbers of chains")
     parser.add_argument("--meshes", nargs="+", choices=MESHES, help="some of the meshes")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "float64"))
+    parser.add_argument("--limit-minutes", type=float, help="begin no row after so many")
+    parser.add_argument("--processes", type=int, default=2, help="how many at a time")
     parser.add_argument("--quick", action="store_true", help="few posteriors and steps, one mesh")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out has already")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    # Who chooses among posteriors' rows does not ask for calibration.
+    options.sections = options.sections or (("posteriors",) if _are_some(options) else SECTIONS)
+    return options
 
 
 def _selection(options: argparse.Namespace) -> Selection:
     steps = QUICK_STEPS if options.quick else STEPS
     chosen = {n: steps[n] for n in options.chains or steps if n in steps}
+    usual = QUICK_POSTERIORS if options.quick else tuple(MODELS)
+    posteriors = options.posteriors or usual if "posteriors" in options.sections else ()
+    kernels = options.kernels or (QUICK_KERNELS if options.quick else SETTINGS)
     return Selection(
-        posteriors=tuple(options.posteriors or (QUICK_POSTERIORS if options.quick else MODELS)),
-        kernels=tuple(options.kernels or (QUICK_KERNELS if options.quick else SETTINGS)),
+        posteriors=tuple(posteriors),
+        kernels=tuple(name for name in kernels if name in SETTINGS),
         steps=chosen,
         meshes=tuple(options.meshes or (("2x4",) if options.quick else MESHES)),
         dtypes=tuple(options.dtypes or (("float32",) if options.quick else ("float32", "float64"))),
     )
 
 
+def _are_some(options: argparse.Namespace) -> bool:
+    """Tell whether posteriors' rows are chosen, other than by kernel."""
+    return any((options.posteriors, options.chains, options.meshes, options.dtypes))
+
+
 def _is_partial(options: argparse.Namespace) -> bool:
-    chosen = (options.posteriors, options.kernels, options.chains, options.meshes, options.dtypes)
-    return options.quick or any(chosen)
+    is_chosen = _are_some(options) or options.kernels or set(options.sections) < set(SECTIONS)
+    return bool(options.quick or is_chosen)
 
 
-def _by_process(rows: list[Configuration]) -> list[list[Configuration]]:
-    def of(row):
-        return row.posterior, row.dtype
+def _by_process(jobs: list[Job], rows: list[Configuration]) -> list[list[Configuration] | list[Job]]:
+    """Put a section's jobs in one group, and rows of one posterior and precision."""
+    of_jobs = [list(group) for _, group in itertools.groupby(jobs, key=lambda job: job.section)]
+    of_rows = itertools.groupby(rows, key=lambda row: (row.posterior, row.dtype))
+    return [*of_jobs, *(list(group) for _, group in of_rows)]
 
-    return [list(group) for _, group in itertools.groupby(rows, key=of)]
 
-
-def _is_done(row: Configuration, results: list[dict[str, Any]]) -> bool:
+def _is_done(row: Configuration | Job, results: list[dict[str, Any]]) -> bool:
     return any(asdict(row).items() <= record.items() for record in results)
 
 
-def _earlier(out: Path) -> list[dict[str, Any]]:
-    if not out.exists():
+def _earlier(options: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
+    """Return the rows or tests to go on from: not those that had no result."""
+    if not (options.resume and options.out.exists()):
         return []
-    rows = json.loads(out.read_text())["rows"]
-    return [row for row in rows if "error" not in row and "missing" not in row]
-
-
-def _save(out: Path, document: dict[str, Any], table: Path) -> None:
-    document["saved"] = time.strftime("%Y-%m-%dT%H:%M:%S")
-    for path, text in ((out, json.dumps(document, indent=1)), (table, report.markdown(document))):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.part")
-        partial.write_text(text)
-        partial.replace(path)
+    rows = json.loads(options.out.read_text()).get(kind, [])
+    return [row for row in rows if not {"error", "missing", "not_run"} & row.keys()]

@@ -1,13 +1,13 @@
-"""One posterior in a process of its own: a line of JSON for each configuration.
+"""Rows in a process of their own: a line of JSON for each, of one posterior or of a section's kernels.
 
-``python -m benchmarks.validation.worker '{"configurations": [...], "largest_z": 4.6, ...}'``. A process
-for each posterior and precision, so that compiled programs do not pile up and a crash costs one row.
+``python -m benchmarks.validation.worker '{"kind": "Configuration", "rows": [...], ...}'``
 """
 
 import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import jax
@@ -22,27 +22,37 @@ NUM_DEVICES = 8
 
 
 def main() -> None:
-    """Run the configurations that the first argument lists, all of one posterior and precision."""
+    """Run the rows that the first argument lists, all of one kind."""
     records = _private_stdout()
     task = json.loads(sys.argv[1])
-    todo = [Configuration(**row) for row in task["configurations"]]
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-    jax.config.update("jax_enable_x64", todo[0].dtype == "float64")
-    recorded = posteriordb.load(todo[0].posterior, task["data_dir"])
-    reference = Reference.from_draws(recorded.draws)
-    for row in todo:
-        print(
-            json.dumps(_attempt(row, recorded, reference, task["largest_z"])), file=records, flush=True
-        )
+    run = {"Configuration": _posterior, "Job": _section}[task["kind"]](task)
+    for row in task["rows"]:
+        print(json.dumps(_attempt(run, row)), file=records, flush=True)
         jax.clear_caches()
 
 
-def _attempt(
-    row: Configuration, recorded: posteriordb.Recorded, reference: Reference, largest_z: float
-) -> dict[str, Any]:
+def _posterior(task: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Load what all rows, of one posterior and precision, are judged by; return what runs one."""
+    first = Configuration(**task["rows"][0])
+    jax.config.update("jax_enable_x64", first.dtype == "float64")
+    recorded = posteriordb.load(first.posterior, task["data_dir"])
+    reference = Reference.from_draws(recorded.draws)
+    model, largest_z = MODELS[first.posterior], task["largest_z"]
+    return lambda row: configuration.run(
+        Configuration(**row), model, recorded.data, reference, largest_z
+    )
+
+
+def _section(task: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    from benchmarks.validation import sections  # imported here: posteriors need none of it
+
+    return lambda row: sections.run(sections.Job(**row))
+
+
+def _attempt(run: Callable[[dict[str, Any]], dict[str, Any]], row: dict[str, Any]) -> dict[str, Any]:
     try:
-        model = MODELS[row.posterior]
-        return configuration.run(row, model, recorded.data, reference, largest_z)
+        return run(row)
     except NotThere as error:
         return {"missing": str(error)}
     except Exception as error:

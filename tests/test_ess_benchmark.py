@@ -1,0 +1,175 @@
+"""The benchmark of effective sample sizes: one posterior for all, honest counts, its rule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import ess, ess_table
+from benchmarks.contenders import ess_ours
+from benchmarks.contenders.ess_program import EssProgram, Problem, Sampled, counts, union
+from benchmarks.ess_models import MODELS, hierarchical, regression, sequences
+
+RNG = np.random.default_rng(0)
+
+
+def small_digits():
+    images = RNG.integers(0, 256, (30, 784)).astype(np.uint8)
+    return {"image": images, "label": RNG.integers(0, 10, 30).astype(np.int32)}
+
+
+# What each model reads, smaller where its own is large or comes from files
+DATA = {
+    "eight_schools": {"y": np.array([28.0, 8.0, -3.0]), "sigma": np.array([15.0, 10.0, 16.0])},
+    "arK": {"lags": RNG.normal(size=(12, 5)), "y": RNG.normal(size=12)},
+    "gp_regr": {"squared_distance": (np.arange(5.0)[:, None] - np.arange(5.0)) ** 2, "y": np.ones(5)},
+    "german_credit": regression.GERMAN_CREDIT.load(None),
+    "item_response": hierarchical.ITEM_RESPONSE.load(None),
+    "stochastic_volatility": {"y": RNG.normal(size=20)},
+    "groups": hierarchical.simulate_groups(50),
+    "mnist_6000": small_digits(),
+    "mnist_60000": small_digits(),
+}
+
+
+@pytest.fixture(params=[name for name in MODELS if name != "mnist_60000"])
+def problem(request) -> Problem:
+    model = MODELS[request.param]
+    data = {
+        name: x.astype(np.float32) if x.dtype.kind == "f" else x for name, x in DATA[model.name].items()
+    }
+    return Problem(model, data, model.start(data, 1, seed=1))
+
+
+def test_ours_and_peers_sample_the_same_density(problem):
+    """Up to a constant: differences between two points, and the gradient, agree."""
+    log_density, data, start = problem.for_peers()
+    here = jax.tree.map(lambda x: x[0], start)
+    there = jax.tree.map(lambda x: 0.9 * x + 0.01, here)
+    target = ess_ours.target_of(problem)
+
+    def ours(position, target):
+        return sum(jnp.sum(term) for term in jax.tree.leaves(target.terms(position)))
+
+    peers, evaluate = jax.jit(jax.value_and_grad(log_density)), jax.jit(ours)
+    with jax.numpy_rank_promotion("allow"):  # as a user's program has it
+        (value, gradient), (other, _) = peers(here, data), peers(there, data)
+        own_gradient = jax.jit(lambda x, target: target.grad(x))(here, target)
+        own_difference = evaluate(here, target) - evaluate(there, target)
+    scale = abs(float(value)) + 1
+    np.testing.assert_allclose(own_difference, value - other, atol=2e-5 * scale)
+    for name in gradient:
+        size = float(jnp.max(jnp.abs(gradient[name])))
+        np.testing.assert_allclose(own_gradient[name], gradient[name], atol=2e-4 * size)
+
+
+def test_models_have_the_latents_that_they_claim():
+    latents = {
+        "german_credit": 51,
+        "item_response": 500,
+        "mnist_6000": 7850,
+    }
+    for name, size in latents.items():
+        shapes = MODELS[name].shapes(DATA[name]).values()
+        assert sum(int(np.prod(shape)) for shape in shapes) == size
+    days = {"y": np.zeros(sequences.NUM_DAYS)}
+    shapes = sequences.STOCHASTIC_VOLATILITY.shapes(days).values()
+    assert sum(int(np.prod(shape)) for shape in shapes) == 2500
+
+
+def test_innovations_are_filtered_as_a_recursion_does():
+    shocks = RNG.normal(size=9)
+    expected, h = [], 0.0
+    for shock in shocks:
+        h = 0.9 * h + shock
+        expected.append(h)
+    found = sequences._filtered(jnp.float32(0.9), jnp.asarray(shocks, jnp.float32))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_all_contenders_start_at_the_same_points():
+    model = MODELS["item_response"]
+    first, second = (model.start(DATA[model.name], 4, seed=0) for _ in range(2))
+    assert all((first[name] == second[name]).all() for name in first)
+    assert all(np.abs(x).max() <= 2 for x in first.values())
+
+
+def test_lock_step_charges_every_chain_the_longest_trajectory():
+    leapfrogs = np.array([[1, 7], [3, 1]])
+    assert counts(leapfrogs, in_lock_step=True) == {"leapfrogs": 12, "evaluated": 20}
+    assert counts(leapfrogs, in_lock_step=False) == {"leapfrogs": 12, "evaluated": 12}
+
+
+def test_compile_time_counts_nested_intervals_once():
+    assert union([(0.0, 4.0), (1.0, 2.0), (3.0, 5.0), (8.0, 9.0)]) == pytest.approx(6.0)
+
+
+def test_compiling_is_parted_from_running(tmp_path):
+    @jax.jit
+    def draw(key):
+        return jax.random.normal(key, (2, 5, 3))
+
+    program = EssProgram(
+        lambda key: (key, jnp.array([4, 6])),
+        lambda key, _: Sampled({"x": draw(key)}, jnp.array([[1] * 5, [2] * 5])),
+    )
+    path = str(tmp_path / "draws.npz")
+    first, second = program.run(0, path), program.run(0, path)
+    assert first["sampling"]["compile_s"] > 0 == second["sampling"]["compile_s"]
+    assert first["warmup"]["leapfrogs"] == 10
+    assert first["sampling"]["leapfrogs"] == 15
+    assert first["sampling"]["evaluated"] == 20
+    with np.load(path) as draws:
+        assert draws["x"].shape == (2, 5, 3)
+
+
+WARMUP = {"seconds": 3.0, "leapfrogs": 600}
+SAMPLING = {"seconds": 1.0, "leapfrogs": 400, "evaluated": 500, "compile_s": 0.0}
+
+
+def test_effective_draws_are_shared_out_over_seconds_and_gradients():
+    result = ess.judged(np.array([1.0, 1.004]), np.array([200.0, 800.0, 400.0]), WARMUP, SAMPLING)
+    assert result["verdict"] == "converged"
+    assert result["ess"]["least"] == {
+        "size": 200.0,
+        "per_s": 200.0,
+        "per_s_all": 50.0,
+        "per_1000": 500.0,
+        "per_1000_all": 200.0,
+    }
+    assert result["ess"]["median"]["per_s"] == 400.0
+
+
+@pytest.mark.parametrize(
+    ("worst", "verdict"),
+    [(1.01, "converged"), (1.02, "doubtful"), (1.06, "not converged"), (np.nan, "not converged")],
+)
+def test_who_has_not_converged_has_no_effective_sample_size(worst, verdict):
+    result = ess.judged(np.array([1.0, worst]), np.array([100.0, 100.0]), WARMUP, SAMPLING)
+    assert result["verdict"] == verdict
+    assert ("ess" in result) == (verdict != "not converged")
+
+
+def record(contender: str, worst: float, seconds: float) -> dict:
+    sampling = SAMPLING | {"seconds": seconds}
+    base = {"model": "arK", "contender": contender, "round": 0, "chains": 4}
+    return (
+        base
+        | {"num_warmup": 10, "num_samples": 10, "warmup": WARMUP | {"compile_s": 1.0}}
+        | {"sampling": sampling}
+        | ess.judged(np.array([worst]), np.array([100.0]), WARMUP, sampling)
+    )
+
+
+def test_table_has_ratios_to_the_best_of_ours_that_converged():
+    records = [
+        record("ours", 1.0, seconds=1.0),
+        record("ours:mams", 1.3, seconds=0.1),
+        record("numpyro", 1.0, seconds=2.0),
+        record("tfp", 1.2, seconds=0.1),
+    ]
+    cells = {row[0]: dict(zip(ess_table.HEAD, row, strict=True)) for row in ess_table.rows(records)}
+    assert cells["numpyro"]["ours/this"] == "2.00 (1.25)"
+    assert cells["tfp"]["min ESS/s"] == "–"
+    assert cells["tfp"]["R-hat"] == "1.200"
+    assert cells["tfp"]["ours/this"] == ""
