@@ -52,6 +52,16 @@ def test_a_small_position_that_is_whole_has_a_dense_metric():
     assert metric_of(100, specs=(P("data"),)) is gm.Diagonal
 
 
+def squares(params, batch):
+    return -0.5 * (batch["y"] - params["x"]) ** 2
+
+
+def test_latents_of_rows_have_a_diagonal_metric_with_no_mesh_too():
+    target = gm.Posterior(None, gm.Plate(squares, {"y": jnp.zeros(3)}, local="x"))
+    draws = sample(target, num_warmup=20, num_samples=3, kernel=gm.HMC(target, 0.1, 2))
+    assert draws.kernel.inverse_mass_matrix["x"].shape == (3,)
+
+
 def test_a_metric_of_ones_own_is_learned_on():
     assert metric_of(3, inverse_mass_matrix={"x": jnp.ones(3)}) is gm.Diagonal
 

@@ -37,21 +37,21 @@ def find_step_size(kernel: Any, rng_key: jax.Array, acceptance_rates: Acceptance
         # The median: one chain in a bad place must not shrink the step for all.
         return rates if step_size.ndim else jnp.median(rates)
 
-    grows = rate(kernel.step_size, 0) > CROSSED_RATE
-    factor = jnp.where(grows, 2.0, 0.5).astype(kernel.step_size.dtype)
+    def any_goes_on(carry):
+        _, _, goes_on, i = carry
+        return (i < MAX_DOUBLINGS) & jnp.any(goes_on)
 
-    def goes_on(last):
-        return (last > CROSSED_RATE) == grows
+    def try_one(carry):
+        step_size, grows, goes_on, i = carry
+        is_safe = rate(step_size, i) > CROSSED_RATE
+        grows = jnp.where(i == 0, is_safe, grows)
+        goes_on = goes_on & (is_safe == grows)
+        factor = jnp.where(grows, 2.0, 0.5).astype(step_size.dtype)
+        return jnp.where(goes_on, step_size * factor, step_size), grows, goes_on, i + 1
 
-    def crosses_not(carry):
-        _, i, last = carry
-        return (i < MAX_DOUBLINGS) & jnp.any(goes_on(last))
-
-    def try_next(carry):
-        step_size, i, last = carry
-        step_size = jnp.where(goes_on(last), step_size * factor, step_size)
-        return step_size, i + 1, jnp.where(goes_on(last), rate(step_size, i), last)
-
-    start = (kernel.step_size, 1, jnp.where(grows, 1.0, 0.0))
-    step_size, _, _ = jax.lax.while_loop(crosses_not, try_next, start)
+    # The first try is an iteration too, so that the step is compiled once.
+    yes = jnp.ones(kernel.step_size.shape, bool)
+    step_size, grows, _, _ = jax.lax.while_loop(
+        any_goes_on, try_one, (kernel.step_size, yes, yes, jnp.zeros((), jnp.int32))
+    )
     return jnp.where(grows, step_size / 2, step_size)

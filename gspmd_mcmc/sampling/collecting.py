@@ -121,8 +121,9 @@ class Collecting:
             self.host.fill(self.buffers, self.num_draws - count, count)
 
     def _shapes_of_draw(self) -> PyTree:
-        one_draw = partial(_draw, thin=self.thin, layout=self.layout)
-        return jax.eval_shape(one_draw, self.kernel, self.states, self.collect, self.rng_key, 0)[1]
+        # Traced once for a kernel of these shapes, as a program would be.
+        arguments = (self.kernel, self.states, self.collect, self.rng_key, 0)
+        return _one_draw.eval_shape(*arguments, thin=self.thin, layout=self.layout)[1]
 
 
 def _draw(kernel, states, collect, rng_key, step, *, thin, layout):
@@ -139,6 +140,9 @@ def _draw(kernel, states, collect, rng_key, step, *, thin, layout):
     stats = {f.name: getattr(infos, f.name) for f in dataclasses.fields(infos)}
     stats = {name: COMBINE.get(name, lambda x: x[-1])(x) for name, x in stats.items()}
     return states, (collected, stats | {"log_density": states.log_density}), counts
+
+
+_one_draw = jax.jit(_draw, static_argnames=("thin", "layout"))
 
 
 def _collect(target: Any, collect: Partial, position: PyTree, info: Any) -> PyTree:

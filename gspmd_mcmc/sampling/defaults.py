@@ -20,6 +20,7 @@ from gspmd_mcmc.kernels.mams import MAMS
 from gspmd_mcmc.kernels.mclmc import MCLMC
 from gspmd_mcmc.kernels.nuts import NUTS
 from gspmd_mcmc.sampling.layout import Layout
+from gspmd_mcmc.targets.local import rows_of
 from gspmd_mcmc.tree import PyTree
 
 # From so many chains on a trajectory length that they tune together beats a tree for each: in lock-step
@@ -73,5 +74,6 @@ def _metric_for(kernel: Any, layout: Layout, positions: PyTree) -> Any:
     if own is not None:
         return Diagonal() if jax.tree.structure(own) == jax.tree.structure(positions) else None
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(positions))
-    is_whole = not any(axis for spec in layout.specs for axis in spec)
+    are_local = any(rows is not None for rows in rows_of(kernel.target, positions))
+    is_whole = not are_local and not any(axis for spec in layout.specs for axis in spec)
     return Dense() if is_whole and size <= DENSE_SIZE else Diagonal()
