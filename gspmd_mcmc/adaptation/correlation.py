@@ -12,7 +12,6 @@ Statistics 38 (2010); Robnik, De Luca, Silverstein and Seljak, JMLR 24 (2023), s
 effective sample size).
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +32,12 @@ RATIOS = 2 * TIMES * (1 - TIMES * -np.expm1(-1 / TIMES))
 LEAST_BATCHES = 2
 # A batch is as many times the length.
 BATCH_LENGTHS = 10
-# Shares of warm-up at which windows end: burn-in, three that learn the metric, one that measures the
-# correlation, one in which the step size settles.
-ENDS = (0.1, 0.2, 0.4, 0.7, 0.9, 1.0)
-LEARN_METRIC = (False, True, True, True, False, False)
-ENDS_WITH_METRIC_HELD = (0.2, 0.8, 1.0)
+# Shares of warm-up at which windows end: two of the approach, of which the second learns a metric; then
+# three that learn one each; one that measures the correlation, one in which the step size settles.
+ENDS = (0.05, 0.1, 0.2, 0.4, 0.7, 0.9, 1.0)
+LEARN_METRIC = (False, True, True, True, True, False, False)
+ENDS_WITH_METRIC_HELD = (0.1, 0.8, 1.0)
 LEAST_WARMUP = 20
-
-BURN_IN, SCALED, MEASURED = 0, 1, 2
 
 
 @pytree
@@ -118,26 +115,22 @@ class Length:
     Attributes
     ----------
     value
-        In units of the metric; sqrt(d) when it is that of the metric's scale.
-    phase
-        Whether it is that of burn-in, a number of steps; of the metric's scale; or measured.
+        In units of the metric: sqrt(d) until it is measured.
+    is_measured
+        Whether it is that of the correlation.
     batches
         Of this window's draws.
     """
 
     value: jax.Array
-    phase: jax.Array
+    is_measured: jax.Array
     batches: Batches
 
     @classmethod
     def first(cls, kernel: Any, positions: PyTree) -> "Length":
-        """Return the length before any step."""
+        """Return the kernel's length, as that of the metric's scale."""
         batches = init(positions, jnp.ones((), jnp.int32))
-        return cls(kernel.trajectory_length, jnp.asarray(BURN_IN, jnp.int32), batches)
-
-    def now(self, in_burn_in: jax.Array) -> jax.Array:
-        """Return the length of this moment."""
-        return jnp.where(self.phase == BURN_IN, in_burn_in, self.value).astype(self.value.dtype)
+        return cls(kernel.trajectory_length, jnp.zeros((), bool), batches)
 
     def begun(self, positions: PyTree, lengths_a_draw: jax.Array) -> "Length":
         """Forget the draws; a batch is ten lengths, of which a draw covers a number."""
@@ -148,22 +141,16 @@ class Length:
         """Take in one draw of every chain."""
         return tree.replace(self, batches=update(self.batches, positions))
 
-    def scaled(self, dimension: int) -> "Length":
-        """Return the length of a metric that is new."""
-        value = jnp.full_like(self.value, math.sqrt(dimension))
-        return tree.replace(self, value=value, phase=jnp.full_like(self.phase, SCALED))
-
     def ended(self, dimension: int, distance_a_draw: jax.Array, factor: float) -> "Length":
         """End a window in which the metric was held.
 
-        After burn-in the metric's scale is trusted; then the length becomes ``factor`` times the
-        distance that an independent draw takes; then it stays.
+        After the first the length is ``factor`` times the distance that an independent draw takes; it
+        stays that.
         """
         distance = correlation_time(self.batches, dimension) * distance_a_draw
-        measured = jnp.where(jnp.isnan(distance), self.value, factor * distance)
-        choices = (self.scaled(dimension).value, measured.astype(self.value.dtype), self.value)
-        phase = jnp.minimum(self.phase + 1, MEASURED)
-        return tree.replace(self, value=jnp.stack(choices)[self.phase], phase=phase)
+        keeps = self.is_measured | jnp.isnan(distance)
+        value = jnp.where(keeps, self.value, factor * distance).astype(self.value.dtype)
+        return tree.replace(self, value=value, is_measured=jnp.ones_like(self.is_measured))
 
 
 def windows(num_warmup: int, learns_metric: bool) -> list[Window]:
@@ -183,12 +170,12 @@ def dimension_of_chain(kernel: Any, positions: PyTree) -> int:
 
 
 def steepness(kernel: Any, states: Any) -> jax.Array:
-    """Root mean square over chains of the gradient's length in the metric, sqrt(g·M⁻¹g)."""
+    """Median over chains of the gradient's length in the metric, sqrt(g·M⁻¹g)."""
 
     def squared(grad):
         return isokinetic.Span.of(kernel.inverse_mass_matrix, grad).products[0, 0]
 
-    return jnp.sqrt(jnp.mean(jax.vmap(squared)(states.log_density_grad)))
+    return jnp.sqrt(jnp.median(jax.vmap(squared)(states.log_density_grad)))
 
 
 def change_of_scale(kernel: Any, metric: Any, states: Any) -> jax.Array:
@@ -198,9 +185,6 @@ def change_of_scale(kernel: Any, metric: Any, states: Any) -> jax.Array:
 
 
 def first_step_size(kernel: Any, states: Any, dimension: int) -> jax.Array:
-    """Return a step in which the gradient turns a direction by a quarter, or the kernel's if smaller.
-
-    The kernel's own is for chains that start where the gradient is small, at a mode.
-    """
+    """Return a step in which the gradient turns a direction by a quarter."""
     turn = steepness(kernel, states) / (dimension - 1)
-    return jnp.minimum(kernel.step_size, 0.25 / turn).astype(kernel.step_size.dtype)
+    return (0.25 / turn).astype(kernel.step_size.dtype)
