@@ -1,6 +1,7 @@
 """Warm-up as data: what `sample` chooses by itself, per-chain settings, stuck chains, programs."""
 
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ TARGET = gm.LogDensity(gaussian, {"x": jnp.asarray(SCALE)})
 ORIGIN = {"x": jnp.zeros(3)}
 
 
-def sample(target=TARGET, position=ORIGIN, **options):
+def sample(target: Any = TARGET, position: Any = ORIGIN, **options):
     options = {"num_warmup": 200, "num_samples": 100, "progress": False} | options
     return gm.sample(KEY, target, position, **options)
 
