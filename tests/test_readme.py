@@ -25,9 +25,8 @@ def test_code_blocks_run_one_after_the_other(tmp_path):
     assert "(4, 100, 1001) P('chains', 'data')" in done.stdout
     assert "'rate': 'float32[4, 100, 1001]'" in done.stdout
     assert "P('data',) -" in done.stdout  # where a Sharded part's sample lies, and a log probability
-    means = re.findall(r"^w\[\d\]\s+(-?[\d.]+)", done.stdout, re.MULTILINE)
-    for mean, truth in zip(means, (1.0, -0.5, 0.0), strict=True):
-        assert abs(float(mean) - truth) < 0.1
+    means = dict(re.findall(r"^w\[(\d)\]\s+(-?[\d.]+)", done.stdout, re.MULTILINE))  # the worst first
+    assert {i: round(float(mean), 1) + 0.0 for i, mean in means.items()} == {"0": 1, "1": -0.5, "2": 0}
 
 
 def test_the_pictures_are_there():
