@@ -11,7 +11,6 @@ from jax.tree_util import Partial
 from scipy import stats
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.diagnostics.mcse import mcse_mean, mcse_sd
 from gspmd_mcmc.targets.blocks import CannotStream
 from gspmd_mcmc.targets.joint import (
     JointDistributionCoroutine,
@@ -513,6 +512,7 @@ def test_a_regression_finds_its_weights():
         target,
         mesh=mesh,
         kernel=gm.HMC(target, 0.01, 8, jitter=0.5),
+        warmup=gm.WindowAdaptation(metric=gm.Diagonal()),
         num_chains=4,
         num_warmup=100,
         num_samples=200,
@@ -522,11 +522,10 @@ def test_a_regression_finds_its_weights():
     precision = x.T @ x / 0.25 + np.eye(3)
     mean = np.linalg.solve(precision, x.T @ y.astype(float) / 0.25)
     scale = np.sqrt(np.diag(np.linalg.inv(precision)))
-    weights = draws.position["weights"]
-    far = np.abs(np.mean(weights, axis=(0, 1)) - mean), np.abs(np.std(weights, axis=(0, 1)) - scale)
-    errors = np.asarray(mcse_mean(weights)), np.asarray(mcse_sd(weights))
-    assert np.max(errors) < 0.1 * np.min(scale)
-    np.testing.assert_array_less(far, 4 * np.stack(errors))
+    weights = np.asarray(draws.position["weights"], float).reshape(-1, 3)
+    # 800 draws, about independent or better: 0.2 is over 5 standard errors of the mean, 4 of the scale.
+    np.testing.assert_array_less(np.abs(weights.mean(0) - mean) / scale, 0.2)
+    np.testing.assert_allclose(weights.std(0), scale, rtol=0.1)
 
 
 def test_total_is_of_terms(observed):

@@ -908,6 +908,10 @@ def test_a_short_warmup_ends_on_a_usable_step_size(num_warmup):
     assert draws.acceptance_rate.min() > 0.3
 
 
+def safe_under_0_3(kernel, rng_key):
+    return jnp.full(4, jnp.where(kernel.step_size < 0.3, 1.0, 0.1))
+
+
 def test_only_the_first_window_after_a_start_at_a_mode_begins_with_a_quarter():
     """Later windows begin where chains are, no longer at the mode."""
     mode = gm.Mode(ORIGIN, VARIANCE, jnp.zeros(()), 0, True)
@@ -916,8 +920,7 @@ def test_only_the_first_window_after_a_start_at_a_mode_begins_with_a_quarter():
 
     def begins_with(adaptation, is_first):
         state = adaptation.init(kernel, states)
-        rates = lambda kernel, _: jnp.full(4, jnp.where(kernel.step_size < 0.3, 1.0, 0.1))  # noqa: E731
-        state = adaptation.begin(state, kernel, states, jnp.asarray(is_first), KEY, rates)
+        state = adaptation.begin(state, kernel, states, jnp.asarray(is_first), KEY, safe_under_0_3)
         return float(adaptation.tuned(kernel, state).step_size)
 
     adaptation = gm.WindowAdaptation()

@@ -31,7 +31,7 @@ class PerChainAdaptation:
         What each chain does.
     """
 
-    adaptation: WindowAdaptation = WindowAdaptation()  # noqa: RUF009 - frozen
+    adaptation: WindowAdaptation = WindowAdaptation()  # frozen
 
     needs_end: ClassVar[bool] = False
     traced: ClassVar[tuple[str, ...]] = ("step_size",)

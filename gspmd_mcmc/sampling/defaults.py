@@ -27,12 +27,13 @@ from gspmd_mcmc.tree import PyTree
 # every chain waits for the deepest tree.
 MANY_CHAINS = 32
 DENSE_SIZE = 100
-WARMUPS: tuple[tuple[tuple[type, ...], Any], ...] = (
-    ((HMC, NUTS), WindowAdaptation()),
-    ((JitteredHMC,), SNAPERAdaptation(metric=None)),
-    ((MAMS,), MAMSAdaptation()),
-    ((MCLMC,), MCLMCAdaptation()),
-)
+WARMUPS: dict[type, Any] = {
+    HMC: WindowAdaptation(),
+    NUTS: WindowAdaptation(),
+    JitteredHMC: SNAPERAdaptation(metric=None),
+    MAMS: MAMSAdaptation(),
+    MCLMC: MCLMCAdaptation(),
+}
 
 
 def kernel_for(target: Any, num_chains: int) -> Any:
@@ -48,8 +49,8 @@ def warmup_for(kernel: Any) -> Adaptation:
     TypeError
         If none is known for it.
     """
-    for kinds, warmup in WARMUPS:
-        if isinstance(kernel, kinds):
+    for kind, warmup in WARMUPS.items():
+        if isinstance(kernel, kind):
             return warmup
     raise TypeError(
         f"warmup: no warm-up is known for {type(kernel).__name__}; give sample one as warmup=..."
