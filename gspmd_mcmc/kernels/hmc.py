@@ -61,7 +61,7 @@ class HMCInfo:
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class HMC:
+class HMC(settings.Tunable):
     """Hamiltonian Monte Carlo with a fixed number of leapfrogs, one number for all chains.
 
     A pytree that holds its target, so that data enter programs as arguments:
@@ -108,10 +108,6 @@ class HMC:
             jitter=settings.strong(jitter, float),
         )
 
-    def with_step_size(self, step_size: float | jax.Array) -> "HMC":
-        """Return the kernel with another step size; nothing compiles anew."""
-        return tree.replace(self, step_size=settings.step_size_of("HMC", step_size))
-
     def with_num_integration_steps(self, num_integration_steps: int | jax.Array) -> "HMC":
         """Return the kernel with another number of leapfrogs; nothing compiles anew."""
         count = _num_integration_steps_of(num_integration_steps)
@@ -120,11 +116,6 @@ class HMC:
     def one_leapfrog(self) -> "HMC":
         """Return the kernel whose steps are one leapfrog: what a first step size is tried with."""
         return tree.replace(self, num_integration_steps=jnp.ones_like(self.num_integration_steps))
-
-    def with_inverse_mass_matrix(self, inverse_mass_matrix: PyTree | None) -> "HMC":
-        """Return the kernel with another metric; from or to None is another program."""
-        metric = settings.metric_of("HMC", self.target, inverse_mass_matrix)
-        return tree.replace(self, inverse_mass_matrix=metric)
 
     def drawn(self, rng_key: jax.Array, step: jax.Array) -> "HMC":
         """Return the kernel of one step: its number of leapfrogs drawn, for all chains at once."""

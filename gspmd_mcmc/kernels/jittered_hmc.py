@@ -22,7 +22,7 @@ from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class JitteredHMC:
+class JitteredHMC(settings.Tunable):
     """HMC with trajectories of length 2 h T, h a quasi-random number between 0 and 1.
 
     One length serves all chains of a step, so that they stay in lock-step; a fixed length would make
@@ -76,18 +76,9 @@ class JitteredHMC:
             max_leapfrogs=settings.strong(max_leapfrogs, int),
         )
 
-    def with_step_size(self, step_size: float | jax.Array) -> "JitteredHMC":
-        """Return the kernel with another step size; nothing compiles anew."""
-        return tree.replace(self, step_size=settings.step_size_of("JitteredHMC", step_size))
-
     def with_trajectory_length(self, trajectory_length: float | jax.Array) -> "JitteredHMC":
         """Return the kernel with another mean trajectory length; nothing compiles anew."""
         return tree.replace(self, trajectory_length=_trajectory_length_of(trajectory_length))
-
-    def with_inverse_mass_matrix(self, inverse_mass_matrix: PyTree | None) -> "JitteredHMC":
-        """Return the kernel with another metric; from or to None is another program."""
-        metric = settings.metric_of("JitteredHMC", self.target, inverse_mass_matrix)
-        return tree.replace(self, inverse_mass_matrix=metric)
 
     def one_leapfrog(self) -> "JitteredHMC":
         """Return the kernel whose steps are one leapfrog: what a first step size is tried with."""

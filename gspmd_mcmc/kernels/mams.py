@@ -54,7 +54,7 @@ class MAMSInfo:
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class MAMS:
+class MAMS(settings.Tunable):
     """Microcanonical trajectories of one length for all chains, with a Metropolis test.
 
     A pytree that holds its target, as `HMC` is; other numbers compile nothing anew.
@@ -107,18 +107,9 @@ class MAMS:
             splitting=splitting,
         )
 
-    def with_step_size(self, step_size: float | jax.Array) -> "MAMS":
-        """Return the kernel with another step size; nothing compiles anew."""
-        return tree.replace(self, step_size=settings.step_size_of("MAMS", step_size))
-
     def with_trajectory_length(self, trajectory_length: float | jax.Array) -> "MAMS":
         """Return the kernel with trajectories of another length; nothing compiles anew."""
         return tree.replace(self, trajectory_length=isokinetic.length_of("MAMS", trajectory_length))
-
-    def with_inverse_mass_matrix(self, inverse_mass_matrix: PyTree | None) -> "MAMS":
-        """Return the kernel with another metric; from or to None is another program."""
-        metric = settings.metric_of("MAMS", self.target, inverse_mass_matrix)
-        return tree.replace(self, inverse_mass_matrix=metric)
 
     def one_leapfrog(self) -> "MAMS":
         """Return the kernel whose trajectories are one step: what a first step size is tried with."""

@@ -66,7 +66,7 @@ class MCLMCInfo:
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class MCLMC:
+class MCLMC(settings.Tunable):
     """Unadjusted microcanonical Langevin Monte Carlo: a step is one or two gradients.
 
     Draws are biased, by an amount that falls with the step size; `MAMS` is its form without bias. A
@@ -113,18 +113,9 @@ class MCLMC:
             splitting=splitting,
         )
 
-    def with_step_size(self, step_size: float | jax.Array) -> "MCLMC":
-        """Return the kernel with another step size; nothing compiles anew."""
-        return tree.replace(self, step_size=settings.step_size_of("MCLMC", step_size))
-
     def with_trajectory_length(self, trajectory_length: float | jax.Array) -> "MCLMC":
         """Return the kernel with another decoherence length; nothing compiles anew."""
         return tree.replace(self, trajectory_length=isokinetic.length_of("MCLMC", trajectory_length))
-
-    def with_inverse_mass_matrix(self, inverse_mass_matrix: PyTree | None) -> "MCLMC":
-        """Return the kernel with another metric; from or to None is another program."""
-        metric = settings.metric_of("MCLMC", self.target, inverse_mass_matrix)
-        return tree.replace(self, inverse_mass_matrix=metric)
 
     def one_leapfrog(self) -> "MCLMC":
         """Return the kernel itself: a step is one step of the integrator."""

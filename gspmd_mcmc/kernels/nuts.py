@@ -139,7 +139,7 @@ class Chance(NamedTuple):
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class NUTS:
+class NUTS(settings.Tunable):
     """The multinomial No-U-Turn sampler.
 
     A pytree that holds its target, as `HMC` is: ``step = jax.jit(type(kernel).step)``, then
@@ -184,15 +184,6 @@ class NUTS:
             inverse_mass_matrix=settings.metric_of("NUTS", target, inverse_mass_matrix),
             max_tree_depth=int(max_tree_depth),
         )
-
-    def with_step_size(self, step_size: float | jax.Array) -> "NUTS":
-        """Return the kernel with another step size; nothing compiles anew."""
-        return tree.replace(self, step_size=settings.step_size_of("NUTS", step_size))
-
-    def with_inverse_mass_matrix(self, inverse_mass_matrix: PyTree | None) -> "NUTS":
-        """Return the kernel with another metric; from or to None is another program."""
-        metric = settings.metric_of("NUTS", self.target, inverse_mass_matrix)
-        return tree.replace(self, inverse_mass_matrix=metric)
 
     def one_leapfrog(self) -> hmc.HMC:
         """Return a kernel whose steps are one leapfrog: what a first step size is tried with."""

@@ -1,16 +1,34 @@
 """The settings that kernels have in common: checked, and turned into leaves of a pytree."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.metrics_leaves import check_positive, check_shapes
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import PyTree, is_traced
+
+
+class Tunable:
+    """What warm-ups change of every kernel; other numbers compile nothing anew."""
+
+    target: Any
+    step_size: jax.Array
+    inverse_mass_matrix: Any
+
+    def with_step_size(self, step_size: float | jax.Array) -> Self:
+        """Return the kernel with another step size; nothing compiles anew."""
+        return tree.replace(self, step_size=step_size_of(type(self).__name__, step_size))
+
+    def with_inverse_mass_matrix(self, inverse_mass_matrix: Any) -> Self:
+        """Return the kernel with another metric; one of another structure is another program."""
+        metric = metric_of(type(self).__name__, self.target, inverse_mass_matrix)
+        return tree.replace(self, inverse_mass_matrix=metric)
 
 
 def require_target(kernel: str, target: Any) -> None:
