@@ -91,7 +91,7 @@ SETTINGS = {
     "HMC": Setting(_hmc, is_dense=True),
     "ChEES": Setting(_jittered("ChEESAdaptation"), MANY),
     "SNAPER": Setting(_jittered("SNAPERAdaptation"), MANY),
-    "MAMS": Setting(_mams),
+    "MAMS": Setting(_mams, is_dense=True),
     # A step is one or two gradients, where a draw of the others is a whole trajectory.
-    "MCLMC": Setting(_mclmc, bounds=UNADJUSTED, thin=16),
+    "MCLMC": Setting(_mclmc, is_dense=True, bounds=UNADJUSTED, thin=16),
 }
