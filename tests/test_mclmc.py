@@ -238,6 +238,25 @@ def test_correlation_times_are_those_of_autoregressive_draws():
         assert abs(time / ((1 + r) / (1 - r)) - 1) < 0.15
 
 
+def test_the_slowest_leaf_tells_its_own_correlation_time():
+    """One element of 0.9 among 200 that are independent; an element that never moves is no element."""
+    rng, take = np.random.default_rng(2), jax.jit(correlation.update)
+    slow, fast = np.zeros((16, 1)), np.zeros((16, 200))
+    stays = np.zeros((16, 1))
+    batches = correlation.init(_leaves(slow, np.concatenate([fast, stays], axis=1)), jnp.int32(40))
+    assert np.isnan(correlation.slowest_correlation_time(batches))
+    for _ in range(400):
+        slow = 0.9 * slow + np.sqrt(1 - 0.9**2) * rng.normal(size=slow.shape)
+        fast = rng.normal(size=fast.shape)
+        batches = take(batches, _leaves(slow, np.concatenate([fast, stays], axis=1)))
+    assert abs(correlation.slowest_correlation_time(batches) / 19 - 1) < 0.3
+    assert correlation.correlation_time(batches, 201) < 1.5, "the mean over elements does not see it"
+
+
+def _leaves(slow, fast):
+    return {"slow": jnp.asarray(slow, jnp.float32), "fast": jnp.asarray(fast, jnp.float32)}
+
+
 # Warm-up
 
 

@@ -95,6 +95,8 @@ class ApproachedAdaptation(ABC):
     metric: Any
     adapt_mass_matrix: bool
 
+    # What a length is before it is measured, over sqrt(d) in units of the metric.
+    first_length: ClassVar[float] = 1.0
     needs_end: ClassVar[bool] = False
     traced: ClassVar[tuple[str, ...]] = ("step_size", "trajectory_length")
 
@@ -177,7 +179,7 @@ class ApproachedAdaptation(ABC):
         return tree.replace(
             kernel,
             step_size=root * hmc.step_size,
-            trajectory_length=jnp.full_like(kernel.trajectory_length, root),
+            trajectory_length=jnp.full_like(kernel.trajectory_length, self.first_length * root),
             inverse_mass_matrix=hmc.inverse_mass_matrix,
         )
 

@@ -84,15 +84,32 @@ def update(batches: Batches, positions: PyTree) -> Batches:
 
 def correlation_time(batches: Batches, dimension: int) -> jax.Array:
     """Draws that one independent draw takes, a mean over the position's elements; NaN if unknown."""
+    sums = [sum_of_ratios for sum_of_ratios, _ in _ratios(batches)]
+    return _time(batches, sum(sums[1:], start=sums[0]) / dimension)
+
+
+def slowest_correlation_time(batches: Batches) -> jax.Array:
+    """Draws that one independent draw takes, a mean over the elements of the slowest leaf."""
+    means = [total / jnp.maximum(count, 1) for total, count in _ratios(batches)]
+    return _time(batches, jnp.max(jnp.stack(means)))
+
+
+def _ratios(batches: Batches) -> list[tuple[jax.Array, jax.Array]]:
+    """Return of each leaf r, summed over its elements, and how many there are."""
 
     def ratio(of_means, of_draws):
         # The pad of local latents does not move, and counts for nothing.
-        return jnp.sum(of_means / jnp.where(of_draws > 0, of_draws, jnp.inf))
+        moves = of_draws > 0
+        r = jnp.where(moves, of_means / jnp.where(moves, of_draws, 1), 0)
+        return jnp.sum(r), jnp.sum(moves).astype(r.dtype)
 
-    ratios = jax.tree.map(ratio, _variance(batches.means), _variance(batches.draws))
-    times = jnp.interp(tree.total(ratios) / dimension, RATIOS, TIMES)
+    of_means, of_draws = (jax.tree.leaves(_variance(m)) for m in (batches.means, batches.draws))
+    return [ratio(a, b) for a, b in zip(of_means, of_draws, strict=True)]
+
+
+def _time(batches: Batches, ratio: jax.Array) -> jax.Array:
     known = batches.means.count >= LEAST_BATCHES
-    return jnp.where(known, 2 * times * batches.length, jnp.nan)
+    return jnp.where(known, 2 * jnp.interp(ratio, RATIOS, TIMES) * batches.length, jnp.nan)
 
 
 def _variance(moments: Moments) -> PyTree:
@@ -115,7 +132,7 @@ class Length:
     Attributes
     ----------
     value
-        In units of the metric: sqrt(d) until it is measured.
+        In units of the metric.
     is_measured
         Whether it is that of the correlation.
     batches
@@ -141,15 +158,13 @@ class Length:
         """Take in one draw of every chain."""
         return tree.replace(self, batches=update(self.batches, positions))
 
-    def ended(self, dimension: int, distance_a_draw: jax.Array, factor: float) -> "Length":
-        """End a window in which the metric was held.
+    def ended(self, measured: jax.Array) -> "Length":
+        """End a window in which the metric was held: the first measures the length, which stays.
 
-        After the first the length is ``factor`` times the distance that an independent draw takes; it
-        stays that.
+        NaN if the window was too short to tell: it stays what it was.
         """
-        distance = correlation_time(self.batches, dimension) * distance_a_draw
-        keeps = self.is_measured | jnp.isnan(distance)
-        value = jnp.where(keeps, self.value, factor * distance).astype(self.value.dtype)
+        keeps = self.is_measured | jnp.isnan(measured)
+        value = jnp.where(keeps, self.value, measured).astype(self.value.dtype)
         return tree.replace(self, value=value, is_measured=jnp.ones_like(self.is_measured))
 
 

@@ -168,7 +168,8 @@ class MCLMCAdaptation(ApproachedAdaptation):
         if learns_metric:
             return self._with_metric(state, kernel, moved), moved
         count = correlation.dimension_of_chain(kernel, states.position)
-        length = state.trajectory_length.ended(count, state.step_size.value, LENGTH_FACTOR)
+        time = correlation.correlation_time(state.trajectory_length.batches, count)
+        length = state.trajectory_length.ended(LENGTH_FACTOR * time * state.step_size.value)
         return tree.replace(state, trajectory_length=length), moved
 
     def _final(self, kernel: MCLMC, state: MCLMCAdaptationState) -> MCLMC:
