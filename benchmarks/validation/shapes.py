@@ -2,8 +2,8 @@
 
 An ill-conditioned Gaussian, a funnel in both coordinates, a banana, and a Gaussian of 10^5 local
 latents on eight devices. The first map their draws to independent standard normals, whose moments are
-compared in units of their Monte Carlo error. The centred funnel is the negative control: its chains
-diverge, and it fails the test that the others pass.
+compared in units of their Monte Carlo error. The centred funnel is the negative control: it fails the
+test that the others pass, and its chains diverge.
 
 References
 ----------
@@ -23,17 +23,21 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from benchmarks.validation.kernels import SETTINGS
+from benchmarks.validation.judge import EXACT, Bounds
+from benchmarks.validation.kernels import SETTINGS, Setting
 from gspmd_mcmc import tree
 from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_mean
 from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.kernels import metrics
+from gspmd_mcmc.sampling.defaults import warmup_for
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import PyTree
 
 FALSE_ALARM = 1e-3
 MOST_RHAT, LEAST_ESS = 1.01, 400
-STEPS, QUICK_STEPS = (1000, 1000), (500, 1000)  # of warm-up, and draws
+STEPS, QUICK_STEPS = (1000, 2000), (500, 1000)  # of warm-up, and draws
+# Their speed is bounded, so that in the centred funnel's neck they do not diverge: no control.
+ISOKINETIC = ("MAMS", "MCLMC")
 DIMENSIONS, CONDITION = 100, 1e4
 NUM_FUNNEL, NECK = 9, 3.0
 LENGTH, BEND = 10.0, 0.1  # the strongly bent banana of Haario and others
@@ -52,14 +56,14 @@ class Shape:
     normals
         ``normals(draws)``: independent standard normals, the last axis over them.
     acceptance_rate
-        What HMC and NUTS aim at, where their setting names no warm-up of its own.
+        What warm-ups that aim at one are to aim at; None: each at its own.
     """
 
     density: Callable
     origin: PyTree
     normals: Callable[[PyTree], np.ndarray]
     data: tuple = ()
-    acceptance_rate: float = 0.8
+    acceptance_rate: float | None = None
 
 
 def gaussian_density(x, whiten):
@@ -161,10 +165,19 @@ def moments(u: np.ndarray) -> np.ndarray:
     return np.concatenate([u, (u**2 - 1) / np.sqrt(2), products], axis=-1)
 
 
-def largest_z(values: np.ndarray) -> tuple[float, float]:
-    """Return the largest |z| of functionals [chains, draws, functionals] of mean 0 and variance 1."""
+def limits(num: int, bounds: Bounds) -> np.ndarray:
+    """Return what bias is let pass of the `moments` of so many normals: of products, as of means."""
+    squares = np.full(num, bounds.variance / np.sqrt(2))
+    return np.concatenate([np.full(num, bounds.mean), squares, np.full(num - 1, bounds.mean)])
+
+
+def largest_z(values: np.ndarray, limits: np.ndarray | float = 0.0) -> tuple[float, float]:
+    """Return the largest |z| of functionals [chains, draws, functionals] of mean 0 and variance 1.
+
+    Of each, what its mean is beyond its limit; and the bound that all of them have.
+    """
     sizes = np.asarray(ess_mean(jnp.asarray(values, jnp.float32)), np.float64)
-    z = np.abs(values.mean(axis=(0, 1))) * np.sqrt(sizes)
+    z = np.maximum(np.abs(values.mean(axis=(0, 1))) - limits, 0) * np.sqrt(sizes)
     return float(np.max(np.nan_to_num(z, nan=np.inf))), bound_of(values.shape[-1])
 
 
@@ -173,36 +186,42 @@ def bound_of(num: int) -> float:
     return -NormalDist().inv_cdf(FALSE_ALARM / 2 / num)
 
 
-def judge(shape: Shape, draws: gm.Draws) -> Verdict:
-    """Judge draws of a shape."""
+def bound_of_all() -> float:
+    """Return `bound_of` all functionals of all `SHAPES` together: those of one kernel."""
+    shapes = [make() for make in SHAPES.values()]
+    return bound_of(sum(moments(shape.normals(shape.origin)).shape[-1] for shape in shapes))
+
+
+def judge(shape: Shape, draws: gm.Draws, bounds: Bounds = EXACT) -> Verdict:
+    """Judge draws of a shape, one of `SHAPES`; biases within bounds are let pass."""
     u = shape.normals(draws.position)
-    z, bound = largest_z(moments(u))
+    z, _ = largest_z(moments(u), limits(u.shape[-1], bounds))
     columns = jnp.asarray(u, jnp.float32)
     return Verdict(
         largest_z=z,
-        bound=bound,
+        bound=bound_of_all(),
         rhat=float(jnp.max(rhat(columns))),
         ess=float(jnp.min(ess_bulk(columns))),
         divergences=int(np.sum(draws.num_divergent)),
     )
 
 
-def sample(
-    shape: Shape, arguments: Callable[[Any], dict[str, Any]], num_chains: int, steps: tuple[int, int]
-) -> gm.Draws:
-    """Sample a shape; ``arguments(target)`` are `gspmd_mcmc.sample`'s kernel and warm-up."""
+def sample(shape: Shape, setting: Setting, steps: tuple[int, int]) -> gm.Draws:
+    """Sample a shape with a kernel's setting."""
     target = gm.LogDensity(shape.density, *shape.data)
-    given: dict[str, Any] = arguments(target)
-    if isinstance(given.get("kernel"), gm.HMC | gm.NUTS):
-        warmup = gm.WindowAdaptation(target_acceptance_rate=shape.acceptance_rate)
-        given.setdefault("warmup", warmup)
+    given = setting.arguments(target)
+    warmup = given.pop("warmup", warmup_for(given["kernel"]))
+    if shape.acceptance_rate is not None and hasattr(warmup, "target_acceptance_rate"):
+        warmup = tree.replace(warmup, target_acceptance_rate=shape.acceptance_rate)
     return gm.sample(
         jax.random.key(0),
         target,
         shape.origin,
-        num_chains=num_chains,
-        num_warmup=steps[0],
+        num_chains=min(setting.chains),
+        num_warmup=steps[0] * setting.thin,
         num_samples=steps[1],
+        thin=setting.thin,
+        warmup=warmup,
         progress=False,
         **given,
     )
@@ -326,9 +345,8 @@ def records(kernel_names: Iterable[str], quick: bool) -> list[dict[str, Any]]:
     """Sample every shape with kernels of `SETTINGS`; the big Gaussian with HMC and NUTS alone."""
     rows = []
     for name in (n for n in kernel_names if n in SETTINGS):
-        num_chains = min(SETTINGS[name].chains)
-        row = {"section": "shapes", "kernel": name, "mesh": "1", "chains": num_chains}
-        rows += [row | r for r in _shape_records(name, num_chains, QUICK_STEPS if quick else STEPS)]
+        row = {"section": "shapes", "kernel": name, "mesh": "1", "chains": min(SETTINGS[name].chains)}
+        rows += [row | r for r in _shape_records(name, QUICK_STEPS if quick else STEPS)]
         if name in ("HMC", "NUTS"):
             row = {"section": "shapes", "kernel": name, "mesh": "8", "chains": BIG_CHAINS}
             rows += [row | r for r in _big_records(name, QUICK_BIG_STEPS if quick else BIG_STEPS)]
@@ -336,11 +354,10 @@ def records(kernel_names: Iterable[str], quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _shape_records(name: str, num_chains: int, steps: tuple[int, int]) -> list[dict[str, Any]]:
+def _shape_records(name: str, steps: tuple[int, int]) -> list[dict[str, Any]]:
     rows = []
     for what, make in SHAPES.items():
-        shape = make()
-        verdict = judge(shape, sample(shape, SETTINGS[name].arguments, num_chains, steps))
+        verdict = _verdict(make(), SETTINGS[name], steps)
         rows.append(
             {
                 "what": f"{what}: largest |z|, R-hat {verdict.rhat:.3f}, ESS {verdict.ess:.0f}, "
@@ -350,12 +367,15 @@ def _shape_records(name: str, num_chains: int, steps: tuple[int, int]) -> list[d
                 "passed": verdict.passed,
             }
         )
-    return rows + [_control_record(name, num_chains, steps)]
+    return rows if name in ISOKINETIC else [*rows, _control_record(name, steps)]
 
 
-def _control_record(name: str, num_chains: int, steps: tuple[int, int]) -> dict[str, Any]:
-    shape = centred_funnel()
-    verdict = judge(shape, sample(shape, SETTINGS[name].arguments, num_chains, steps))
+def _verdict(shape: Shape, setting: Setting, steps: tuple[int, int]) -> Verdict:
+    return judge(shape, sample(shape, setting, steps), setting.bounds)
+
+
+def _control_record(name: str, steps: tuple[int, int]) -> dict[str, Any]:
+    verdict = _verdict(centred_funnel(), SETTINGS[name], steps)
     return {
         "what": f"rejected: centred funnel, divergences; R-hat {verdict.rhat:.3f}, ESS "
         f"{verdict.ess:.0f}, largest |z| {verdict.largest_z:.1f}",
