@@ -67,6 +67,20 @@ def test_a_metric_of_ones_own_is_learned_on():
     assert metric_of(3, inverse_mass_matrix={"x": jnp.ones(3)}) is gm.Diagonal
 
 
+def test_a_dense_metric_of_ones_own_is_kept_while_many_chains_tune_the_length():
+    own = gm.Dense().identity({"x": jnp.zeros((32, 3))})
+    kernel = gm.JitteredHMC(TARGET, 0.1, 1.0, inverse_mass_matrix=own)
+    kept = sample(kernel=kernel, num_chains=32, num_warmup=40, num_samples=3).kernel
+    assert tree_equal(kept.inverse_mass_matrix, own)
+    assert kept.step_size != kernel.step_size and kept.trajectory_length != kernel.trajectory_length
+
+
+def tree_equal(a, b):
+    return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(
+        jax.tree.map(np.array_equal, a, b)
+    )
+
+
 def test_few_chains_take_nuts_with_a_dense_metric():
     draws = sample(num_warmup=50, num_samples=3)
     assert isinstance(draws.kernel, gm.NUTS)

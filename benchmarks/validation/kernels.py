@@ -71,7 +71,8 @@ def _nuts_diagonal(target):
 
 def _jittered(adaptation: str):
     def arguments(target):
-        return {"kernel": _the("JitteredHMC")(target, 0.1, 1.0), "warmup": _the(adaptation)()}
+        warmup = _the(adaptation)(metric=_the("Diagonal")())
+        return {"kernel": _the("JitteredHMC")(target, 0.1, 1.0), "warmup": warmup}
 
     return arguments
 

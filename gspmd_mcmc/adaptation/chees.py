@@ -99,7 +99,8 @@ class ChEESAdaptation:
         The criterion is divided by the trajectory's length to this power: with 0 it is the change of a
         step, with 1 the change for the work.
     metric
-        The kind of metric that is learned.
+        The kind of metric that is learned (`Diagonal`, ...). None leaves the choice to `sample`; a
+        warm-up that is driven without one keeps the kernel's own.
     criterion
         What trajectories are to change: `ChangeOfSquares` here.
     """
@@ -107,7 +108,7 @@ class ChEESAdaptation:
     target_acceptance_rate: float = 0.65
     learning_rate: float = 0.05
     length_cost: float = 0.25
-    metric: Any = Diagonal()
+    metric: Any = None
     criterion: Criterion = static(default=ChangeOfSquares())
 
     needs_end: ClassVar[bool] = True
@@ -149,7 +150,7 @@ class ChEESAdaptation:
                 f"{name}: expected at least 2 chains, as it learns from their differences (32 or more "
                 "are advised), got 1; use NUTS and WindowAdaptation"
             )
-        return first_metric(self.metric, kernel, states.position)
+        return kernel if self.metric is None else first_metric(self.metric, kernel, states.position)
 
     def init(self, kernel: Any, states: Any) -> ChEESState:
         """Return the state before any step."""
@@ -163,7 +164,7 @@ class ChEESAdaptation:
             ascent=adam.init(zero),
             max_leapfrogs=kernel.max_leapfrogs,
             inverse_mass_matrix=kernel.inverse_mass_matrix,
-            moments=self.metric.init(positions),
+            moments=self._no_moments(positions),
             num_metrics=jnp.zeros((), jnp.int32),
             variances=Diagonal().identity(positions),
             spread=self._no_spread(positions),
@@ -197,7 +198,7 @@ class ChEESAdaptation:
             log_trajectory_length_average=zero,
             num_updates=zero,
             ascent=adam.init(zero),
-            moments=self.metric.init(states.position),
+            moments=self._no_moments(states.position),
             spread=self._no_spread(states.position),
         )
 
@@ -227,7 +228,7 @@ class ChEESAdaptation:
             log_trajectory_length_average=average + 2 / (num_updates + 1) * (length - average),
             num_updates=num_updates,
             ascent=ascent,
-            moments=self.metric.update(state.moments, positions),
+            moments=() if self.metric is None else self.metric.update(state.moments, positions),
             spread=state.spread if self._is_diagonal else Diagonal().update(state.spread, positions),
             criterion=self.criterion.update(state.criterion, measured, trajectories, kernel.target),
             rates=rates,
@@ -251,7 +252,9 @@ class ChEESAdaptation:
         state = tree.replace(state, rates=jnp.where(is_stuck, restart.STUCK_RATE, state.rates))
         if not learns_metric:
             return state, moved
-        metric = self.metric.final(state.moments, states.position)
+        metric = state.inverse_mass_matrix
+        if self.metric is not None:
+            metric = self.metric.final(state.moments, states.position)
         is_variances = self._is_diagonal
         variances = metric if is_variances else Diagonal().final(state.spread, states.position)
         learned = tree.replace(state, inverse_mass_matrix=metric, variances=variances)
@@ -268,6 +271,9 @@ class ChEESAdaptation:
     def _is_diagonal(self) -> bool:
         """Whether the metric is the variances in whose units the criterion is."""
         return isinstance(self.metric, Diagonal)
+
+    def _no_moments(self, positions: PyTree) -> PyTree:
+        return () if self.metric is None else self.metric.init(positions)
 
     def _no_spread(self, positions: PyTree) -> PyTree:
         return () if self._is_diagonal else Diagonal().init(positions)

@@ -30,7 +30,7 @@ DENSE_SIZE = 100
 WARMUPS: dict[type, Any] = {
     HMC: WindowAdaptation(),
     NUTS: WindowAdaptation(),
-    JitteredHMC: SNAPERAdaptation(metric=None),
+    JitteredHMC: SNAPERAdaptation(),
     MAMS: MAMSAdaptation(),
     MCLMC: MCLMCAdaptation(),
 }
