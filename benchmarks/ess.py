@@ -42,12 +42,14 @@ class Contender:
     function: str
     is_peer: bool = True
     tunes_many: bool = False
+    needs_rotations: bool = False
 
 
 CONTENDERS = {
     "ours": Contender("ess_ours", "default", is_peer=False),
     "ours:snaper": Contender("ess_ours", "snaper", is_peer=False, tunes_many=True),
     "ours:mams": Contender("ess_ours", "mams", is_peer=False),
+    "ours:rotated": Contender("ess_ours", "rotated", is_peer=False, needs_rotations=True),
     "numpyro": Contender("ess_numpyro", "nuts"),
     "blackjax": Contender("ess_blackjax", "nuts"),
     "blackjax:chees": Contender("ess_blackjax", "chees", tunes_many=True),
@@ -121,7 +123,8 @@ def _entered(model: Model, options: argparse.Namespace) -> tuple[str, ...]:
     if options.contenders:
         return options.contenders
     every = QUICK_CONTENDERS if options.quick else tuple(CONTENDERS)
-    return tuple(name for name in every if name not in model.left_out)
+    suits = (name for name in every if model.rotations or not CONTENDERS[name].needs_rotations)
+    return tuple(name for name in suits if name not in model.left_out)
 
 
 def _measure(

@@ -33,6 +33,14 @@ def mams(task) -> EssProgram:
     return _program(task, lambda target: gm.MAMS(target, 0.1, 1.0))
 
 
+def rotated(task) -> EssProgram:
+    """`mams` with the metric's axes turned to those of the data: `Rotated`."""
+    problem = Problem.of(task)
+    metric = gm.Rotated(jax.tree.map(jax.numpy.asarray, problem.model.rotations(problem.data)))
+    warmup = gm.MAMSAdaptation(metric=metric)
+    return _program(task, lambda target: gm.MAMS(target, 0.1, 1.0), warmup)
+
+
 def target_of(problem: Problem) -> Any:
     """Return the problem's posterior: a plate of rows, or a plain log density where there are none."""
     model = problem.model
@@ -42,7 +50,7 @@ def target_of(problem: Problem) -> Any:
     return gm.Posterior(model.log_prior, gm.Plate(log_likelihood, problem.data, local=model.local))
 
 
-def _program(task, kernel_for) -> EssProgram:
+def _program(task, kernel_for, warmup=None) -> EssProgram:
     problem = Problem.of(task)
     target = target_of(problem)
     kernel = kernel_for(target)
@@ -58,6 +66,7 @@ def _program(task, kernel_for) -> EssProgram:
             num_warmup=task.num_warmup,
             num_samples=0,
             kernel=kernel,
+            warmup=warmup,
             progress=False,
         )
         jax.block_until_ready(draws.state)

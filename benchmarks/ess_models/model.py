@@ -64,6 +64,8 @@ class Model:
         The budgets of samplers of a few chains, and of those that tune many together.
     start_radius
         Chains start uniformly within this distance of the origin in each coordinate.
+    rotations
+        ``rotations(data)`` -> what `gspmd_mcmc.Rotated` takes, where the data tell of such axes.
     needs_data_dir
         Whether ``load`` reads files.
     left_out
@@ -81,6 +83,7 @@ class Model:
     few: Budget = FEW
     many: Budget = MANY
     start_radius: float = START_RADIUS
+    rotations: Callable[[Arrays], dict[str, tuple[np.ndarray | None, ...]]] | None = None
     needs_data_dir: bool = False
     left_out: tuple[str, ...] = ()
 

@@ -86,6 +86,16 @@ def classes_first(params, data):
     return (logits * data["hot"]).sum() - jax.nn.logsumexp(logits, axis=0).sum()
 
 
+def digits_rotations(data):
+    """Turn pixels to the principal axes of the images, classes to the mean and what differs from it."""
+    pixels = data["image"].reshape(len(data["label"]), -1).astype(np.float32) / 255
+    of_pixels = np.linalg.eigh((pixels.T @ pixels).astype(np.float64))[1].astype(np.float32)
+    some = np.eye(mnist_data.NUM_CLASSES)
+    some[:, 0] = 1
+    of_classes = np.linalg.qr(some)[0].astype(np.float32)
+    return {"w": (of_pixels, of_classes), "b": (of_classes,)}
+
+
 def _load_digits(rows, data_dir):
     data = mnist_data.load(data_dir)
     return {"image": data.images[:rows], "label": data.labels[:rows]}
@@ -106,6 +116,7 @@ def _digits(name: str, rows: int, few: Budget, many: Budget, left_out: tuple[str
         few=few,
         many=many,
         start_radius=START_RADIUS,
+        rotations=digits_rotations,
         needs_data_dir=True,
         left_out=left_out,
     )
