@@ -70,7 +70,7 @@ def run(
             start,
             mesh=mesh,
             num_chains=configuration.chains,
-            num_warmup=configuration.num_warmup,
+            num_warmup=configuration.num_warmup * setting.thin,
             num_samples=configuration.num_samples,
             thin=setting.thin,
             progress=False,

@@ -36,7 +36,7 @@ class Setting:
     bounds
         The bias that is let pass.
     thin
-        Steps from draw to draw.
+        Steps from draw to draw; of warm-up there are as many times more.
     """
 
     arguments: Callable[[Any], dict[str, Any]]
