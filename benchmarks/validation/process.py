@@ -74,6 +74,7 @@ class Process:
         self._process = subprocess.Popen(
             [sys.executable, "-m", WORKER, request],
             cwd=ROOT,
+            stdin=subprocess.PIPE,  # closes when this process ends, which ends the worker
             stdout=subprocess.PIPE,
             stderr=self._words,
             text=True,
@@ -96,6 +97,8 @@ class Process:
         """End the process."""
         self._process.kill()
         self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._reader.join()
         self._words.close()
 

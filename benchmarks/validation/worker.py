@@ -6,6 +6,7 @@
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -23,6 +24,7 @@ NUM_DEVICES = 8
 
 def main() -> None:
     """Run the rows that the first argument lists, all of one kind."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     records = _private_stdout()
     task = json.loads(sys.argv[1])
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
@@ -30,6 +32,12 @@ def main() -> None:
     for row in task["rows"]:
         print(json.dumps(_attempt(run, row)), file=records, flush=True)
         jax.clear_caches()
+
+
+def _end_with_parent() -> None:
+    """Wait until nobody holds the other end of standard input, and end at once."""
+    sys.stdin.read()
+    os._exit(1)
 
 
 def _posterior(task: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
