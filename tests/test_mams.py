@@ -404,7 +404,7 @@ def test_sample_tunes_step_size_length_and_metric_from_far_off():
     ratios = jax.tree.map(lambda v, s: v / s**2, draws.kernel.inverse_mass_matrix, SCALES)
     assert all(np.all((v > 0.4) & (v < 2.5)) for v in jax.tree.leaves(ratios))
     assert abs(np.mean(draws.acceptance_rate) - 0.9) < 0.06
-    assert 0.3 < draws.kernel.trajectory_length / np.sqrt(10) < 3
+    assert 1.57 < draws.kernel.trajectory_length / np.sqrt(10) < 3, "a quarter period at least"
     position = jax.tree.map(np.asarray, draws.position)
     squares = jax.tree.map(lambda x, s: (x / s) ** 2 - 1, position, SCALES)
     assert in_mcse(position) < 4 and in_mcse(squares) < 4

@@ -186,20 +186,14 @@ def bound_of(num: int) -> float:
     return -NormalDist().inv_cdf(FALSE_ALARM / 2 / num)
 
 
-def bound_of_all() -> float:
-    """Return `bound_of` all functionals of all `SHAPES` together: those of one kernel."""
-    shapes = [make() for make in SHAPES.values()]
-    return bound_of(sum(moments(shape.normals(shape.origin)).shape[-1] for shape in shapes))
-
-
 def judge(shape: Shape, draws: gm.Draws, bounds: Bounds = EXACT) -> Verdict:
-    """Judge draws of a shape, one of `SHAPES`; biases within bounds are let pass."""
+    """Judge draws of a shape; biases within bounds are let pass."""
     u = shape.normals(draws.position)
-    z, _ = largest_z(moments(u), limits(u.shape[-1], bounds))
+    z, bound = largest_z(moments(u), limits(u.shape[-1], bounds))
     columns = jnp.asarray(u, jnp.float32)
     return Verdict(
         largest_z=z,
-        bound=bound_of_all(),
+        bound=bound,
         rhat=float(jnp.max(rhat(columns))),
         ess=float(jnp.min(ess_bulk(columns))),
         divergences=int(np.sum(draws.num_divergent)),

@@ -84,8 +84,7 @@ def update(batches: Batches, positions: PyTree) -> Batches:
 
 def correlation_time(batches: Batches, dimension: int) -> jax.Array:
     """Draws that one independent draw takes, a mean over the position's elements; NaN if unknown."""
-    sums = [sum_of_ratios for sum_of_ratios, _ in _ratios(batches)]
-    return _time(batches, sum(sums[1:], start=sums[0]) / dimension)
+    return _time(batches, tree.total([total for total, _ in _ratios(batches)]) / dimension)
 
 
 def slowest_correlation_time(batches: Batches) -> jax.Array:
