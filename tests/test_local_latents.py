@@ -1,5 +1,6 @@
 """Local latents: a user's embedding lives with the user's row, streamed, padded and sent nowhere."""
 
+import re
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -431,6 +432,20 @@ def check_no_device_makes_all_users(target):
 
 def test_no_device_makes_an_array_of_all_users():
     check_no_device_makes_all_users(factorisation("8"))
+
+
+def products_of_users_and_movies(name):
+    """Shapes of the logits in the gradient of all chains, as one device has them."""
+    grads = jax.jit(lambda target, x: jax.vmap(lambda x: target.grad(local.lay_out(target, x)))(x))
+    text = grads.lower(factorisation(name), start()).compile().as_text() or ""
+    return set(re.findall(rf"f32\[({CHAINS},(?:\d+,)+{MOVIES})\]", text))
+
+
+def test_a_single_block_has_no_axis_of_its_own():
+    # XLA's reductions on a CPU take five times as long with an axis of length 1 in their midst.
+    single = products_of_users_and_movies("1")
+    assert f"{CHAINS},{USERS},{MOVIES}" in single and f"{CHAINS},1,{USERS},{MOVIES}" not in single
+    assert f"{CHAINS},1,8,{MOVIES}" in products_of_users_and_movies("8")
 
 
 def test_where_users_are_shared_each_device_makes_them_all():
