@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc.tree import PyTree, path_str, pytree, static
@@ -69,3 +70,21 @@ def refuse_padded(tree: PyTree, what: str, advice: str) -> None:
             raise ValueError(
                 f"{what} {path_str(path)}: got {node}, whose pad nothing masks here; {advice}"
             )
+
+
+def real_in_blocks(num_rows: int, num_padded: int, num_blocks: int) -> jax.Array:
+    """Count the rows of each block that are no pad, shape [blocks].
+
+    By blocks, as all rows together may be more than 32-bit integers count.
+    """
+    block_rows = num_padded // num_blocks
+    num_full, rest = divmod(num_rows, block_rows)
+    block = jnp.arange(num_blocks)
+    return jnp.where(block < num_full, block_rows, jnp.where(block == num_full, rest, 0))
+
+
+def is_real(num_rows: int, num_padded: int, num_blocks: int) -> jax.Array:
+    """Tell rows from pad, shape [padded rows]."""
+    block_rows = num_padded // num_blocks
+    num_real = real_in_blocks(num_rows, num_padded, num_blocks)
+    return (jnp.arange(block_rows)[None] < num_real[:, None]).reshape(-1)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc.placement import padding
 from gspmd_mcmc.placement.mesh import require_auto
 from gspmd_mcmc.placement.padding import Padded, is_padded
 from gspmd_mcmc.tree import PyTree, is_traced, path_str
@@ -93,7 +94,7 @@ class Rows:
 
     def is_real(self, ndim: int) -> jax.Array:
         """Tell real rows from pad, shape [rows, 1, ...] of ``ndim`` axes."""
-        is_real = jnp.arange(self.num_padded) < self.num_rows
+        is_real = padding.is_real(self.num_rows, self.num_padded, self.num_blocks)
         return is_real.reshape(-1, *(1,) * (ndim - 1))
 
     def is_same(self, other: "Rows") -> bool:
@@ -153,7 +154,18 @@ def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
         raise ValueError(
             f"plate data: {num_padded} rows do not cut into {rows.num_blocks} blocks; use place"
         )
+    _check_countable(rows)
     return jax.tree.map(_array, data, is_leaf=is_padded), rows
+
+
+def _check_countable(rows: Rows) -> None:
+    """Raise where the rows of one device are more than its indices can count."""
+    most = jnp.iinfo(jnp.arange(0).dtype).max
+    if rows.block_rows > most:
+        raise ValueError(
+            f"plate data: {rows.block_rows} rows on one device, and its indices count to {most}; "
+            "lay them over more devices, or set jax_enable_x64"
+        )
 
 
 def _array(node):

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.mesh import require_auto
-from gspmd_mcmc.placement.padding import Padded, padded_rows
+from gspmd_mcmc.placement.padding import Padded, is_real, padded_rows
 from gspmd_mcmc.targets.checks import check_key
 from gspmd_mcmc.tree import PyTree, is_staging, pytree, set_fields, static
 
@@ -277,8 +277,8 @@ def _lay(sharded: Sharded, values: jax.Array, row_axis: int) -> Any:
         return constrain(values)
     # With zeros first, and the copies then: to concatenate them would gather all rows.
     zeros = constrain(jnp.pad(values, [(0, num_pad), *[(0, 0)] * (values.ndim - 1)]))
-    is_real = (jnp.arange(num_rows + num_pad) < num_rows).reshape(-1, *(1,) * (values.ndim - 1))
-    return Padded(constrain(jnp.where(is_real, zeros, values[-1:])), num_rows)
+    real = is_real(num_rows, num_rows + num_pad, num_blocks).reshape(-1, *(1,) * (values.ndim - 1))
+    return Padded(constrain(jnp.where(real, zeros, values[-1:])), num_rows)
 
 
 _jit_total = jax.jit(_total)

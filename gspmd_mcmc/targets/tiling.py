@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gspmd_mcmc.placement.padding import real_in_blocks
 from gspmd_mcmc.targets.rows import Rows
 from gspmd_mcmc.targets.two_float import two_float_sum
 from gspmd_mcmc.tree import PyTree, path_str
@@ -166,17 +167,15 @@ def stream(
     shared = rows.per_block(
         jax.tree.map(lambda a: jnp.broadcast_to(a, (rows.num_blocks, *a.shape)), shared)
     )
-    first_row = jnp.arange(rows.num_blocks) * rows.block_rows
+    num_real = real_in_blocks(rows.num_rows, rows.num_padded, rows.num_blocks)[:, None]
     each_block = jax.vmap(body) if rows.num_blocks > 1 else _unmapped(body)
 
     def step(carries, index):
         carry, by_row = carries
         # The last tile ends at the block's end, so it may overlap the one before.
         start = jnp.minimum(index * tile, rows.block_rows - tile)
-        position = start + jnp.arange(tile)
-        is_counted = (position >= index * tile)[None] & (
-            first_row[:, None] + position[None] < rows.num_rows
-        )
+        position = (start + jnp.arange(tile))[None]
+        is_counted = (position >= index * tile) & (position < num_real)
         carry, added, out = each_block(carry, shared, _tile(blocks, start, tile), is_counted)
         by_row = jax.tree.map(
             lambda a, b, t: jax.lax.dynamic_update_slice_in_dim(a, t + b, start, axis=1),
