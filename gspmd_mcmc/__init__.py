@@ -21,9 +21,11 @@ from gspmd_mcmc.placement.padding import Padded
 from gspmd_mcmc.placement.place import place
 from gspmd_mcmc.placement.positional import PositionalSharding
 from gspmd_mcmc.sampling.draws import Draws
+from gspmd_mcmc.sampling.errors import CheckpointNotSaved, Preempted, SamplingWarning
 from gspmd_mcmc.sampling.mode import Mode, find_mode
 from gspmd_mcmc.sampling.prior_start import prior_start
-from gspmd_mcmc.sampling.sample import SamplingWarning, sample
+from gspmd_mcmc.sampling.resume import resume
+from gspmd_mcmc.sampling.sample import sample
 from gspmd_mcmc.sampling.start import per_chain, uniform_start
 from gspmd_mcmc.targets.checks import NonFiniteStart
 from gspmd_mcmc.targets.joint import (
@@ -53,6 +55,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Accelerator",
     "BudgetExceeded",
+    "CheckpointNotSaved",
+    "Preempted",
+    "resume",
     "plan",
     "plots",
     "visualize",

@@ -1,6 +1,7 @@
 """The sampling phase on the devices: steps, what is kept of them, and where it gathers."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -60,8 +61,15 @@ class Collecting:
         self.collect, self.thin, self.layout = collect, thin, layout
         self.num_draws = self.num_divergent = 0
 
-    def run(self, num_samples: int, device_bytes: int | None, report: Report, stop: Stop) -> None:
-        """Draw in chunks; full buffers move to the host where they cannot hold all draws."""
+    def run(
+        self,
+        num_samples: int,
+        device_bytes: int | None,
+        report: Report,
+        stop: Stop,
+        after: Callable[[], None],
+    ) -> None:
+        """Draw in chunks, and call ``after`` each; full buffers move to the host if they must."""
         shapes = self._shapes_of_draw()
         num_shards = self.layout.mesh.shape.get(CHAINS, 1) if self.layout.mesh else 1
         self.capacity = capacity(shapes, bucket(num_samples), num_shards, device_bytes)
@@ -71,8 +79,27 @@ class Collecting:
         self.host = HostDraws(self.buffers, num_samples) if self.capacity < num_samples else None
         self._pins = Pins.of((self.states, self.buffers))
         if num_samples:
-            report.phase("sampling", num_samples)
-        run_chunks(num_samples, lambda done, n: self._run_chunk(done, n, report), stop, self.capacity)
+            report.phase("sampling", num_samples, self.num_draws)
+        run_chunks(
+            num_samples,
+            lambda done, n: self._run_chunk(done, n, report),
+            stop,
+            self.capacity,
+            after=after,
+            done=self.num_draws,
+        )
+
+    def counts(self) -> dict[str, int]:
+        """Return the numbers that say where sampling is, for `put_back`."""
+        return {name: getattr(self, name) for name in ("num_steps", "num_draws", "num_divergent")}
+
+    def put_back(self, counts: dict[str, int]) -> None:
+        """Go on from the `counts` of another such run, whose draws are kept elsewhere."""
+        for name, value in counts.items():
+            setattr(self, name, value)
+
+    def flush(self) -> None:
+        """Wait until all draws are on disk, where that is where they go."""
 
     def draws(self) -> tuple[PyTree, dict[str, Any]]:
         """Return what was collected and the stats, leaves [chains, draws, ...]."""

@@ -32,9 +32,9 @@ class Report:
     def __exit__(self, *error) -> None:
         self._progress.__exit__(*error)
 
-    def phase(self, name: str, total: int) -> None:
-        """Begin a phase of so many steps."""
-        self._task = self._progress.add_task(name, total=total, numbers="compiling")
+    def phase(self, name: str, total: int, done: int = 0) -> None:
+        """Begin a phase of so many steps, or go on with it where some are done."""
+        self._task = self._progress.add_task(name, total=total, completed=done, numbers="compiling")
         self._last = time.perf_counter()
 
     def advance(
@@ -57,29 +57,35 @@ class Report:
 
 
 class Stop:
-    """Whether the user has asked to stop."""
+    """Whether the user has asked to stop, or the system to end."""
 
     def __init__(self):
-        self.is_asked = False
+        self.is_asked = self.is_preempted = False
 
     def ask(self, signum, frame) -> None:
         """Take the first Ctrl-C as a request; let the next one raise."""
         self.is_asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
+    def preempt(self, signum, frame) -> None:
+        """Take SIGTERM as the order to save the run and end it."""
+        self.is_preempted = True
+
 
 @contextlib.contextmanager
-def stop_on_interrupt() -> Iterator[Stop]:
+def stop_on_interrupt(*, is_kept: bool = False) -> Iterator[Stop]:
     """Turn the first Ctrl-C into a request to stop between chunks; a second one raises.
 
-    Outside the main thread, where Python delivers no signals, nothing is installed.
+    SIGTERM is taken the same way where the run has checkpoints (``is_kept``). Outside the main thread,
+    where Python delivers no signals, nothing is installed.
     """
     stop = Stop()
+    handlers = {signal.SIGINT: stop.ask} | ({signal.SIGTERM: stop.preempt} if is_kept else {})
     if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    previous = signal.signal(signal.SIGINT, stop.ask)
+        handlers = {}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,20 +14,17 @@ from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.sampling import defaults
 from gspmd_mcmc.sampling import start as starts
-from gspmd_mcmc.sampling.collecting import Collecting, keep_position
+from gspmd_mcmc.sampling.collecting import keep_position
 from gspmd_mcmc.sampling.draws import Draws
+from gspmd_mcmc.sampling.errors import SamplingWarning
+from gspmd_mcmc.sampling.keeping import carry_out, kept_in
 from gspmd_mcmc.sampling.layout import Layout, read_layout
 from gspmd_mcmc.sampling.mode import Mode
-from gspmd_mcmc.sampling.progress import Report, stop_on_interrupt
-from gspmd_mcmc.sampling.warmup import Warmup
+from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import lay_out
 from gspmd_mcmc.tree import PyTree, path_str
-
-
-class SamplingWarning(UserWarning):
-    """Something about a run that its user should look at before trusting it."""
 
 
 def sample(
@@ -43,6 +41,8 @@ def sample(
     warmup: Adaptation | None = None,
     collect: Callable = keep_position,
     device_bytes: int | None = None,
+    checkpoint: str | Path | None = None,
+    every: float = 60.0,
     progress: bool = True,
 ) -> Draws:
     """Sample a target: start the chains, tune the kernel, draw.
@@ -83,6 +83,12 @@ def sample(
     device_bytes
         Bytes on each device for draws; finished chunks move to the host beyond it. A quarter of the
         device's memory by default, no bound on a CPU.
+    checkpoint
+        A folder to save the run in, so that `resume` can go on with it, warm-up too; it must not hold
+        another run. Draws go to a `ZarrSink` in it, unless ``to`` names another. While a checkpoint is
+        written the run goes on. Needs the extras ``checkpoint`` and ``storage``.
+    every
+        Seconds from one checkpoint to the next.
     progress
         Whether to show a progress bar, on standard error.
 
@@ -97,12 +103,17 @@ def sample(
         For counts, keys, meshes or positions that do not fit; the message says what was expected.
     NonFiniteStart
         If a chain finds no start with a finite log density.
+    CheckpointNotSaved
+        If the run cannot be saved at its start. One that cannot be saved later warns, and goes on.
+    Preempted
+        After SIGTERM, if the run has checkpoints: it is saved first.
     """
     _check_counts(num_chains, num_warmup, num_samples, thin)
     num_chains, num_warmup, num_samples = int(num_chains), int(num_warmup), int(num_samples)
-    _check_device_bytes(device_bytes)
+    _check_number("device_bytes", device_bytes, "of bytes or None")
+    _check_number("every", every, "of seconds")
     _check_key(rng_key)
-    mesh = _common_mesh(mesh, target)
+    mesh = common_mesh(mesh, target)
     earlier = initial_position if isinstance(initial_position, Draws) else None
     if earlier is not None:
         _check_goes_on(earlier, target, kernel, num_chains)
@@ -112,33 +123,15 @@ def sample(
         raise ValueError("kernel: it was built on another target; build it on the one given here")
     initial_position = _origin(target) if initial_position is None else initial_position
 
-    start_key, step_key = jax.random.split(rng_key)
-    layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
-    warmup = _adaptation(warmup, kernel, layout, states, initial_position)
-    first_step = earlier.num_steps if earlier is not None else 0
-    with stop_on_interrupt() as stop, Report(is_shown=progress) as report:
-        tuning = Warmup(warmup, kernel, states, step_key, first_step, layout)
-        tuning.run(num_warmup, report, stop)
-        collecting = Collecting(
-            tuning.kernel,
-            tuning.states,
-            step_key,
-            tuning.num_steps,
-            collect=as_partial(collect),
-            thin=thin,
-            layout=layout,
-        )
-        collecting.run(num_samples, device_bytes, report, stop)
-    collected, stats = collecting.draws()
-    draws = Draws(
-        position=collected,
-        stats=stats,
-        warmup=tuning.summary(),
-        kernel=tuning.kernel,
-        state=collecting.states,
-        num_steps=collecting.num_steps,
-    )
-    _warn(draws, num_samples)
+    with kept_in(checkpoint, is_new=True) as checkpoints:
+        start_key, step_key = jax.random.split(rng_key)
+        layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
+        warmup = _adaptation(warmup, kernel, layout, states, initial_position)
+        plan = Plan(warmup, as_partial(collect), num_warmup, num_samples, thin, device_bytes)
+        first_step = earlier.num_steps if earlier is not None else 0
+        run = Run(plan, kernel, states, step_key, first_step, layout)
+        draws = carry_out(run, checkpoints, every, is_new=True, progress=progress)
+    warn_of(draws, num_samples)
     return draws
 
 
@@ -197,7 +190,7 @@ def _origin(target: Any) -> PyTree:
     return target.origin()
 
 
-def _common_mesh(mesh: Mesh | None, target: Any) -> Mesh | None:
+def common_mesh(mesh: Mesh | None, target: Any) -> Mesh | None:
     """Return the mesh given, or the one that the target's data lie on; raise if those differ."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(target):
         sharding = getattr(leaf, "sharding", None)
@@ -224,9 +217,9 @@ def _check_counts(num_chains: int, num_warmup: int, num_samples: int, thin: int)
             raise ValueError(f"{name}: expected an integer of at least {least[name]}, got {value!r}")
 
 
-def _check_device_bytes(device_bytes: int | None) -> None:
-    if device_bytes is not None and (not isinstance(device_bytes, int | float) or device_bytes < 0):
-        raise ValueError(f"device_bytes: expected a number of bytes or None, got {device_bytes!r}")
+def _check_number(name: str, value: Any, what: str) -> None:
+    if value is not None and (not isinstance(value, int | float) or not value >= 0):
+        raise ValueError(f"{name}: expected a number {what}, got {value!r}")
 
 
 def _check_key(rng_key: jax.Array) -> None:
@@ -255,7 +248,7 @@ def _check_goes_on(draws: Draws, target: Any, kernel: Any, num_chains: int) -> N
         )
 
 
-def _warn(draws: Draws, num_samples: int) -> None:
+def warn_of(draws: Draws, num_samples: int) -> None:
     """Say in plain words what is suspicious about a run."""
     if draws.num_draws < num_samples:
         message = f"stopped after {draws.num_draws} of {num_samples} draws"

@@ -1,0 +1,159 @@
+"""When a run is saved, and what the document of a checkpoint says of it."""
+
+import contextlib
+import importlib.metadata
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from gspmd_mcmc.sampling.checkpoint import Checkpoints
+from gspmd_mcmc.sampling.draws import Draws
+from gspmd_mcmc.sampling.encoding import encode
+from gspmd_mcmc.sampling.errors import CheckpointNotSaved, Preempted
+from gspmd_mcmc.sampling.fingerprint import fingerprint, plates
+from gspmd_mcmc.sampling.moving import describe_mesh, write_spec
+from gspmd_mcmc.sampling.progress import Report, Stop, stop_on_interrupt
+from gspmd_mcmc.sampling.run import Run
+
+LIBRARIES = ("gspmd_mcmc", "jax", "jaxlib", "orbax-checkpoint")
+
+
+@contextlib.contextmanager
+def kept_in(path: str | Path | None, *, is_new: bool) -> Iterator[Checkpoints | None]:
+    """Hold the folder of a run's checkpoints; None where there is to be none.
+
+    Raises
+    ------
+    CheckpointNotSaved
+        If it cannot be written to, or, of a new run, there is another one in it.
+    """
+    if path is None:
+        yield None
+        return
+    checkpoints = Checkpoints(path)
+    try:
+        if is_new and checkpoints.steps():
+            raise CheckpointNotSaved(
+                f"checkpoint: {checkpoints.path} holds a run already; go on with it by "
+                "gspmd_mcmc.resume(path, target), give another path, or remove that folder"
+            )
+        yield checkpoints
+    finally:
+        checkpoints.close()
+
+
+def carry_out(
+    run: Run, checkpoints: Checkpoints | None, every: float, *, is_new: bool, progress: bool
+) -> Draws:
+    """Run to the end, or to a stop, and save the run on the way.
+
+    Raises
+    ------
+    CheckpointNotSaved
+        If a new run cannot be saved before its first step.
+    Preempted
+        After SIGTERM.
+    """
+    is_kept = checkpoints is not None
+    with stop_on_interrupt(is_kept=is_kept) as stop, Report(is_shown=progress) as report:
+        if checkpoints is None:
+            return run.go(report, stop)
+        keeper = Keeper(run, checkpoints, every, stop)
+        if is_new:
+            keeper.begin()
+        draws = run.go(report, stop, keeper.after_chunk)
+        if not stop.is_asked:
+            keeper.save()
+        return draws
+
+
+class Keeper:
+    """Saves a run between its chunks: when it is time, and before it ends early.
+
+    Parameters
+    ----------
+    run
+        The run.
+    checkpoints
+        Where it is saved.
+    every
+        Seconds from one checkpoint to the next.
+    stop
+        Whether the run is to end.
+    """
+
+    def __init__(self, run: Run, checkpoints: Checkpoints, every: float, stop: Stop):
+        self.run, self.checkpoints, self.every, self.stop = run, checkpoints, every, stop
+        self._saved_at = time.monotonic()
+        self._facts = _facts(run, every)
+
+    def begin(self) -> None:
+        """Save the run before its first step, and wait for it.
+
+        Raises
+        ------
+        CheckpointNotSaved
+            If that fails, or the run has parts that no checkpoint can hold.
+        """
+        try:
+            self.checkpoints.save(*self._content())
+            self.checkpoints.finish()
+        except Exception as error:  # Orbax raises whatever its threads met.
+            raise CheckpointNotSaved(f"checkpoint: {self.checkpoints.path}: {error}") from error
+
+    def after_chunk(self) -> None:
+        """Save the run if it is time, or it is to end; raise if it was told to end.
+
+        Raises
+        ------
+        Preempted
+            After SIGTERM.
+        """
+        is_ending = self.stop.is_asked or self.stop.is_preempted
+        if is_ending or (self._is_time() and not self.checkpoints.is_saving()):
+            self.save()
+        if self.stop.is_preempted:
+            self.checkpoints.try_to_finish()
+            raise Preempted(
+                "the run was told to end (SIGTERM). It is saved: go on by "
+                f"gspmd_mcmc.resume({str(self.checkpoints.path)!r}, target)"
+            )
+
+    def save(self) -> None:
+        """Save the run; draws first, so that those that the checkpoint counts are on disk."""
+        self._saved_at = time.monotonic()
+        self.run.flush()
+        self.checkpoints.try_to_save(*self._content())
+
+    def _is_time(self) -> bool:
+        return time.monotonic() - self._saved_at >= self.every
+
+    def _content(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arrays of a checkpoint, and its document."""
+        run = self.run
+        arrays, counts = run.state()
+        tree, leaves = encode({"state": arrays, "plan": run.plan})
+        return leaves, self._facts | {"tree": tree, "counts": counts}
+
+
+def _facts(run: Run, every: float) -> dict[str, Any]:
+    """Return what documents of all checkpoints of a run say."""
+    return {
+        "versions": {name: _version(name) for name in LIBRARIES},
+        "every": every,
+        "rng_impl": str(jax.random.key_impl(run.rng_key)),
+        "fingerprint": fingerprint(run.target, run.phase.states.position),
+        "mesh": describe_mesh(run.layout.mesh),
+        "specs": [write_spec(spec) for spec in run.layout.specs],
+        "plates": plates(run.target),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
