@@ -1,7 +1,8 @@
 """One call from a target to draws."""
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,11 +14,14 @@ from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.sampling import defaults
 from gspmd_mcmc.sampling import start as starts
-from gspmd_mcmc.sampling.collecting import Collecting, keep_position
+from gspmd_mcmc.sampling.attributes import attributes_of
+from gspmd_mcmc.sampling.collecting import Collecting, keep_position, shapes_of_draw
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.layout import Layout, read_layout
 from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.sampling.progress import Report, stop_on_interrupt
+from gspmd_mcmc.sampling.saved import SavedDraws
+from gspmd_mcmc.sampling.sinks import ZarrSink
 from gspmd_mcmc.sampling.warmup import Warmup
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.functions import as_partial
@@ -42,6 +46,7 @@ def sample(
     kernel: Any = None,
     warmup: Adaptation | None = None,
     collect: Callable = keep_position,
+    to: ZarrSink | None = None,
     device_bytes: int | None = None,
     progress: bool = True,
 ) -> Draws:
@@ -80,6 +85,9 @@ def sample(
     collect
         ``collect(position, info)`` of one chain: what to keep instead of the position. A function at
         module level, or a ``Partial`` of one whose arrays enter the program as arguments.
+    to
+        Where draws are written as they are made, `ZarrSink`; the result then reads them from there.
+        Without one they are kept in memory.
     device_bytes
         Bytes on each device for draws; finished chunks move to the host beyond it. A quarter of the
         device's memory by default, no bound on a CPU.
@@ -89,7 +97,7 @@ def sample(
     Returns
     -------
     Draws
-        After Ctrl-C, the draws made so far; a second Ctrl-C raises.
+        After Ctrl-C, the draws made so far; a second Ctrl-C raises. `SavedDraws` with a sink.
 
     Raises
     ------
@@ -97,6 +105,9 @@ def sample(
         For counts, keys, meshes or positions that do not fit; the message says what was expected.
     NonFiniteStart
         If a chain finds no start with a finite log density.
+    DrawsNotSaved
+        If the sink cannot write: before anything is computed where its folder cannot be used, else
+        soon after; draws that are on disk stay.
     """
     _check_counts(num_chains, num_warmup, num_samples, thin)
     num_chains, num_warmup, num_samples = int(num_chains), int(num_warmup), int(num_samples)
@@ -112,24 +123,31 @@ def sample(
         raise ValueError("kernel: it was built on another target; build it on the one given here")
     initial_position = _origin(target) if initial_position is None else initial_position
 
-    start_key, step_key = jax.random.split(rng_key)
-    layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
-    warmup = _adaptation(warmup, kernel, layout, states, initial_position)
+    collect = as_partial(collect)
     first_step = earlier.num_steps if earlier is not None else 0
-    with stop_on_interrupt() as stop, Report(is_shown=progress) as report:
-        tuning = Warmup(warmup, kernel, states, step_key, first_step, layout)
-        tuning.run(num_warmup, report, stop)
-        collecting = Collecting(
-            tuning.kernel,
-            tuning.states,
-            step_key,
-            tuning.num_steps,
-            collect=as_partial(collect),
-            thin=thin,
-            layout=layout,
-        )
-        collecting.run(num_samples, device_bytes, report, stop)
-    collected, stats = collecting.draws()
+    start_key, step_key = jax.random.split(rng_key)
+    with _reserved(to):
+        layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
+        warmup = _adaptation(warmup, kernel, layout, states, initial_position)
+        if to is not None:
+            to.check(shapes_of_draw(kernel, states, collect, step_key, thin, layout)[0])
+        with stop_on_interrupt() as stop, Report(is_shown=progress) as report:
+            tuning = Warmup(warmup, kernel, states, step_key, first_step, layout)
+            tuning.run(num_warmup, report, stop)
+            collecting = Collecting(
+                tuning.kernel,
+                tuning.states,
+                step_key,
+                tuning.num_steps,
+                collect=collect,
+                thin=thin,
+                layout=layout,
+                sink=to,
+            )
+            counts = {"num_chains": num_chains, "num_warmup": num_warmup, "num_samples": num_samples}
+            about = attributes_of(rng_key, mesh, kernel, warmup, collect, thin=int(thin), **counts)
+            collecting.run(num_samples, device_bytes, report, stop, about)
+        collected, stats = collecting.draws()
     draws = Draws(
         position=collected,
         stats=stats,
@@ -138,8 +156,23 @@ def sample(
         state=collecting.states,
         num_steps=collecting.num_steps,
     )
+    if to is not None:
+        draws = SavedDraws(**vars(draws), path=to.path, attributes=to.attributes)
     _warn(draws, num_samples)
     return draws
+
+
+@contextlib.contextmanager
+def _reserved(sink: ZarrSink | None) -> Iterator[None]:
+    """Hold the folder of a sink from before anything is computed until the draws are on disk."""
+    if sink is None:
+        yield
+        return
+    sink.reserve()
+    try:
+        yield
+    finally:
+        sink.close()
 
 
 def _adaptation(
@@ -242,6 +275,11 @@ def _check_key(rng_key: jax.Array) -> None:
 
 def _check_goes_on(draws: Draws, target: Any, kernel: Any, num_chains: int) -> None:
     """Raise unless earlier draws can be gone on from as they are."""
+    if draws.kernel is None:
+        raise ValueError(
+            "initial_position: draws that were read from disk hold no kernel and no state; start at a "
+            "position, or go on from what `sample` returned"
+        )
     if kernel is not None:
         raise ValueError("kernel: draws are gone on from with their own kernel; leave it out")
     if draws.kernel.target is not target:
