@@ -26,6 +26,8 @@ from gspmd_mcmc.sampling.mode import Mode, find_mode
 from gspmd_mcmc.sampling.prior_start import prior_start
 from gspmd_mcmc.sampling.resume import resume
 from gspmd_mcmc.sampling.sample import sample
+from gspmd_mcmc.sampling.saved import SavedDraws, open_draws
+from gspmd_mcmc.sampling.sinks import DrawsNotSaved, ZarrSink
 from gspmd_mcmc.sampling.start import per_chain, uniform_start
 from gspmd_mcmc.targets.checks import NonFiniteStart
 from gspmd_mcmc.targets.joint import (
@@ -66,6 +68,7 @@ __all__ = [
     "DenseBlock",
     "Diagonal",
     "Draws",
+    "DrawsNotSaved",
     "LowRank",
     "MAMSAdaptation",
     "MCLMCAdaptation",
@@ -73,8 +76,10 @@ __all__ = [
     "PerChainAdaptation",
     "Rotated",
     "SNAPERAdaptation",
+    "SavedDraws",
     "SamplingWarning",
     "WindowAdaptation",
+    "ZarrSink",
     "bernoulli_logits",
     "categorical_logits",
     "communication",
@@ -82,6 +87,7 @@ __all__ = [
     "find_mode",
     "from_numpyro",
     "inner_products",
+    "open_draws",
     "per_chain",
     "poisson_log_rate",
     "prior_start",

@@ -13,6 +13,7 @@ from gspmd_mcmc.sampling.buffers import HostDraws, capacity
 from gspmd_mcmc.sampling.chunks import advance, bucket, no_tally, run_chunks, tally
 from gspmd_mcmc.sampling.layout import CHAINS, Layout, Pins
 from gspmd_mcmc.sampling.progress import Report, Stop
+from gspmd_mcmc.sampling.sinks import ZarrSink
 from gspmd_mcmc.targets.local import kept, unwrap
 from gspmd_mcmc.tree import PyTree
 
@@ -44,6 +45,8 @@ class Collecting:
         Steps a draw.
     layout
         The layout of the chains.
+    sink, is_resumed
+        Where draws are written as they are made, if anywhere; whether this run has written there.
     """
 
     def __init__(
@@ -56,9 +59,12 @@ class Collecting:
         collect: Partial,
         thin: int,
         layout: Layout,
+        sink: ZarrSink | None = None,
+        is_resumed: bool = False,
     ):
         self.kernel, self.states, self.rng_key, self.num_steps = kernel, states, rng_key, first_step
         self.collect, self.thin, self.layout = collect, thin, layout
+        self.sink, self.is_resumed = sink, is_resumed
         self.num_draws = self.num_divergent = 0
 
     def run(
@@ -68,15 +74,32 @@ class Collecting:
         report: Report,
         stop: Stop,
         after: Callable[[], None],
+        attributes: dict[str, Any] | None = None,
     ) -> None:
-        """Draw in chunks, and call ``after`` each; full buffers move to the host if they must."""
-        shapes = self._shapes_of_draw()
+        """Draw in chunks, and call ``after`` each; draws leave the buffers for the sink, or the host.
+
+        ``attributes`` are what the sink's store says of the run.
+        """
+        shapes = shapes_of_draw(
+            self.kernel, self.states, self.collect, self.rng_key, self.thin, self.layout
+        )
         num_shards = self.layout.mesh.shape.get(CHAINS, 1) if self.layout.mesh else 1
         self.capacity = capacity(shapes, bucket(num_samples), num_shards, device_bytes)
-        keeps_position = self.collect.func is keep_position
-        kept_layout = self.layout.of_kept(shapes[0], self.states.position) if keeps_position else None
-        self.buffers = _empty(_Shapes.of(shapes), self.capacity, self.layout, kept_layout)
-        self.host = HostDraws(self.buffers, num_samples) if self.capacity < num_samples else None
+        if self.sink is not None:
+            self.capacity = max(1, min(self.capacity, self.sink.buffer_rows(shapes)))
+        self.buffers = self._empty(shapes)
+        self.host = self._spare = None
+        if self.sink is not None:
+            self._spare, self._num_written = self._empty(shapes), self.num_draws
+            self.sink.begin(
+                self.buffers,
+                num_samples,
+                attributes or {},
+                first_draw=self.num_draws,
+                is_resumed=self.is_resumed,
+            )
+        elif self.capacity < num_samples:
+            self.host = HostDraws(self.buffers, num_samples)
         self._pins = Pins.of((self.states, self.buffers))
         if num_samples:
             report.phase("sampling", num_samples, self.num_draws)
@@ -94,15 +117,21 @@ class Collecting:
         return {name: getattr(self, name) for name in ("num_steps", "num_draws", "num_divergent")}
 
     def put_back(self, counts: dict[str, int]) -> None:
-        """Go on from the `counts` of another such run, whose draws are kept elsewhere."""
+        """Go on from the `counts` of another such run, whose draws are in the sink."""
         for name, value in counts.items():
             setattr(self, name, value)
 
     def flush(self) -> None:
-        """Wait until all draws are on disk, where that is where they go."""
+        """Wait until all draws that were made are on disk."""
+        if self.sink is not None:
+            self._write()
+            self.sink.flush()
 
     def draws(self) -> tuple[PyTree, dict[str, Any]]:
         """Return what was collected and the stats, leaves [chains, draws, ...]."""
+        if self.sink is not None:
+            self.flush()
+            return self.sink.saved()
         collected, stats = self._filled()
         return unwrap(collected, axis=2), stats
 
@@ -132,8 +161,11 @@ class Collecting:
         self.num_steps += count * self.thin
         self.num_draws += count
         self.num_divergent += int(counts["num_divergent"].sum())
-        if self.host is not None and slot + count == self.capacity:
+        is_full = slot + count == self.capacity
+        if self.host is not None and is_full:
             self._flush(self.capacity)
+        if self.sink is not None and (self.sink.is_due() or is_full):
+            self._write()
         report.advance(
             count,
             leapfrogs=int(counts["leapfrogs"]),
@@ -147,10 +179,28 @@ class Collecting:
         if self.host is not None and count:
             self.host.fill(self.buffers, self.num_draws - count, count)
 
-    def _shapes_of_draw(self) -> PyTree:
-        # Traced once for a kernel of these shapes, as a program would be.
-        arguments = (self.kernel, self.states, self.collect, self.rng_key, 0)
-        return _one_draw.eval_shape(*arguments, thin=self.thin, layout=self.layout)[1]
+    def _write(self) -> None:
+        """Give the sink what it has not had yet, and go on in the other buffer, at the same slot."""
+        assert self.sink is not None
+        count = self.num_draws - self._num_written
+        if count:
+            self.sink.write(self.buffers, count, self._num_written % self.capacity)
+            self._num_written = self.num_draws
+            self.buffers, self._spare = self._spare, self.buffers
+
+    def _empty(self, shapes: PyTree) -> PyTree:
+        keeps_position = self.collect.func is keep_position
+        kept_layout = self.layout.of_kept(shapes[0], self.states.position) if keeps_position else None
+        return _empty(_Shapes.of(shapes), self.capacity, self.layout, kept_layout)
+
+
+def shapes_of_draw(
+    kernel: Any, states: Any, collect: Partial, rng_key: jax.Array, thin: int, layout: Layout
+) -> PyTree:
+    """Return the shapes of what is kept of one draw of all chains, and of its stats."""
+    # Traced once for a kernel of these shapes, as a program would be.
+    arguments = (kernel, states, collect, rng_key, 0)
+    return _one_draw.eval_shape(*arguments, thin=thin, layout=layout)[1]
 
 
 def _draw(kernel, states, collect, rng_key, step, *, thin, layout):

@@ -1,6 +1,5 @@
 """The result of a run."""
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarise
 from gspmd_mcmc.kernels.hmc import HMC
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.kernels.nuts import NUTS
+from gspmd_mcmc.sampling.extras import need
 from gspmd_mcmc.tree import PyTree
 
 # Kernels whose energy is judged by E-BFMI, which supposes fresh momenta at each transition.
@@ -27,7 +27,8 @@ class Draws:
     ----------
     position
         Tree of draws, leaves [chains, draws, ...]: the positions, or what ``collect`` returned. jax
-        arrays laid out over the mesh; NumPy arrays where draws outgrew their share of device memory.
+        arrays laid out over the mesh; NumPy arrays where draws outgrew their share of device memory;
+        arrays on disk, read by ``x[index]`` and ``np.asarray(x)``, of a run with a sink.
     stats
         Name to array [chains, draws]: the kernel's info (`HMCInfo`) and ``log_density``. With thinning,
         ``acceptance_rate`` is the mean, ``num_integration_steps`` the sum and ``is_divergent`` whether
@@ -77,7 +78,7 @@ class Draws:
 
         Needs the extra ``arviz``.
         """
-        arviz_base = _need("arviz_base")
+        arviz_base = need("arviz_base", "arviz")
         renamed = {"is_divergent": "diverging", "log_density": "lp"}
         stats = {renamed.get(name, name): np.asarray(x) for name, x in self.stats.items()}
         return arviz_base.from_dict({"posterior": self._named(), "sample_stats": stats})
@@ -110,9 +111,17 @@ class Draws:
             self.stats,
             num_superchains=num_superchains,
             max_rows=max_rows,
-            max_tree_depth=getattr(self.kernel, "max_tree_depth", None),
-            judges_energy=isinstance(self.kernel, DRAW_MOMENTA),
+            max_tree_depth=self._max_tree_depth,
+            judges_energy=self._judges_energy,
         )
+
+    @property
+    def _max_tree_depth(self) -> int | None:
+        return getattr(self.kernel, "max_tree_depth", None)
+
+    @property
+    def _judges_energy(self) -> bool:
+        return isinstance(self.kernel, DRAW_MOMENTA)
 
     def _named(self) -> dict[str, np.ndarray]:
         return {name: _on_host(leaf) for name, leaf in named_leaves(self.position).items()}
@@ -134,11 +143,3 @@ def _on_host(leaf) -> np.ndarray:
     """Return a NumPy array of a dtype that NumPy itself knows."""
     array = np.asarray(leaf)
     return array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
-
-
-def _need(module: str):
-    """Import a module of the extra ``arviz``, or say how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"{module} is missing: pip install 'gspmd_mcmc[arviz]' brings it") from error

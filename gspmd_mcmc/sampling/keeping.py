@@ -3,7 +3,7 @@
 import contextlib
 import importlib.metadata
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from gspmd_mcmc.sampling.fingerprint import fingerprint, plates
 from gspmd_mcmc.sampling.moving import describe_mesh, write_spec
 from gspmd_mcmc.sampling.progress import Report, Stop, stop_on_interrupt
 from gspmd_mcmc.sampling.run import Run
+from gspmd_mcmc.sampling.sinks import ZarrSink
 
+DRAWS = "draws"
 LIBRARIES = ("gspmd_mcmc", "jax", "jaxlib", "orbax-checkpoint")
 
 
 @contextlib.contextmanager
-def kept_in(path: str | Path | None, *, is_new: bool) -> Iterator[Checkpoints | None]:
+def kept_in(path: str | Path | None, *, is_resumed: bool = False) -> Iterator[Checkpoints | None]:
     """Hold the folder of a run's checkpoints; None where there is to be none.
 
     Raises
@@ -35,7 +37,7 @@ def kept_in(path: str | Path | None, *, is_new: bool) -> Iterator[Checkpoints | 
         return
     checkpoints = Checkpoints(path)
     try:
-        if is_new and checkpoints.steps():
+        if checkpoints.steps() and not is_resumed:
             raise CheckpointNotSaved(
                 f"checkpoint: {checkpoints.path} holds a run already; go on with it by "
                 "gspmd_mcmc.resume(path, target), give another path, or remove that folder"
@@ -45,9 +47,27 @@ def kept_in(path: str | Path | None, *, is_new: bool) -> Iterator[Checkpoints | 
         checkpoints.close()
 
 
-def carry_out(
-    run: Run, checkpoints: Checkpoints | None, every: float, *, is_new: bool, progress: bool
-) -> Draws:
+def sink_of(to: ZarrSink | None, checkpoints: Checkpoints | None) -> ZarrSink | None:
+    """Return the sink of a run's draws: with checkpoints there is one always."""
+    if to is None and checkpoints is not None:
+        return ZarrSink(checkpoints.path / DRAWS)
+    return to
+
+
+@contextlib.contextmanager
+def reserved(sink: ZarrSink | None, *, is_resumed: bool = False) -> Iterator[ZarrSink | None]:
+    """Hold the folder of a sink from before anything is computed until the draws are on disk."""
+    if sink is None:
+        yield None
+        return
+    sink.reserve(is_resumed)
+    try:
+        yield sink
+    finally:
+        sink.close()
+
+
+def carry_out(run: Run, checkpoints: Checkpoints | None, every: float, *, progress: bool) -> Draws:
     """Run to the end, or to a stop, and save the run on the way.
 
     Raises
@@ -62,7 +82,7 @@ def carry_out(
         if checkpoints is None:
             return run.go(report, stop)
         keeper = Keeper(run, checkpoints, every, stop)
-        if is_new:
+        if not run.is_resumed:
             keeper.begin()
         draws = run.go(report, stop, keeper.after_chunk)
         if not stop.is_asked:
@@ -88,7 +108,7 @@ class Keeper:
     def __init__(self, run: Run, checkpoints: Checkpoints, every: float, stop: Stop):
         self.run, self.checkpoints, self.every, self.stop = run, checkpoints, every, stop
         self._saved_at = time.monotonic()
-        self._facts = _facts(run, every)
+        self._facts = _facts(run, every, checkpoints.path)
 
     def begin(self) -> None:
         """Save the run before its first step, and wait for it.
@@ -139,17 +159,38 @@ class Keeper:
         return leaves, self._facts | {"tree": tree, "counts": counts}
 
 
-def _facts(run: Run, every: float) -> dict[str, Any]:
+def _facts(run: Run, every: float, folder: Path) -> dict[str, Any]:
     """Return what documents of all checkpoints of a run say."""
     return {
         "versions": {name: _version(name) for name in LIBRARIES},
         "every": every,
+        "sink": _write_sink(run.sink, folder),
         "rng_impl": str(jax.random.key_impl(run.rng_key)),
         "fingerprint": fingerprint(run.target, run.phase.states.position),
         "mesh": describe_mesh(run.layout.mesh),
         "specs": [write_spec(spec) for spec in run.layout.specs],
         "plates": plates(run.target),
     }
+
+
+def _write_sink(sink: ZarrSink | None, folder: Path) -> dict[str, Any]:
+    """Describe a sink; one inside the folder of the checkpoints may move with it."""
+    assert sink is not None
+    path = sink.path.relative_to(folder) if sink.path.is_relative_to(folder) else sink.path
+    dtype = dict(sink.dtype) if isinstance(sink.dtype, Mapping) else sink.dtype
+    return {
+        "path": str(path),
+        "leaves": None if sink.leaves is None else list(sink.leaves),
+        "dtype": dtype,
+        "compression": sink.compression,
+        "chunk_bytes": sink.chunk_bytes,
+        "flush_seconds": sink.flush_seconds,
+    }
+
+
+def read_sink(written: dict[str, Any], folder: Path) -> ZarrSink:
+    """Return the sink that a document describes."""
+    return ZarrSink(**written | {"path": folder / written["path"]})
 
 
 def _version(name: str) -> str:

@@ -12,6 +12,7 @@ from gspmd_mcmc.sampling.checkpoint import Checkpoints, Damaged
 from gspmd_mcmc.sampling.encoding import decode, encode
 from gspmd_mcmc.sampling.errors import SamplingWarning
 from gspmd_mcmc.sampling.fingerprint import fingerprint, plates, require_same
+from gspmd_mcmc.sampling.keeping import read_sink
 from gspmd_mcmc.sampling.layout import Layout
 from gspmd_mcmc.sampling.moving import Move, describe_mesh, moved_layout, read_spec
 from gspmd_mcmc.sampling.run import Run
@@ -71,7 +72,8 @@ def _of_length(run: Run, num_samples: int | None) -> Run:
         raise ValueError(
             f"num_samples: the run has {done} draws already; expected no fewer, got {num_samples}"
         )
-    run.plan = dataclasses.replace(run.plan, num_samples=num_samples)
+    attributes = run.plan.attributes | {"num_samples": num_samples}
+    run.plan = dataclasses.replace(run.plan, num_samples=num_samples, attributes=attributes)
     return run
 
 
@@ -92,7 +94,8 @@ def _read_run(
     kernel = tree.replace(state["kernel"], target=target)
     states = _states(kernel, state["states"], layout, is_moved=move is not None)
     rng_key = jax.random.wrap_key_data(state["rng_key"], impl=document["rng_impl"])
-    run = Run(found["plan"], kernel, states, rng_key, 0, layout)
+    sink = read_sink(document["sink"], checkpoints.path)
+    run = Run(found["plan"], kernel, states, rng_key, 0, layout, sink)
     run.put_back(state, document["counts"])
     return run
 

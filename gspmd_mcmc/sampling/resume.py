@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from gspmd_mcmc.sampling.draws import Draws
-from gspmd_mcmc.sampling.keeping import carry_out, kept_in
+from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved
 from gspmd_mcmc.sampling.rebuilding import rebuild
 from gspmd_mcmc.sampling.sample import common_mesh, warn_of
 
@@ -59,9 +59,10 @@ def resume(
     if not Path(path).is_dir():
         raise FileNotFoundError(f"path: there is no folder {path}")
     mesh = common_mesh(mesh, target)
-    with kept_in(path, is_new=False) as checkpoints:
+    with kept_in(path, is_resumed=True) as checkpoints:
         assert checkpoints is not None
         run, document = rebuild(checkpoints, target, mesh, num_samples)
-        draws = carry_out(run, checkpoints, document["every"], is_new=False, progress=progress)
+        with reserved(run.sink, is_resumed=True):
+            draws = carry_out(run, checkpoints, document["every"], progress=progress)
     warn_of(draws, run.plan.num_samples)
     return draws

@@ -12,6 +12,8 @@ from gspmd_mcmc.sampling.collecting import Collecting
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.layout import Layout
 from gspmd_mcmc.sampling.progress import Report, Stop
+from gspmd_mcmc.sampling.saved import SavedDraws
+from gspmd_mcmc.sampling.sinks import ZarrSink
 from gspmd_mcmc.sampling.warmup import Warmup
 from gspmd_mcmc.tree import PyTree
 
@@ -26,6 +28,7 @@ class Plan:
     num_samples: int
     thin: int
     device_bytes: int | None
+    attributes: dict[str, Any]  # what the store of its draws says of it
 
 
 class Run:
@@ -41,6 +44,8 @@ class Run:
         Step i draws from ``fold_in(rng_key, i)``; the first is ``first_step``.
     layout
         The layout of the chains.
+    sink
+        Where draws are written as they are made, if anywhere.
     """
 
     def __init__(
@@ -51,8 +56,10 @@ class Run:
         rng_key: jax.Array,
         first_step: int,
         layout: Layout,
+        sink: ZarrSink | None = None,
     ):
-        self.plan, self.rng_key, self.layout = plan, rng_key, layout
+        self.plan, self.rng_key, self.layout, self.sink = plan, rng_key, layout, sink
+        self.is_resumed = False
         self.warmup = Warmup(plan.adaptation, kernel, states, rng_key, first_step, layout)
         self.collecting: Collecting | None = None
 
@@ -67,17 +74,23 @@ class Run:
         plan = self.plan
         if self.collecting is None:
             self.warmup.run(plan.num_warmup, report, stop, after)
-            self.collecting = self._collecting(self.warmup.kernel, self.warmup.states)
-        self.collecting.run(plan.num_samples, plan.device_bytes, report, stop, after)
-        collected, stats = self.collecting.draws()
-        return Draws(
+            self.collecting = self._collecting()
+        self.collecting.run(plan.num_samples, plan.device_bytes, report, stop, after, plan.attributes)
+        return self._draws(self.collecting)
+
+    def _draws(self, collecting: Collecting) -> Draws:
+        collected, stats = collecting.draws()
+        draws = Draws(
             position=collected,
             stats=stats,
             warmup=self.warmup.summary(),
-            kernel=self.collecting.kernel,
-            state=self.collecting.states,
-            num_steps=self.collecting.num_steps,
+            kernel=collecting.kernel,
+            state=collecting.states,
+            num_steps=collecting.num_steps,
         )
+        if self.sink is None:
+            return draws
+        return SavedDraws(**vars(draws), path=self.sink.path, attributes=self.sink.attributes)
 
     @property
     def phase(self) -> Warmup | Collecting:
@@ -112,18 +125,22 @@ class Run:
 
     def put_back(self, arrays: PyTree, counts: dict[str, Any]) -> None:
         """Go on from the `state` of another such run."""
+        self.is_resumed = True
         self.warmup.put_back(arrays["adaptation"], arrays["traces"], counts["warmup"])
         if counts["sampling"] is not None:
-            self.collecting = self._collecting(self.warmup.kernel, self.warmup.states)
+            self.collecting = self._collecting()
             self.collecting.put_back(counts["sampling"])
 
-    def _collecting(self, kernel: Any, states: Any) -> Collecting:
+    def _collecting(self) -> Collecting:
+        warmup, plan = self.warmup, self.plan
         return Collecting(
-            kernel,
-            states,
+            warmup.kernel,
+            warmup.states,
             self.rng_key,
-            self.warmup.num_steps,
-            collect=self.plan.collect,
-            thin=self.plan.thin,
+            warmup.num_steps,
+            collect=plan.collect,
+            thin=plan.thin,
             layout=self.layout,
+            sink=self.sink,
+            is_resumed=self.is_resumed,
         )

@@ -14,13 +14,15 @@ from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.sampling import defaults
 from gspmd_mcmc.sampling import start as starts
-from gspmd_mcmc.sampling.collecting import keep_position
+from gspmd_mcmc.sampling.attributes import attributes_of
+from gspmd_mcmc.sampling.collecting import keep_position, shapes_of_draw
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.errors import SamplingWarning
-from gspmd_mcmc.sampling.keeping import carry_out, kept_in
+from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved, sink_of
 from gspmd_mcmc.sampling.layout import Layout, read_layout
 from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.sampling.run import Plan, Run
+from gspmd_mcmc.sampling.sinks import ZarrSink
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import lay_out
@@ -40,6 +42,7 @@ def sample(
     kernel: Any = None,
     warmup: Adaptation | None = None,
     collect: Callable = keep_position,
+    to: ZarrSink | None = None,
     device_bytes: int | None = None,
     checkpoint: str | Path | None = None,
     every: float = 60.0,
@@ -80,6 +83,9 @@ def sample(
     collect
         ``collect(position, info)`` of one chain: what to keep instead of the position. A function at
         module level, or a ``Partial`` of one whose arrays enter the program as arguments.
+    to
+        Where draws are written as they are made, `ZarrSink`; the result then reads them from there.
+        Without one they are kept in memory.
     device_bytes
         Bytes on each device for draws; finished chunks move to the host beyond it. A quarter of the
         device's memory by default, no bound on a CPU.
@@ -95,7 +101,7 @@ def sample(
     Returns
     -------
     Draws
-        After Ctrl-C, the draws made so far; a second Ctrl-C raises.
+        After Ctrl-C, the draws made so far; a second Ctrl-C raises. `SavedDraws` with a sink.
 
     Raises
     ------
@@ -103,6 +109,9 @@ def sample(
         For counts, keys, meshes or positions that do not fit; the message says what was expected.
     NonFiniteStart
         If a chain finds no start with a finite log density.
+    DrawsNotSaved
+        If the sink cannot write: before anything is computed where its folder cannot be used, else
+        soon after; draws that are on disk stay.
     CheckpointNotSaved
         If the run cannot be saved at its start. One that cannot be saved later warns, and goes on.
     Preempted
@@ -123,14 +132,21 @@ def sample(
         raise ValueError("kernel: it was built on another target; build it on the one given here")
     initial_position = _origin(target) if initial_position is None else initial_position
 
-    with kept_in(checkpoint, is_new=True) as checkpoints:
-        start_key, step_key = jax.random.split(rng_key)
+    collect = as_partial(collect)
+    first_step = earlier.num_steps if earlier is not None else 0
+    start_key, step_key = jax.random.split(rng_key)
+    with kept_in(checkpoint) as checkpoints, reserved(sink_of(to, checkpoints)) as sink:
         layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
         warmup = _adaptation(warmup, kernel, layout, states, initial_position)
-        plan = Plan(warmup, as_partial(collect), num_warmup, num_samples, thin, device_bytes)
-        first_step = earlier.num_steps if earlier is not None else 0
-        run = Run(plan, kernel, states, step_key, first_step, layout)
-        draws = carry_out(run, checkpoints, every, is_new=True, progress=progress)
+        if sink is not None:
+            sink.check(shapes_of_draw(kernel, states, collect, step_key, thin, layout)[0])
+        counts = {"num_chains": num_chains, "num_warmup": num_warmup, "num_samples": num_samples}
+        about = {"thin": int(thin)} | counts
+        if sink is not None:
+            about = attributes_of(rng_key, mesh, kernel, warmup, collect, **about)
+        plan = Plan(warmup, collect, num_warmup, num_samples, int(thin), device_bytes, about)
+        run = Run(plan, kernel, states, step_key, first_step, layout, sink)
+        draws = carry_out(run, checkpoints, every, progress=progress)
     warn_of(draws, num_samples)
     return draws
 
@@ -235,6 +251,11 @@ def _check_key(rng_key: jax.Array) -> None:
 
 def _check_goes_on(draws: Draws, target: Any, kernel: Any, num_chains: int) -> None:
     """Raise unless earlier draws can be gone on from as they are."""
+    if draws.kernel is None:
+        raise ValueError(
+            "initial_position: draws that were read from disk hold no kernel and no state; start at a "
+            "position, or go on from what `sample` returned"
+        )
     if kernel is not None:
         raise ValueError("kernel: draws are gone on from with their own kernel; leave it out")
     if draws.kernel.target is not target:
