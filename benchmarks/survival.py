@@ -120,7 +120,7 @@ def arrays_of(draws: gm.Draws) -> dict[str, np.ndarray]:
 
 
 def fork(work: Callable[[], None]) -> tuple[int, int]:
-    """Do some work in a new process; return its number, and a pipe that tells when chunks have begun."""
+    """Do some work in a new process; return its number, and a pipe that tells of the first chunk."""
     sys.stdout.flush()
     sys.stderr.flush()
     ready, begun = os.pipe()

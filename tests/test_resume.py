@@ -8,6 +8,7 @@ import shutil
 import signal
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,11 +105,11 @@ def told_at(number, **point):
     return after_chunks(lambda keeper: is_at(keeper.run, **point) and signal.raise_signal(number))
 
 
-def hmc(target=TARGET, **options):
-    return {"kernel": gm.HMC(target, 0.1, 8, jitter=0.5), **QUICK, **options}
+def hmc(**options) -> Any:
+    return {"kernel": gm.HMC(TARGET, 0.1, 8, jitter=0.5), **QUICK, **options}
 
 
-def resume(path, target=TARGET, **options) -> gm.Draws:
+def resume(path, target: Any = TARGET, **options) -> gm.Draws:
     return gm.resume(path, target, progress=False, **options)
 
 
@@ -423,12 +424,14 @@ def test_settings_and_states_survive_the_way_through_json():
         "kernel": gm.NUTS(TARGET, 0.25, max_tree_depth=3).with_inverse_mass_matrix(ONES),
         "warmup": gm.SNAPERAdaptation(metric=gm.LowRank(3)),
         "collect": Partial(scaled, factor=jnp.arange(3)),
-        ("tuple", 1): [None, True, 0.1, float("inf"), "text", gm.HMC],
+        "list": [("tuple", 1), None, True, 0.1, float("inf"), "text", gm.HMC],
     }
     document, arrays = encode(tree)
     again = decode(json.loads(json.dumps(document)), arrays)
     assert jax.tree.structure(again) == jax.tree.structure(tree)
-    assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True))
+    assert all(
+        a is b or a == b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True)
+    )
 
 
 def test_the_newest_two_checkpoints_are_kept(tmp_path):

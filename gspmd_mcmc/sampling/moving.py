@@ -164,17 +164,28 @@ class Move:
     def fill_part(self, positions: PyTree, path: Any, part: PyTree) -> PyTree:
         """Fill the pad rows of a part that is like the positions."""
         count, first = self.like.leading(part)
-        names = [str(getattr(key, "name", "")) for key in path]
-        stays = names[-1:] and names[-1] in STAYS and count and first == self.like.num_chains
-        positive = set(names) & set(POSITIVE) and "vectors" not in names
+        names = [getattr(key, "name", None) for key in path]
+        stays = bool(count) and first == self.like.num_chains and names[-1:] and names[-1] in STAYS
+        is_positive = not {*names}.isdisjoint(POSITIVE) and "vectors" not in names
+
+        def fill(x, at, rows):
+            if rows is None or rows.num_rows == rows.num_padded:
+                return x
+            if stays:
+                # [chains, 1, ...] where the part has further axes before the rows.
+                row = jnp.expand_dims(_last_row(at, 1, rows), tuple(range(1, count)))
+            else:
+                row = _last_row(x, count, rows) if is_positive else jnp.zeros((), x.dtype)
+            is_real = jnp.expand_dims(rows.is_real(x.ndim - count), tuple(range(count)))
+            return jnp.where(is_real, x, row.astype(x.dtype))
+
         leaves, treedef = jax.tree.flatten(part)
-        filled = []
-        for x, at, rows in zip(leaves, jax.tree.leaves(positions), self.rows, strict=True):
-            row = _last_row(at, 1, rows) if stays else _last_row(x, count, rows) if positive else 0
-            for axis in range(1, count) if stays else ():
-                row = jnp.expand_dims(row, axis)
-            filled.append(_fill_rows(x, count, rows, row))
+        filled = map(fill, leaves, jax.tree.leaves(positions), self.rows)
         return jax.tree.unflatten(treedef, filled)
+
+
+def _last_row(x: jax.Array, axis: int, rows: Rows) -> jax.Array:
+    return jax.lax.slice_in_dim(x, rows.num_rows - 1, rows.num_rows, axis=axis)
 
 
 def _laid_as(array: jax.Array, other: jax.Array) -> jax.Array:
@@ -183,20 +194,6 @@ def _laid_as(array: jax.Array, other: jax.Array) -> jax.Array:
 
 def _resized(shape: tuple[int, ...], axis: int, rows: Rows | None) -> tuple[int, ...]:
     return shape if rows is None else (*shape[:axis], rows.num_padded, *shape[axis + 1 :])
-
-
-def _last_row(x: jax.Array, axis: int, rows: Rows | None) -> Any:
-    if rows is None:
-        return 0
-    return jax.lax.slice_in_dim(x, rows.num_rows - 1, rows.num_rows, axis=axis)
-
-
-def _fill_rows(x: jax.Array, axis: int, rows: Rows | None, row: Any) -> jax.Array:
-    if rows is None or rows.num_rows == rows.num_padded:
-        return x
-    is_real = rows.is_real(x.ndim - axis)
-    is_real = is_real.reshape(*(1,) * axis, *is_real.shape)
-    return jnp.where(is_real, x, jnp.asarray(row, x.dtype))
 
 
 @partial(jax.jit, static_argnames="move")

@@ -118,6 +118,8 @@ def _plan_layout(
 
 def _states(kernel: Any, states: Any, layout: Layout, *, is_moved: bool) -> Any:
     """Return the states; what depends on how rows are cut is evaluated anew, if they are cut anew."""
+    # What a chain begins with does not depend on the metric, which each may have one of its own.
+    kernel = tree.replace(kernel, inverse_mass_matrix=None)
     fresh = init_chains.eval_shape(kernel, states.position, layout=layout)
     cuts = [jax.tree.map(lambda x: (x.shape, x.dtype), s.terms) for s in (fresh, states)]
     if not is_moved and cuts[0] == cuts[1]:
