@@ -267,7 +267,7 @@ def test_a_run_moves_between_meshes(tmp_path):
     path = tmp_path / "run"
     with killed_at(steps=10):
         gm.sample(KEY, target, LATENTS, checkpoint=path, **of_hierarchy(target))
-    points = {"4": {"steps": 22}, "2x4": {"steps": 34}, "1": {"draws": 4}, "8": {"draws": 12}}
+    points: Any = {"4": {"steps": 22}, "2x4": {"steps": 34}, "1": {"draws": 4}, "8": {"draws": 12}}
     for name, point in points.items():
         with killed_at(**point):
             resume(path, hierarchy(name))
