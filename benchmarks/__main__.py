@@ -5,7 +5,7 @@ import sys
 
 BENCHMARKS = {
     name: f"benchmarks.{name}"
-    for name in ("communication", "energy", "ess", "mnist", "movielens", "precision")
+    for name in ("communication", "energy", "ess", "mnist", "movielens", "precision", "sink")
 } | {"validate": "benchmarks.validation.run"}
 
 

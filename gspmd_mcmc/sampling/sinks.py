@@ -320,10 +320,10 @@ class ZarrSink:
             self.num_saved = self._num_given
 
     def _failure(self, process: int, error: BaseException | None) -> DrawsNotSaved:
-        why = f"process {process} failed" if error is None else str(error).splitlines()[0]
+        why = f"process {process} failed" if error is None else f"{type(error).__name__}: {error}"
         return DrawsNotSaved(
-            f"{self.path}: draws could not be written, {why}. {self.num_saved} draws of each chain are "
-            "safe there: gspmd_mcmc.open_draws reads them",
+            f"{self.path}: draws could not be written, {why.splitlines()[0]}. {self.num_saved} draws "
+            "of each chain are safe there: gspmd_mcmc.open_draws reads them",
             self.num_saved,
         )
 
