@@ -1,8 +1,8 @@
 """What a sink costs, on MNIST: wall time beside a run that keeps its draws in memory, and peak memory.
 
 ``python -m benchmarks sink --data-dir DIR [--out FILE.json] [--quick]``. Logistic regression on all
-images, one chain, HMC. Runs with and without a sink take turns, each in a process of its own; a share is
-taken within a round. Then the peak resident memory of a run with a sink, with N and with 20 N draws.
+images, one chain, HMC. Runs with and without a sink take turns, each in a process of its own; shares
+are taken within a round. Then the peak resident memory of a run with a sink, of N and of 20 N draws.
 """
 
 import argparse
