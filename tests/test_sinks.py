@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ TARGET = gm.LogDensity(normal, jnp.float32(2.0))
 KERNEL = gm.HMC(TARGET, 0.3, 4)
 
 
-def mesh_of(name):
+def mesh_of(name) -> Any:
     if name is None:
         return None
     sizes = MESHES[name]
@@ -59,9 +60,10 @@ def run(to=None, mesh="1", **options):
     return gm.sample(KEY, options["kernel"].target, start, to=to, progress=False, **options)
 
 
-def sink(path, **options):
+def sink(path, **options: Any):
     """A sink whose buffers hold five draws of `run`, four chains of 25 + 5 numbers or so."""
-    return gm.ZarrSink(path, **{"chunk_bytes": 5 * 4 * (25 * 4 + 7 * 4)} | options)
+    options.setdefault("chunk_bytes", 5 * 4 * (25 * 4 + 7 * 4))
+    return gm.ZarrSink(path, **options)
 
 
 def assert_equal(tree, other):
@@ -376,7 +378,7 @@ def test_a_run_holds_two_buffers_and_writes_where_shards_lie(tmp_path, monkeypat
 
 
 def test_a_sink_changes_no_program(tmp_path, monkeypatch):
-    """The chunk with a sink is the chunk without but for the length of its buffers."""
+    """A chunk with two buffers of two draws is the chunk of a run that keeps two draws in memory."""
     programs = []
 
     def lowered(*arguments, inner=collecting._chunk, **static):
@@ -385,7 +387,7 @@ def test_a_sink_changes_no_program(tmp_path, monkeypatch):
 
     monkeypatch.setattr(collecting, "_chunk", lowered)
     monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 50)
-    run(gm.ZarrSink(tmp_path / "draws"), "2x4", num_samples=2)
+    run(gm.ZarrSink(tmp_path / "draws"), "2x4", num_samples=4)
     with_sink = programs.pop()
     run(mesh="2x4", num_samples=2)
     assert with_sink == programs.pop()
@@ -575,7 +577,7 @@ def small_disk(tmp_path):
 
 def test_a_disk_that_is_really_full(small_disk, in_memory, monkeypatch):
     monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 100)
-    to = gm.ZarrSink(small_disk / "draws", compression=0, flush_seconds=0)
+    to = gm.ZarrSink(small_disk / "draws", flush_seconds=0)
     with pytest.raises(gm.DrawsNotSaved, match="draws could not be written") as error:
         run(to, num_samples=4000)
     assert 0 < error.value.num_saved < 4000
