@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from benchmarks import environment, mnist_data
 
@@ -82,7 +83,8 @@ def run(data_dir: str, num_samples: int, leapfrogs: int, flush_seconds: float, h
     import gspmd_mcmc as gm
 
     data = mnist_data.load(data_dir)
-    rows = gm.place({"image": data.images, "label": data.labels})
+    arrays = {"image": data.images, "label": data.labels}
+    rows = gm.place(arrays, gm.make_mesh(data=1), PartitionSpec("data"))
     kernel = gm.HMC(gm.Posterior(log_prior, gm.Plate(log_likelihood, rows)), 1e-3, leapfrogs)
     folder = Path(tempfile.mkdtemp(prefix="sink-"))
     to = gm.ZarrSink(folder / "draws", chunk_bytes=2**22, flush_seconds=flush_seconds)
