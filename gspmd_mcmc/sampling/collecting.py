@@ -86,7 +86,8 @@ class Collecting:
         num_shards = self.layout.mesh.shape.get(CHAINS, 1) if self.layout.mesh else 1
         self.capacity = capacity(shapes, bucket(num_samples), num_shards, device_bytes)
         if self.sink is not None:
-            self.capacity = max(1, min(self.capacity, self.sink.buffer_rows(shapes)))
+            # Of two buffers, so that a sink takes no more memory than none would.
+            self.capacity = max(1, min(self.capacity // 2, self.sink.buffer_rows(shapes)))
         self.buffers = self._empty(shapes)
         self.host = self._spare = None
         if self.sink is not None:

@@ -18,6 +18,7 @@ from gspmd_mcmc.sampling import zarr_format
 from gspmd_mcmc.sampling.extras import need
 from gspmd_mcmc.sampling.lock import NAME as LOCK
 from gspmd_mcmc.sampling.lock import FolderLock, Locked
+from gspmd_mcmc.sampling.processes import of_all, on_first
 from gspmd_mcmc.sampling.saved import saved_arrays, saved_stats
 from gspmd_mcmc.sampling.zarr_arrays import ArrayOnDisk, Leaves, chosen, write_coordinates
 from gspmd_mcmc.tree import PyTree
@@ -64,7 +65,7 @@ class ZarrSink:
         by default as they were drawn, bfloat16 as float32. float16 holds three digits, to 65504. Stats
         keep theirs.
     compression
-        Level of zstd, 1 to 9; 0 for none.
+        Level of zstd, 1 to 9; 0 for none: then a file has its full size from its first draw on.
     chunk_bytes
         Bytes of a buffer of draws, of each process.
     flush_seconds
@@ -137,7 +138,7 @@ class ZarrSink:
             Without the extra ``storage``.
         """
         need("tensorstore", "storage")
-        self._on_first_process(lambda: self._reserve(is_resumed))
+        self._on_first(lambda: self._reserve(is_resumed))
         self._is_reserved = True
 
     def begin(
@@ -176,7 +177,7 @@ class ZarrSink:
         position = {"position": json.dumps(self._leaves.entries)}
         self.attributes = attributes | position | {"draws_format": zarr_format.VERSION}
         planned = self._leaves.documents(buffers, num_samples, self.compression)
-        self._on_first_process(lambda: self._prepare(planned, num_samples, first_draw, is_resumed))
+        self._on_first(lambda: self._prepare(planned, num_samples, first_draw, is_resumed))
         self._documents = zarr_format.cut(zarr_format.read_root(self.path)[0], num_samples)
         paths = [path for path in self._leaves.paths if path is not None]
         self._arrays = {path: ArrayOnDisk(self.path, path, self._documents[path]) for path in paths}
@@ -188,7 +189,7 @@ class ZarrSink:
         """Tell whether draws should be written now: it is time, or a write has failed."""
         failed = self._pending is not None and self._pending.done() and self._pending.exception()
         is_due = bool(failed) or time.monotonic() - self._written_at >= self.flush_seconds
-        return bool(_of_all(is_due).any())
+        return bool(of_all(is_due).any())
 
     def write(self, buffers: PyTree, count: int, start: int = 0) -> None:
         """Write ``count`` draws of the buffers, from draw ``start``; return while that goes on.
@@ -312,44 +313,24 @@ class ZarrSink:
             return
         pending, self._pending = self._pending, None
         error = pending.exception()
-        failed = _of_all(error is not None)
+        failed = of_all(error is not None)
         if failed.any():
             raise self._failure(int(np.argmax(failed)), error) from error
         if jax.process_count() > 1:
-            self._on_first_process(lambda: self._publish(self._num_given))
+            self._on_first(lambda: self._publish(self._num_given))
             self.num_saved = self._num_given
 
     def _failure(self, process: int, error: BaseException | None) -> DrawsNotSaved:
-        why = f"process {process} failed" if error is None else str(error).splitlines()[0]
+        why = f"process {process} failed" if error is None else f"{type(error).__name__}: {error}"
         return DrawsNotSaved(
-            f"{self.path}: draws could not be written, {why}. {self.num_saved} draws of each chain are "
-            "safe there: gspmd_mcmc.open_draws reads them",
+            f"{self.path}: draws could not be written, {why.splitlines()[0]}. {self.num_saved} draws "
+            "of each chain are safe there: gspmd_mcmc.open_draws reads them",
             self.num_saved,
         )
 
-    def _on_first_process(self, act: Callable[[], Any]) -> Any:
-        """Let the first process act, and all wait for it; its error is raised on all."""
-        error = result = None
-        if jax.process_index() == 0:
-            try:
-                result = act()
-            except Exception as raised:
-                error = raised
-        failed = _of_all(error is not None)
-        if error is not None:
-            raise error
-        if failed.any():
-            raise DrawsNotSaved(f"{self.path}: process 0 could not write there; its error says why")
-        return result
-
-
-def _of_all(flag: bool) -> np.ndarray:
-    """Return the flag of every process."""
-    if jax.process_count() == 1:
-        return np.asarray([flag])
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(np.asarray(flag))).reshape(-1)
+    def _on_first(self, act: Callable[[], Any]) -> None:
+        message = f"{self.path}: process 0 could not write there; its own error says why"
+        on_first(act, DrawsNotSaved(message))
 
 
 def _check_settings(dtype: Any, compression: int, chunk_bytes: float, flush_seconds: float) -> None:

@@ -230,6 +230,8 @@ def read_root(folder: Path) -> tuple[dict[str, Document], Document]:
         raise NotOurStore(
             f"{folder} is a store of another program: its {ROOT} has no {error}; xarray may open it"
         ) from error
+    for document in documents.values():
+        document.pop("consolidated_metadata", None)
     return documents, attributes
 
 
