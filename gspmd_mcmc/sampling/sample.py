@@ -92,7 +92,7 @@ def sample(
     checkpoint
         A folder to save the run in, so that `resume` can go on with it, warm-up too; it must not hold
         another run. Draws go to a `ZarrSink` in it, unless ``to`` names another. While a checkpoint is
-        written the run goes on. Needs the extras ``checkpoint`` and ``storage``.
+        written the run goes on. Needs the extra ``checkpoint``.
     every
         Seconds from one checkpoint to the next.
     progress
