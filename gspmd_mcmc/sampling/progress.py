@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from gspmd_mcmc.placement.agreement import least
+
 
 class Report:
     """What the progress bar shows: phase, steps, leapfrogs per second, acceptance, divergences."""
@@ -57,24 +59,44 @@ class Report:
 
 
 class Stop:
-    """Whether the user has asked to stop."""
+    """Whether the user has asked to stop; processes of one run do so together, between chunks.
 
-    def __init__(self):
-        self.is_asked = False
+    Parameters
+    ----------
+    in_company
+        Whether the run is one of several processes.
+    """
+
+    def __init__(self, in_company: bool = False):
+        self._in_company = in_company
+        self._is_wanted = self._is_agreed = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether to stop before the next chunk."""
+        return self._is_agreed if self._in_company else self._is_wanted
+
+    def agreed(self, size: int) -> int:
+        """Return the size of the next chunk; processes agree on the least, and on whether to stop."""
+        if not self._in_company:
+            return size
+        size, goes_on = least(size, not self._is_wanted)
+        self._is_agreed = not goes_on
+        return size
 
     def ask(self, signum, frame) -> None:
         """Take the first Ctrl-C as a request; let the next one raise."""
-        self.is_asked = True
+        self._is_wanted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager
-def stop_on_interrupt() -> Iterator[Stop]:
+def stop_on_interrupt(in_company: bool = False) -> Iterator[Stop]:
     """Turn the first Ctrl-C into a request to stop between chunks; a second one raises.
 
     Outside the main thread, where Python delivers no signals, nothing is installed.
     """
-    stop = Stop()
+    stop = Stop(in_company)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

@@ -11,6 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.diagnostics import advice
+from gspmd_mcmc.placement.agreement import naming_lost
+from gspmd_mcmc.placement.processes import spans_processes
 from gspmd_mcmc.sampling import defaults
 from gspmd_mcmc.sampling import start as starts
 from gspmd_mcmc.sampling.collecting import Collecting, keep_position
@@ -18,6 +20,7 @@ from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.layout import Layout, read_layout
 from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.sampling.progress import Report, stop_on_interrupt
+from gspmd_mcmc.sampling.same_run import require_same_run
 from gspmd_mcmc.sampling.warmup import Warmup
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.functions import as_partial
@@ -84,7 +87,7 @@ def sample(
         Bytes on each device for draws; finished chunks move to the host beyond it. A quarter of the
         device's memory by default, no bound on a CPU.
     progress
-        Whether to show a progress bar, on standard error.
+        Whether to show a progress bar, on standard error; of several processes, that of process 0.
 
     Returns
     -------
@@ -97,6 +100,10 @@ def sample(
         For counts, keys, meshes or positions that do not fit; the message says what was expected.
     NonFiniteStart
         If a chain finds no start with a finite log density.
+    ProcessesDisagree
+        If the processes of a run on several are given different things; before anything is computed.
+    ProcessLost
+        If another process of the run has ended.
     """
     _check_counts(num_chains, num_warmup, num_samples, thin)
     num_chains, num_warmup, num_samples = int(num_chains), int(num_warmup), int(num_samples)
@@ -112,24 +119,27 @@ def sample(
         raise ValueError("kernel: it was built on another target; build it on the one given here")
     initial_position = _origin(target) if initial_position is None else initial_position
 
+    in_company = spans_processes(mesh)
+    if in_company:
+        given = {"initial_position": initial_position, "kernel": kernel, "warmup": warmup}
+        counts = {"num_chains": num_chains, "num_warmup": num_warmup, "num_samples": num_samples}
+        settings = counts | {"thin": thin, "device_bytes": device_bytes}
+        require_same_run(mesh, rng_key, target, given | {"collect": collect}, settings)
     start_key, step_key = jax.random.split(rng_key)
     layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
     warmup = _adaptation(warmup, kernel, layout, states, initial_position)
     first_step = earlier.num_steps if earlier is not None else 0
-    with stop_on_interrupt() as stop, Report(is_shown=progress) as report:
+    is_shown = progress and not (in_company and jax.process_index())
+    shared = {"collect": as_partial(collect), "thin": thin, "layout": layout}
+    if in_company:
+        room = Collecting(kernel, states, step_key, first_step, **shared)
+        room.require_room(num_samples, device_bytes)
+    with naming_lost(), stop_on_interrupt(in_company) as stop, Report(is_shown=is_shown) as report:
         tuning = Warmup(warmup, kernel, states, step_key, first_step, layout)
         tuning.run(num_warmup, report, stop)
-        collecting = Collecting(
-            tuning.kernel,
-            tuning.states,
-            step_key,
-            tuning.num_steps,
-            collect=as_partial(collect),
-            thin=thin,
-            layout=layout,
-        )
+        collecting = Collecting(tuning.kernel, tuning.states, step_key, tuning.num_steps, **shared)
         collecting.run(num_samples, device_bytes, report, stop)
-    collected, stats = collecting.draws()
+    collected, stats, padded_rows = collecting.draws()
     draws = Draws(
         position=collected,
         stats=stats,
@@ -137,6 +147,7 @@ def sample(
         kernel=tuning.kernel,
         state=collecting.states,
         num_steps=collecting.num_steps,
+        padded_rows=padded_rows,
     )
     _warn(draws, num_samples)
     return draws

@@ -9,6 +9,7 @@ import numpy as np
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, Window
+from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.sampling.chunks import (
     advance,
     bucket,
@@ -76,7 +77,7 @@ class Warmup:
     def summary(self) -> dict[str, Any]:
         """Return what `Draws.warmup` holds."""
         num_steps = self.num_steps - self.first_step
-        traces = {name: np.asarray(x)[..., :num_steps] for name, x in self._traces.items()}
+        traces = {name: np.asarray(to_host(x))[..., :num_steps] for name, x in self._traces.items()}
         return traces | {"num_divergent": self.num_divergent, "leapfrogs": self.leapfrogs}
 
     def _run_window(self, window: Window, report: Report, stop: Stop) -> None:
@@ -119,7 +120,7 @@ class Warmup:
             layout=self.layout,
             pins=self._pins,
         )
-        counts = jax.device_get(counts)
+        counts = to_host(counts)
         self.num_steps += count
         self.num_divergent += counts["num_divergent"]
         self.leapfrogs += int(counts["leapfrogs"])
