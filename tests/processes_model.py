@@ -1,7 +1,6 @@
 """The model that one process and several sample, for `test_processes` and its workers."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -40,10 +39,10 @@ def target_of(data):
     return gm.Posterior(log_prior, gm.Plate(log_likelihood, data, local="effect"))
 
 
-def sampled(mesh, **settings):
+def sampled(mesh, kind=gm.NUTS, **settings):
     target = target_of(gm.place(rows(), mesh, P("data")))
-    given = {"num_chains": 2, "num_warmup": 30, "num_samples": 20, "progress": False} | settings
-    kernel = gm.NUTS(target, 0.1, max_tree_depth=4)
+    given = {"num_chains": 2, "num_warmup": 12, "num_samples": 8, "progress": False} | settings
+    kernel = gm.NUTS(target, 0.1, max_tree_depth=3) if kind is gm.NUTS else gm.HMC(target, 0.1, 4)
     adaptation = gm.WindowAdaptation(metric=gm.Diagonal())
     return gm.sample(
         jax.random.key(3), target, start, mesh=mesh, kernel=kernel, warmup=adaptation, **given
@@ -57,14 +56,5 @@ def values_of(draws):
     summary = draws.summary()
     rhat = {f"rhat_{k}": np.asarray(gm.to_host(x)) for k, x in summary.rhat.items()}
     rhat["rhat_effect"] = rhat["rhat_effect"][:NUM_ROWS]
-    stats = {k: np.asarray(draws.stats[k]) for k in ("log_density", "num_integration_steps")}
+    stats = {k: np.asarray(draws.stats[k]) for k in ("log_density", "acceptance_rate")}
     return position | rhat | stats | {"step_size": draws.warmup["step_size"]}
-
-
-def devices_of(shape):
-    """Return a mesh over all devices: "data" alone, or chains first."""
-    return gm.make_mesh(data=-1) if shape == "data" else gm.make_mesh(chains=2, data=-1)
-
-
-def as_float(x):
-    return jnp.asarray(x, jnp.float32)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -20,12 +21,13 @@ out = Path(sys.argv[5])
 HEARTBEAT = 4
 
 
-def join(num_devices):
+def join(num_devices, heartbeat=100):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_disable_most_optimizations", True)
-    gm.initialize(f"127.0.0.1:{port}", num_processes, process, heartbeat_seconds=HEARTBEAT)
+    where = f"127.0.0.1:{port}"
+    gm.initialize(where, num_processes, process, heartbeat_seconds=heartbeat)
 
 
 def error_of(function, *arguments, **options):
@@ -75,8 +77,7 @@ def errors(mesh):
     target = model.target_of(data)
     key = jax.random.key(process)
     moved = {"slope": np.ones(3), "spread": 0.0, "effect": np.full(model.NUM_ROWS, float(process))}
-    of_some = [d for d in jax.devices() if d.process_index < 2][: 2 * jax.local_device_count()]
-    found = {
+    return {
         "shape": error_of(gm.place, {"x": mine}, mesh, P("data")),
         "spec": error_of(gm.place, {"x": np.zeros(8)}, mesh, P("data") if process else P()),
         "dtype": error_of(gm.place_local, np.zeros((4, 2), dtype), mesh, P("data")),
@@ -87,10 +88,6 @@ def errors(mesh):
         "twice": error_of(gm.initialize),
         "room": error_of(model.sampled, mesh, device_bytes=100),
     }
-    if num_processes > 2:
-        some = gm.make_mesh(data=-1, devices=of_some)
-        found["some"] = error_of(gm.place, np.zeros(8), some, P("data"))
-    return found
 
 
 def stopped_at(mesh):
@@ -107,10 +104,12 @@ def stopped_at(mesh):
     data = gm.place(np.zeros(8, np.float32), mesh, P("data"))
     target = gm.Posterior(of_mean, gm.Plate(of_row, data))
     kernel = gm.HMC(target, 0.1, 1)
-    draws = gm.sample(
-        *(jax.random.key(0), target, {"m": np.float32(0)}),
-        **{"mesh": mesh, "kernel": kernel, "num_warmup": 0, "num_samples": 1 << 14},
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gm.SamplingWarning)
+        draws = gm.sample(
+            *(jax.random.key(0), target, {"m": np.float32(0)}),
+            **{"mesh": mesh, "kernel": kernel, "num_warmup": 0, "num_samples": 1 << 14},
+        )
     Report.advance = advance
     return {"draws": draws.num_draws, "chunks": chunks}
 
@@ -123,10 +122,11 @@ def of_row(params, x):
     return -0.5 * (x - params["m"]) ** 2
 
 
-def whole(shape, num_devices):
-    join(num_devices)
-    mesh = model.devices_of(shape)
-    found = {"placement": check_placement(mesh)}
+def of_two():
+    """Chains over the processes: NUTS with warm-up, and all that users see of the run."""
+    join(2)
+    mesh = gm.make_mesh(chains=2, data=2)
+    found = {"placement": check_placement(gm.make_mesh(data=-1)), "over_chains": check_placement(mesh)}
     draws = model.sampled(mesh)
     if process == 0:
         found["repr"] = repr(draws)  # by one process alone
@@ -136,19 +136,37 @@ def whole(shape, num_devices):
         "effect": tree.posterior.effect_dim_0.values.tolist(),
         "lp": list(tree.sample_stats.lp.shape),
     }
-    np.savez(out / f"part{process}.npz", effect=tree.posterior.effect.values)
-    values = model.values_of(draws)
-    gone_on = model.values_of(
-        gm.sample(
-            *(jax.random.key(4), draws.kernel.target, draws),
-            **{"mesh": mesh, "num_chains": 2, "num_warmup": 0, "num_samples": 3, "progress": False},
-        )
-    )
-    np.savez(out / f"draws{process}.npz", **values, more=gone_on["slope"])
+    values = model.values_of(draws) | {"part": tree.posterior.effect.values}
+    later = {"mesh": mesh, "num_chains": 2, "num_warmup": 0, "num_samples": 8, "progress": False}
+    more = gm.sample(jax.random.key(4), draws.kernel.target, draws, **later)
+    np.savez(out / f"values{process}.npz", **values, more=gm.to_host(more.position["slope"]))
     found["padded_rows"] = draws.padded_rows
     found["pad_copies"] = bool(pad_copies(draws.position["effect"]))
     found["errors"] = errors(mesh)
     found["stopped"] = stopped_at(gm.make_mesh(data=-1))
+    write(found)
+
+
+def of_four():
+    """Rows over the processes."""
+    join(1)
+    mesh = gm.make_mesh(data=-1)
+    found = {"placement": check_placement(mesh)}
+    draws = model.sampled(mesh, gm.HMC, num_warmup=0)
+    part = draws.to_datatree().posterior
+    found["part"] = {"effect": part.effect_dim_0.values.tolist()}
+    values = {k: gm.to_host(x) for k, x in draws.position.items()}
+    np.savez(out / f"values{process}.npz", **values, part=part.effect.values)
+    some = gm.make_mesh(data=-1, devices=jax.devices()[:2])
+    found["errors"] = {
+        "some": error_of(gm.place, np.zeros(8), some, P("data")),
+        "rows": error_of(gm.place_local, np.zeros((3 + process, 2)), mesh, P("data")),
+        "settings": error_of(model.sampled, mesh, num_samples=5 + (process == 2)),
+    }
+    write(found)
+
+
+def write(found):
     (out / f"found{process}.json").write_text(json.dumps(found))
 
 
@@ -159,7 +177,7 @@ def pad_copies(effect):
 
 def dies(how):
     """Have process 1 end in its third chunk; the others say when, and how they end."""
-    join(1)
+    join(1, HEARTBEAT)
     advance, chunks = Report.advance, []
 
     def ended(report, steps, **numbers):
@@ -172,7 +190,7 @@ def dies(how):
             raise OSError("the disk of process 1 is full")
 
     Report.advance = ended
-    model.sampled(gm.make_mesh(data=-1), num_samples=1 << 16, num_warmup=0)
+    model.sampled(gm.make_mesh(data=-1), gm.HMC, num_samples=1 << 16, num_warmup=0)
 
 
 def alone():
@@ -184,8 +202,8 @@ def alone():
 
 
 CASES = {
-    "two": lambda: whole("chains", 4),
-    "four": lambda: whole("data", 2),
+    "two": of_two,
+    "four": of_four,
     "killed": lambda: dies("killed"),
     "raised": lambda: dies("raised"),
     "alone": alone,

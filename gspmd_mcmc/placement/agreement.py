@@ -69,7 +69,7 @@ def naming_lost() -> Iterator[None]:
     """Say what an error of the transport means: another process has gone."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         if not any(sign in str(error).lower() for sign in OF_LOST_PROCESS):
             raise
         raise ProcessLost(

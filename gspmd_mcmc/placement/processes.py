@@ -62,6 +62,9 @@ def initialize(
         "process_id": process_id,
     }
     _check_arguments(given, heartbeat_seconds)
+    if hasattr(jax.config, "jax_enable_preemption_service"):
+        # It takes SIGTERM for itself, and processes would no longer end by it.
+        jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=int(heartbeat_seconds))
     except (RuntimeError, ValueError) as error:
