@@ -39,7 +39,7 @@ def target_of(data):
     return gm.Posterior(log_prior, gm.Plate(log_likelihood, data, local="effect"))
 
 
-def sampled(mesh, kind=gm.NUTS, **settings):
+def sampled(mesh, kind: type = gm.NUTS, **settings):
     target = target_of(gm.place(rows(), mesh, P("data")))
     given = {"num_chains": 2, "num_warmup": 12, "num_samples": 8, "progress": False} | settings
     kernel = gm.NUTS(target, 0.1, max_tree_depth=3) if kind is gm.NUTS else gm.HMC(target, 0.1, 4)

@@ -100,7 +100,7 @@ def stopped_at(mesh):
         if process == 1 and len(chunks) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    Report.advance = interrupted
+    Report.advance = interrupted  # pyright: ignore[reportAttributeAccessIssue]
     data = gm.place(np.zeros(8, np.float32), mesh, P("data"))
     target = gm.Posterior(of_mean, gm.Plate(of_row, data))
     kernel = gm.HMC(target, 0.1, 1)
@@ -189,7 +189,7 @@ def dies(how):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError("the disk of process 1 is full")
 
-    Report.advance = ended
+    Report.advance = ended  # pyright: ignore[reportAttributeAccessIssue]
     model.sampled(gm.make_mesh(data=-1), gm.HMC, num_samples=1 << 16, num_warmup=0)
 
 

@@ -79,9 +79,7 @@ def place_local(tree: PyTree, mesh: Mesh, spec: P) -> PyTree:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def place_from_reader(
-    reader: Reader, shape: tuple[int, ...], dtype: Any, mesh: Mesh, spec: P
-) -> jax.Array | Padded:
+def place_from_reader(reader: Reader, shape: tuple[int, ...], dtype: Any, mesh: Mesh, spec: P) -> Any:
     """Lay an array over a mesh that is read by parts, so that no process holds all of it.
 
     Parameters
