@@ -41,8 +41,8 @@ def target_of(data):
 
 def sampled(mesh, kind: type = gm.NUTS, **settings):
     target = target_of(gm.place(rows(), mesh, P("data")))
-    given = {"num_chains": 2, "num_warmup": 12, "num_samples": 8, "progress": False} | settings
-    kernel = gm.NUTS(target, 0.1, max_tree_depth=3) if kind is gm.NUTS else gm.HMC(target, 0.1, 4)
+    given = {"num_chains": 2, "num_warmup": 8, "num_samples": 6, "progress": False} | settings
+    kernel = gm.NUTS(target, 0.1, max_tree_depth=2) if kind is gm.NUTS else gm.HMC(target, 0.1, 4)
     adaptation = gm.WindowAdaptation(metric=gm.Diagonal())
     return gm.sample(
         jax.random.key(3), target, start, mesh=mesh, kernel=kernel, warmup=adaptation, **given

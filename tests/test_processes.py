@@ -18,7 +18,7 @@ import gspmd_mcmc as gm
 from gspmd_mcmc.placement.agreement import MESSAGE_BYTES
 
 WORKER = Path(__file__).parent / "processes_worker.py"
-TIMEOUT = 400  # of a busy machine; a quiet one needs a tenth
+TIMEOUT = 500  # of a busy machine; a quiet one needs a tenth
 # Two heartbeats of four seconds, and a busy machine's slack.
 BOUND = 25
 
@@ -82,9 +82,8 @@ def test_two_processes_draw_what_one_process_draws(two):
             assert apart(found[name], expected[name]) < 1e-5, name
         for name in ("rhat_slope", "rhat_spread", "rhat_effect"):
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-4)
-    # Another key is far away by the same measure.
-    assert apart(values[0]["more"], expected["slope"]) > 1e-2
-    assert np.array_equal(values[0]["more"], values[1]["more"])
+    # Another chain is far away by the same measure.
+    assert apart(values[0]["slope"][0], expected["slope"][1]) > 1e-2
 
 
 def test_four_processes_draw_what_one_process_draws(four):
@@ -145,7 +144,7 @@ def test_processes_that_are_given_different_things_say_which(two):
         assert "slope" not in found["position"]  # which is the same
         assert "process 0 gave 3 (expected 2)" in found["rows"]
         assert "called twice; this is process" in found["twice"]
-        assert found["room"].startswith("ValueError: num_samples=8: draws of several processes stay")
+        assert found["room"].startswith("ValueError: num_samples=6: draws of several processes stay")
 
 
 def test_four_processes_are_told_apart(four):
@@ -171,11 +170,11 @@ def test_process_0_alone_shows_progress(two):
 
 def test_a_process_shows_its_draws_and_holds_its_part(two, four):
     found, values, _ = two
-    assert found[0]["repr"].startswith("Draws(2 chains x 8 draws")
+    assert found[0]["repr"].startswith("Draws(2 chains x 6 draws")
     for i, process in enumerate(found):
         assert process["part"]["chain"] == [i]
         assert process["part"]["effect"] == list(range(model.NUM_ROWS))
-        assert process["part"]["lp"] == [1, 8]
+        assert process["part"]["lp"] == [1, 6]
         np.testing.assert_array_equal(values[i]["part"], values[i]["effect"][i : i + 1])
     found, values, _ = four
     rows = [process["part"]["effect"] for process in found]

@@ -158,7 +158,7 @@ class _Reads:
         self.uses = Counter(self._range(index) for index in indices)
         self.kept: dict[tuple[int, int], np.ndarray] = {}
 
-    def shard(self, index: tuple) -> np.ndarray:
+    def shard(self, index: Any) -> np.ndarray:
         """Return one device's part."""
         rows = self._range(index)
         if rows not in self.kept:

@@ -120,7 +120,7 @@ def sample(
     initial_position = _origin(target) if initial_position is None else initial_position
 
     in_company = spans_processes(mesh)
-    if in_company:
+    if in_company and mesh is not None:
         given = {"initial_position": initial_position, "kernel": kernel, "warmup": warmup}
         counts = {"num_chains": num_chains, "num_warmup": num_warmup, "num_samples": num_samples}
         settings = counts | {"thin": thin, "device_bytes": device_bytes}
