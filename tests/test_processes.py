@@ -98,13 +98,13 @@ def test_four_processes_draw_what_one_process_draws(four):
 
 
 def test_each_process_holds_its_share_of_the_rows_alone(two, four):
-    bytes_of_row, padded = 4 * 4, 24  # x of three numbers, and y; as float32
-    for found, padded in ((two[0], 24), (four[0], 24)):
+    bytes_of_row = 4 * 4  # x of three numbers, and y; as float32
+    for found in (two[0], four[0]):
         for process in found:
-            assert process["placement"]["held"] == padded * bytes_of_row // len(found)
-    # Where the processes lie over the chains each needs every row: the count above would show it.
+            assert process["placement"]["held"] == 24 * bytes_of_row // len(found)
+    # Where the processes lie over the chains each needs every row, and that is seen.
     for process in two[0]:
-        assert process["over_chains"]["held"] == 2 * padded * bytes_of_row // 2 * 2
+        assert process["over_chains"]["held"] == 22 * bytes_of_row
 
 
 def test_rows_of_its_own_are_laid_out_as_place_lays_all(two, four):
