@@ -47,6 +47,7 @@ def launch(case, num_processes, out):
     finally:
         for p in processes:
             p.kill()
+            p.wait()
     return codes, [(out / f"log{i}").read_text() for i in range(num_processes)]
 
 
