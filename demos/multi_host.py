@@ -74,8 +74,10 @@ def start_processes():
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, *(f"-W{x}" for x in sys.warnoptions), *sys.argv]
+    # The loopback is not to be reached through a proxy.
+    shared = os.environ | {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
     processes = [
-        subprocess.Popen(command, env=os.environ | {CHILD: f"{address} {i}"}) for i in range(PROCESSES)
+        subprocess.Popen(command, env=shared | {CHILD: f"{address} {i}"}) for i in range(PROCESSES)
     ]
     return max(abs(process.wait()) for process in processes)
 
