@@ -16,10 +16,13 @@ from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.kernels.mams import MAMS, MAMSInfo
 from gspmd_mcmc.kernels.mclmc import MCLMC, MCLMCInfo
 from gspmd_mcmc.kernels.nuts import NUTS, NUTSInfo
+from gspmd_mcmc.placement.agreement import ProcessesDisagree, ProcessLost
+from gspmd_mcmc.placement.local import local_rows, place_from_reader, place_local
 from gspmd_mcmc.placement.mesh import make_abstract_mesh, make_mesh
 from gspmd_mcmc.placement.padding import Padded
 from gspmd_mcmc.placement.place import place
 from gspmd_mcmc.placement.positional import PositionalSharding
+from gspmd_mcmc.placement.processes import initialize, to_host
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.errors import CheckpointNotSaved, Preempted, SamplingWarning
 from gspmd_mcmc.sampling.mode import Mode, find_mode
@@ -117,5 +120,12 @@ __all__ = [
     "Summary",
     "make_abstract_mesh",
     "make_mesh",
+    "ProcessLost",
+    "ProcessesDisagree",
+    "initialize",
+    "local_rows",
     "place",
+    "place_from_reader",
+    "place_local",
+    "to_host",
 ]

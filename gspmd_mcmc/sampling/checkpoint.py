@@ -17,11 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from gspmd_mcmc.sampling.errors import CheckpointNotSaved, SamplingWarning
 from gspmd_mcmc.sampling.extras import need
 from gspmd_mcmc.sampling.lock import FolderLock, Locked
 from gspmd_mcmc.sampling.moving import spec_of
+from gspmd_mcmc.sampling.processes import on_first
 
 NUM_KEPT = 2
 FORMAT = 1
@@ -55,13 +57,18 @@ class Checkpoints:
         self._manager: Any = None
         self._unsummed: int | None = None
         self._has_warned = False
+        on_first(
+            self._take, CheckpointNotSaved("checkpoint: process 0 cannot use the folder; it says why")
+        )
+        self._pool = ThreadPoolExecutor(1, "checksums")
+
+    def _take(self) -> None:
         try:
             for name in (STEPS, SUMS):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
             self._lock.take()
         except (OSError, Locked) as error:
             raise CheckpointNotSaved(f"checkpoint: {error}") from error
-        self._pool = ThreadPoolExecutor(1, "checksums")
 
     def steps(self) -> list[int]:
         """Return the numbers of the checkpoints there are, the newest first."""
@@ -74,7 +81,7 @@ class Checkpoints:
         self.finish()
         number = max(self.steps(), default=0) + 1
         args = self._orbax.args
-        written = {str(i): x for i, x in enumerate(arrays) if np.size(x)}
+        written = {str(i): _to_write(x) for i, x in enumerate(arrays) if np.size(x)}
         document = document | {"arrays": [_describe(x) for x in arrays], "format": FORMAT}
         self._open().save(
             number,
@@ -110,7 +117,8 @@ class Checkpoints:
             return self._manager is not None
         if self._unsummed is not None:
             number, self._unsummed = self._unsummed, None
-            self._pool.submit(self._write_sums, number)
+            if jax.process_index() == 0:
+                self._pool.submit(self._write_sums, number)
         return False
 
     def finish(self) -> None:
@@ -175,6 +183,9 @@ class Checkpoints:
 
     def put_aside(self, number: int) -> None:
         """Move a damaged checkpoint to a folder of its own, so that it is not taken for the newest."""
+        on_first(lambda: self._put_aside(number), RuntimeError("process 0 could not move a checkpoint"))
+
+    def _put_aside(self, number: int) -> None:
         aside = self.path / DAMAGED
         aside.mkdir(exist_ok=True)
         shutil.rmtree(aside / str(number), ignore_errors=True)
@@ -244,6 +255,13 @@ def _with_sum(document: dict[str, Any]) -> dict[str, Any]:
     content = {name: value for name, value in document.items() if name != "checksum"}
     text = json.dumps(content, sort_keys=True)
     return content | {"checksum": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _to_write(array: Any) -> Any:
+    """Return what Orbax can write: of what each process has by itself, that of the first."""
+    if jax.process_count() == 1 or isinstance(getattr(array, "sharding", None), NamedSharding):
+        return array
+    return np.asarray(array)
 
 
 def _describe(array: Any) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def run_chunks(
         began = time.perf_counter()
         run(done, count)
         done += count
-        size = next_size(count, time.perf_counter() - began)
+        size = stop.agreed(next_size(count, time.perf_counter() - began))
         after()
     return done
 

@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
+from gspmd_mcmc.diagnostics.rows import named_leaves
+from gspmd_mcmc.placement.agreement import least
+from gspmd_mcmc.placement.processes import spans_processes, to_host
 from gspmd_mcmc.sampling.buffers import HostDraws, capacity
 from gspmd_mcmc.sampling.chunks import advance, bucket, no_tally, run_chunks, tally
 from gspmd_mcmc.sampling.layout import CHAINS, Layout, Pins
 from gspmd_mcmc.sampling.progress import Report, Stop
 from gspmd_mcmc.sampling.sinks import ZarrSink
-from gspmd_mcmc.targets.local import kept, unwrap
+from gspmd_mcmc.targets.local import fill_pad, is_row_values, kept, unwrap
 from gspmd_mcmc.tree import PyTree
 
 # How a stat of several thinned steps becomes that of one draw; others are the last step's.
@@ -83,8 +86,9 @@ class Collecting:
         shapes = shapes_of_draw(
             self.kernel, self.states, self.collect, self.rng_key, self.thin, self.layout
         )
-        num_shards = self.layout.mesh.shape.get(CHAINS, 1) if self.layout.mesh else 1
-        self.capacity = capacity(shapes, bucket(num_samples), num_shards, device_bytes)
+        self.capacity = bucket(num_samples)
+        if self.sink is not None or not spans_processes(self.layout.mesh):
+            self.capacity = capacity(shapes, self.capacity, self._num_shards(), device_bytes)
         if self.sink is not None:
             # Of two buffers, so that a sink takes no more memory than none would.
             self.capacity = max(1, min(self.capacity // 2, self.sink.buffer_rows(shapes)))
@@ -128,13 +132,32 @@ class Collecting:
             self._write()
             self.sink.flush()
 
-    def draws(self) -> tuple[PyTree, dict[str, Any]]:
-        """Return what was collected and the stats, leaves [chains, draws, ...]."""
+    def require_room(self, num_samples: int, device_bytes: int | None) -> None:
+        """Raise, on every process, unless the devices hold all draws: no host could take them over."""
+        shapes = shapes_of_draw(
+            self.kernel, self.states, self.collect, self.rng_key, self.thin, self.layout
+        )
+        size = bucket(num_samples)
+        room, *_ = least(capacity(shapes, size, self._num_shards(), device_bytes))
+        if room < size:
+            raise ValueError(
+                f"num_samples={num_samples}: draws of several processes stay on their devices, which "
+                f"have room for {room}. Raise thin, collect less, or raise device_bytes"
+            )
+
+    def draws(self) -> tuple[PyTree, dict[str, Any], dict[str, int]]:
+        """Return what was collected and the stats, leaves [chains, draws, ...].
+
+        And the number of real rows of each leaf, by its name, that has pad: on several processes, where
+        rows cannot be cut off, the pad copies the last real row.
+        """
         if self.sink is not None:
             self.flush()
-            return self.sink.saved()
+            return *self.sink.saved(), {}
         collected, stats = self._filled()
-        return unwrap(collected, axis=2), stats
+        if not spans_processes(self.layout.mesh):
+            return unwrap(collected, axis=2), stats, {}
+        return fill_pad(collected, axis=2), to_host(stats), _padded_rows(collected)
 
     def _filled(self) -> PyTree:
         if self.host is not None:
@@ -158,7 +181,7 @@ class Collecting:
             layout=self.layout,
             pins=self._pins,
         )
-        counts = jax.device_get(counts)
+        counts = to_host(counts)
         self.num_steps += count * self.thin
         self.num_draws += count
         self.num_divergent += int(counts["num_divergent"].sum())
@@ -194,6 +217,9 @@ class Collecting:
         kept_layout = self.layout.of_kept(shapes[0], self.states.position) if keeps_position else None
         return _empty(_Shapes.of(shapes), self.capacity, self.layout, kept_layout)
 
+    def _num_shards(self) -> int:
+        return self.layout.mesh.shape.get(CHAINS, 1) if self.layout.mesh else 1
+
 
 def shapes_of_draw(
     kernel: Any, states: Any, collect: Partial, rng_key: jax.Array, thin: int, layout: Layout
@@ -202,6 +228,15 @@ def shapes_of_draw(
     # Traced once for a kernel of these shapes, as a program would be.
     arguments = (kernel, states, collect, rng_key, 0)
     return _one_draw.eval_shape(*arguments, thin=thin, layout=layout)[1]
+
+
+def _padded_rows(collected: PyTree) -> dict[str, int]:
+    """Return the number of real rows of the leaves that have pad."""
+    rows = jax.tree.map(
+        lambda x: x.rows if is_row_values(x) else None, collected, is_leaf=is_row_values
+    )
+    named = named_leaves(rows, is_leaf=lambda x: x is None)
+    return {name: r.num_rows for name, r in named.items() if r and r.num_rows < r.num_padded}
 
 
 def _draw(kernel, states, collect, rng_key, step, *, thin, layout):

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from gspmd_mcmc.placement.agreement import least, naming_lost
+from gspmd_mcmc.placement.processes import spans_processes
 from gspmd_mcmc.sampling.checkpoint import Checkpoints
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.encoding import encode
@@ -77,8 +79,10 @@ def carry_out(run: Run, checkpoints: Checkpoints | None, every: float, *, progre
     Preempted
         After SIGTERM.
     """
-    is_kept = checkpoints is not None
-    with stop_on_interrupt(is_kept=is_kept) as stop, Report(is_shown=progress) as report:
+    in_company = spans_processes(run.layout.mesh)
+    is_shown = progress and not (in_company and jax.process_index())
+    handled = stop_on_interrupt(in_company, is_kept=checkpoints is not None)
+    with naming_lost(), handled as stop, Report(is_shown=is_shown) as report:
         if checkpoints is None:
             return run.go(report, stop)
         keeper = Keeper(run, checkpoints, every, stop)
@@ -132,8 +136,7 @@ class Keeper:
         Preempted
             After SIGTERM.
         """
-        is_ending = self.stop.is_asked or self.stop.is_preempted
-        if is_ending or (self._is_time() and not self.checkpoints.is_saving()):
+        if self.stop.is_asked or self.stop.is_preempted or self._is_due():
             self.save()
         if self.stop.is_preempted:
             self.checkpoints.try_to_finish()
@@ -148,8 +151,11 @@ class Keeper:
         self.run.flush()
         self.checkpoints.try_to_save(*self._content())
 
-    def _is_time(self) -> bool:
-        return time.monotonic() - self._saved_at >= self.every
+    def _is_due(self) -> bool:
+        """Tell whether it is time, and the checkpoint before is whole; on every process the same."""
+        is_time = time.monotonic() - self._saved_at >= self.every
+        is_due = is_time and not self.checkpoints.is_saving()
+        return bool(least(int(is_due))[0]) if self.stop.in_company else is_due
 
     def _content(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the arrays of a checkpoint, and its document."""

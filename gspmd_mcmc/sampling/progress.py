@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from gspmd_mcmc.placement.agreement import least
+
 
 class Report:
     """What the progress bar shows: phase, steps, leapfrogs per second, acceptance, divergences."""
@@ -57,29 +59,55 @@ class Report:
 
 
 class Stop:
-    """Whether the user has asked to stop, or the system to end."""
+    """Whether the user has asked to stop, or the system to end; processes of one run do so together.
 
-    def __init__(self):
-        self.is_asked = self.is_preempted = False
+    Parameters
+    ----------
+    in_company
+        Whether the run is one of several processes.
+    """
+
+    def __init__(self, in_company: bool = False):
+        self.in_company = in_company
+        self._is_wanted = self._is_end_wanted = False
+        self._is_agreed = self._is_end_agreed = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether to stop before the next chunk."""
+        return self._is_agreed if self.in_company else self._is_wanted
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether to save the run before the next chunk, and end."""
+        return self._is_end_agreed if self.in_company else self._is_end_wanted
+
+    def agreed(self, size: int) -> int:
+        """Return the size of the next chunk; processes agree on the least, and on whether to stop."""
+        if not self.in_company:
+            return size
+        size, goes_on, lives = least(size, not self._is_wanted, not self._is_end_wanted)
+        self._is_agreed, self._is_end_agreed = not goes_on, not lives
+        return size
 
     def ask(self, signum, frame) -> None:
         """Take the first Ctrl-C as a request; let the next one raise."""
-        self.is_asked = True
+        self._is_wanted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def preempt(self, signum, frame) -> None:
         """Take SIGTERM as the order to save the run and end it."""
-        self.is_preempted = True
+        self._is_end_wanted = True
 
 
 @contextlib.contextmanager
-def stop_on_interrupt(*, is_kept: bool = False) -> Iterator[Stop]:
+def stop_on_interrupt(in_company: bool = False, *, is_kept: bool = False) -> Iterator[Stop]:
     """Turn the first Ctrl-C into a request to stop between chunks; a second one raises.
 
     SIGTERM is taken the same way where the run has checkpoints (``is_kept``). Outside the main thread,
     where Python delivers no signals, nothing is installed.
     """
-    stop = Stop()
+    stop = Stop(in_company)
     handlers = {signal.SIGINT: stop.ask} | ({signal.SIGTERM: stop.preempt} if is_kept else {})
     if threading.current_thread() is not threading.main_thread():
         handlers = {}

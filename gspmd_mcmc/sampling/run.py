@@ -79,7 +79,7 @@ class Run:
         return self._draws(self.collecting)
 
     def _draws(self, collecting: Collecting) -> Draws:
-        collected, stats = collecting.draws()
+        collected, stats, padded_rows = collecting.draws()
         draws = Draws(
             position=collected,
             stats=stats,
@@ -87,10 +87,15 @@ class Run:
             kernel=collecting.kernel,
             state=collecting.states,
             num_steps=collecting.num_steps,
+            padded_rows=padded_rows,
         )
         if self.sink is None:
             return draws
         return SavedDraws(**vars(draws), path=self.sink.path, attributes=self.sink.attributes)
+
+    def require_room(self) -> None:
+        """Raise, on every process, unless the devices hold all draws."""
+        self._collecting().require_room(self.plan.num_samples, self.plan.device_bytes)
 
     @property
     def phase(self) -> Warmup | Collecting:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.diagnostics import advice
+from gspmd_mcmc.placement.processes import spans_processes
 from gspmd_mcmc.sampling import defaults
 from gspmd_mcmc.sampling import start as starts
 from gspmd_mcmc.sampling.attributes import attributes_of
@@ -22,6 +23,7 @@ from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved, sink_of
 from gspmd_mcmc.sampling.layout import Layout, read_layout
 from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.sampling.run import Plan, Run
+from gspmd_mcmc.sampling.same_run import require_same_run
 from gspmd_mcmc.sampling.sinks import ZarrSink
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.functions import as_partial
@@ -96,7 +98,7 @@ def sample(
     every
         Seconds from one checkpoint to the next.
     progress
-        Whether to show a progress bar, on standard error.
+        Whether to show a progress bar, on standard error; of several processes, that of process 0.
 
     Returns
     -------
@@ -116,6 +118,10 @@ def sample(
         If the run cannot be saved at its start. One that cannot be saved later warns, and goes on.
     Preempted
         After SIGTERM, if the run has checkpoints: it is saved first.
+    ProcessesDisagree
+        If the processes of a run on several are given different things; before anything is computed.
+    ProcessLost
+        If another process of the run has ended.
     """
     _check_counts(num_chains, num_warmup, num_samples, thin)
     num_chains, num_warmup, num_samples = int(num_chains), int(num_warmup), int(num_samples)
@@ -133,19 +139,26 @@ def sample(
     initial_position = _origin(target) if initial_position is None else initial_position
 
     collect = as_partial(collect)
+    counts = {"num_chains": num_chains, "num_warmup": num_warmup, "num_samples": num_samples}
+    counts["thin"] = int(thin)
+    in_company = spans_processes(mesh)
+    if in_company and mesh is not None:
+        given = {"initial_position": initial_position, "kernel": kernel, "warmup": warmup}
+        settings = counts | {"device_bytes": device_bytes}
+        require_same_run(mesh, rng_key, target, given | {"collect": collect}, settings)
     first_step = earlier.num_steps if earlier is not None else 0
     start_key, step_key = jax.random.split(rng_key)
     with kept_in(checkpoint) as checkpoints, reserved(sink_of(to, checkpoints)) as sink:
         layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
         warmup = _adaptation(warmup, kernel, layout, states, initial_position)
+        about: dict[str, Any] = counts
         if sink is not None:
             sink.check(shapes_of_draw(kernel, states, collect, step_key, thin, layout)[0])
-        counts = {"num_chains": num_chains, "num_warmup": num_warmup, "num_samples": num_samples}
-        about = {"thin": int(thin)} | counts
-        if sink is not None:
-            about = attributes_of(rng_key, mesh, kernel, warmup, collect, **about)
+            about = attributes_of(rng_key, mesh, kernel, warmup, collect, **counts)
         plan = Plan(warmup, collect, num_warmup, num_samples, int(thin), device_bytes, about)
         run = Run(plan, kernel, states, step_key, first_step, layout, sink)
+        if in_company and sink is None:
+            run.require_room()
         draws = carry_out(run, checkpoints, every, progress=progress)
     warn_of(draws, num_samples)
     return draws

@@ -90,7 +90,7 @@ def _of_axis(item: Any, length: int) -> Any:
     return slice(reached[0], None if end < 0 else int(end), reached.step)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class SavedDraws(Draws):
     """Draws in a Zarr store: leaves of ``position`` and ``stats`` are read when they are asked for.
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, Window
+from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.sampling.chunks import (
     advance,
     bucket,
@@ -96,7 +97,10 @@ class Warmup:
 
     def summary(self) -> dict[str, Any]:
         """Return what `Draws.warmup` holds."""
-        traces = {name: np.asarray(x)[..., : self.num_done] for name, x in (self.traces or {}).items()}
+        traces = {
+            name: np.asarray(to_host(x))[..., : self.num_done]
+            for name, x in (self.traces or {}).items()
+        }
         return traces | {"num_divergent": self.num_divergent, "leapfrogs": self.leapfrogs}
 
     def _set_up(self, num_warmup: int) -> None:
@@ -159,7 +163,7 @@ class Warmup:
             layout=self.layout,
             pins=self._pins,
         )
-        counts = jax.device_get(counts)
+        counts = to_host(counts)
         self.num_steps += count
         self.num_divergent += counts["num_divergent"]
         self.leapfrogs += int(counts["leapfrogs"])
