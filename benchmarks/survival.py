@@ -1,9 +1,9 @@
 """Runs that are killed at random moments and gone on with: what becomes of their draws.
 
-``python -m benchmarks survival [--kills 50] [--seed 0] [--signal KILL|TERM] [--out FILE.json]``. A
-small run with checkpoints and a sink is killed after a random time, gone on with in a new process,
-killed again, and so on; one that reaches its end before is begun anew in another folder. Every run's
-draws are compared with those of a run that nothing interrupted: none may be missing, doubled, or
+``python -m benchmarks survival [--kills 50] [--terms 0] [--seed 0] [--out FILE.json]``. A small run
+with checkpoints and a sink is ended after a random time, by SIGKILL or SIGTERM, gone on with in a new
+process, ended again, and so on; one that reaches its end before is begun anew in another folder. Every
+run's draws are compared with those of a run that nothing interrupted: none may be missing, doubled, or
 different in a single bit.
 
 This process imports all and starts no backend of JAX; each attempt is a fork of it, with programs from
@@ -81,7 +81,8 @@ def begin(**options: Any) -> gm.Draws:
 def whole_run(out: Path) -> None:
     """Make the draws that every other run is compared with."""
     draws = begin()
-    np.savez(out, **arrays_of(draws))
+    arrays: Any = arrays_of(draws)
+    np.savez(out, **arrays)
 
 
 def attempt(folder: Path) -> None:
@@ -95,22 +96,34 @@ def attempt(folder: Path) -> None:
 
 
 def compare(folder: Path, whole: Path, out: Path) -> None:
-    """Write how many draws of a run are missing, too many, and different."""
-    saved = gm.open_draws(folder / "draws")
-    found, expected = arrays_of(saved), dict(np.load(whole))
-    count = saved.num_draws
-    same = min(count, NUM_SAMPLES)
+    """Write how the draws of a run differ from those that nothing interrupted."""
+    found = arrays_of(gm.open_draws(folder / "draws"))
+    out.write_text(json.dumps(differences(found, dict(np.load(whole)))))
+
+
+def differences(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Return how many draws, of arrays [chains, draws, ...], are missing, too many, and different."""
+    counts, wanted = ({x.shape[1] for x in named.values()} for named in (found, expected))
+    if len(counts) > 1:
+        return {"lengths": sorted(counts)}
+    (count,), (num_samples,) = counts, wanted
+    same = min(count, num_samples)
     differ = np.zeros(same, bool)
-    for name, values in expected.items():
-        unequal = found[name][:, :same] != values[:, :same]
-        differ |= unequal.reshape(CHAINS, same, -1).any(axis=(0, 2))
-    report = {
-        "missing": max(NUM_SAMPLES - count, 0),
-        "too_many": max(count - NUM_SAMPLES, 0),
+    for name in found.keys() & expected.keys():
+        unequal = found[name][:, :same] != expected[name][:, :same]
+        differ |= unequal.reshape(len(unequal), same, -1).any(axis=(0, 2))
+    return {
+        "missing": max(num_samples - count, 0),
+        "too_many": max(count - num_samples, 0),
         "different": int(differ.sum()),
-        "arrays_missing": sorted(set(expected) - set(found)),
+        "arrays_missing": sorted(expected.keys() - found.keys()),
     }
-    out.write_text(json.dumps(report))
+
+
+def finish_and_compare(folder: Path, whole: Path, out: Path) -> None:
+    """Go on with a run to its end, and compare its draws."""
+    attempt(folder)
+    compare(folder, whole, out)
 
 
 def arrays_of(draws: gm.Draws) -> dict[str, np.ndarray]:
@@ -156,8 +169,8 @@ def tell_of_the_first_chunk(pipe: int) -> None:
 
 def wait_for(pid: int, seconds: float) -> int | None:
     """Wait for a process to end; return its status, or None if it did not in that time."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
             return os.waitstatus_to_exitcode(status)
@@ -166,11 +179,12 @@ def wait_for(pid: int, seconds: float) -> int | None:
 
 
 def do(work: Callable[[], None], what: str) -> float:
-    """Do some work in a new process to its end; return the seconds that it took."""
-    began = time.monotonic()
+    """Do some work in a new process to its end; return the seconds from its first chunk on."""
     pid, ready = fork(work)
-    code = wait_for(pid, WAIT)
+    os.read(ready, 1)
     os.close(ready)
+    began = time.monotonic()
+    code = wait_for(pid, WAIT)
     if code is None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -179,7 +193,7 @@ def do(work: Callable[[], None], what: str) -> float:
     return time.monotonic() - began
 
 
-def kill(work: Callable[[], None], seconds: float, number: int, *, is_early: bool) -> int:
+def end(work: Callable[[], None], seconds: float, number: int, *, is_early: bool) -> int:
     """Begin some work, send it a signal after a time, and return its status once it has ended."""
     pid, ready = fork(work)
     if not is_early:
@@ -205,8 +219,8 @@ def draws_on_disk(folder: Path) -> int | None:
         return None
 
 
-def survive(folder: Path, kills: int, seed: int, number: int) -> dict[str, Any]:
-    """Kill runs so many times in all, and compare the draws of each once it has reached its end."""
+def survive(folder: Path, signals: list[int], rng: np.random.Generator) -> dict[str, Any]:
+    """End runs by these signals, one after the other; compare the draws of each that got to its end."""
     cache, whole, report = folder / "cache", folder / "whole.npz", folder / "report.json"
 
     def in_jax(work: Callable[..., None], *args: Any) -> Callable[[], None]:
@@ -217,52 +231,52 @@ def survive(folder: Path, kills: int, seed: int, number: int) -> dict[str, Any]:
         return start_and_work
 
     def finish(run: Path) -> dict[str, Any]:
-        do(in_jax(attempt, run), "the end of a run")
-        do(in_jax(compare, run, whole, report), "the comparison")
+        do(in_jax(finish_and_compare, run, whole, report), f"the end of {run.name}")
         return json.loads(report.read_text())
 
     do(in_jax(whole_run, whole), "the run that nothing interrupts")
-    # Once with checkpoints, for the cache, and to learn how long such a run takes.
-    results = [finish(folder / "run_0")]
-    length = do(in_jax(attempt, folder / "run_timed"), "a run with checkpoints")
-    rng, log, run = np.random.default_rng(seed), [], folder / "run_1"
-    while len(log) < kills:
-        seconds = float(rng.uniform(0, length))
+    # Once with checkpoints, for the cache, and to learn how long chunks go on.
+    first = folder / "run_0"
+    length = do(in_jax(attempt, first), "the first run")
+    results, log, run = [finish(first)], [], folder / "run_1"
+    while len(log) < len(signals):
+        seconds, number = float(rng.uniform(0, length)), signals[len(log)]
         is_early = len(log) % EARLY == EARLY - 1
-        code = kill(in_jax(attempt, run), seconds, number, is_early=is_early)
+        code = end(in_jax(attempt, run), seconds, number, is_early=is_early)
         if code not in (0, PREEMPTED, -number):
             raise RuntimeError(f"{run.name}: attempt {len(log)} ended by itself, with {code}")
         if code:
-            log.append({"run": run.name, "seconds": round(seconds, 3), "code": code})
-            log[-1]["draws"] = draws_on_disk(run)
+            shown = {"run": run.name, "seconds": round(seconds, 3), "signal": number, "code": code}
+            log.append(shown | {"draws": draws_on_disk(run)})
         else:
             results.append(finish(run))
             run = run.with_name(f"run_{len(results)}")
     results.append(finish(run))
-    return {"length": length, "kills": log, "runs": results}
+    return {"length": length, "ends": log, "runs": results}
 
 
 def main(argv: list[str]) -> int:
     """Kill, go on, compare; 1 if a draw is missing, doubled or different."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks survival", description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--terms", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--signal", choices=("KILL", "TERM"), default="KILL")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
-    number = int(getattr(signal, f"SIG{options.signal}"))
+    rng = np.random.default_rng(options.seed)
+    signals = [int(signal.SIGKILL)] * options.kills + [int(signal.SIGTERM)] * options.terms
     with tempfile.TemporaryDirectory() as folder:
-        record = survive(Path(folder), options.kills, options.seed, number)
+        record = survive(Path(folder), [int(n) for n in rng.permutation(signals)], rng)
     bad = [r for r in record["runs"] if any(r.values())]
-    in_warmup = sum(not k["draws"] for k in record["kills"])
-    saved = sum(k["code"] == PREEMPTED for k in record["kills"])
+    in_warmup = sum(not x["draws"] for x in record["ends"])
+    saved = sum(x["code"] == PREEMPTED for x in record["ends"])
     Console().print(
-        f"{len(record['kills'])} x SIG{options.signal} in {len(record['runs'])} runs of "
-        f"{NUM_SAMPLES} draws: {in_warmup} before the first draw was on disk, {saved} ended by "
-        f"themselves; draws missing, doubled or different in {len(bad)} runs {bad or ''}"
+        f"{options.kills} x SIGKILL and {options.terms} x SIGTERM in {len(record['runs'])} runs of "
+        f"{NUM_SAMPLES} draws: {in_warmup} before the first draw was on disk, {saved} times SIGTERM "
+        f"saved the run; draws missing, doubled or different in {len(bad)} runs {bad or ''}"
     )
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        about = {"signal": options.signal, "seed": options.seed} | environment.record()
+        about = {"seed": options.seed} | environment.record()
         options.out.write_text(json.dumps(about | record, indent=1))
     return int(bool(bad))
