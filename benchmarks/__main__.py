@@ -3,10 +3,8 @@
 import importlib
 import sys
 
-BENCHMARKS = {
-    name: f"benchmarks.{name}"
-    for name in ("communication", "energy", "ess", "mnist", "movielens", "precision")
-} | {"validate": "benchmarks.validation.run"}
+NAMES = ("communication", "energy", "ess", "mnist", "movielens", "precision", "sink", "survival")
+BENCHMARKS = {name: f"benchmarks.{name}" for name in NAMES} | {"validate": "benchmarks.validation.run"}
 
 
 def main(argv: list[str]) -> int:

@@ -16,14 +16,21 @@ from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.kernels.mams import MAMS, MAMSInfo
 from gspmd_mcmc.kernels.mclmc import MCLMC, MCLMCInfo
 from gspmd_mcmc.kernels.nuts import NUTS, NUTSInfo
+from gspmd_mcmc.placement.agreement import ProcessesDisagree, ProcessLost
+from gspmd_mcmc.placement.local import local_rows, place_from_reader, place_local
 from gspmd_mcmc.placement.mesh import make_abstract_mesh, make_mesh
 from gspmd_mcmc.placement.padding import Padded
 from gspmd_mcmc.placement.place import place
 from gspmd_mcmc.placement.positional import PositionalSharding
+from gspmd_mcmc.placement.processes import initialize, to_host
 from gspmd_mcmc.sampling.draws import Draws
+from gspmd_mcmc.sampling.errors import CheckpointNotSaved, Preempted, SamplingWarning
 from gspmd_mcmc.sampling.mode import Mode, find_mode
 from gspmd_mcmc.sampling.prior_start import prior_start
-from gspmd_mcmc.sampling.sample import SamplingWarning, sample
+from gspmd_mcmc.sampling.resume import resume
+from gspmd_mcmc.sampling.sample import sample
+from gspmd_mcmc.sampling.saved import SavedDraws, open_draws
+from gspmd_mcmc.sampling.sinks import DrawsNotSaved, ZarrSink
 from gspmd_mcmc.sampling.start import per_chain, uniform_start
 from gspmd_mcmc.targets.checks import NonFiniteStart
 from gspmd_mcmc.targets.joint import (
@@ -53,6 +60,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Accelerator",
     "BudgetExceeded",
+    "CheckpointNotSaved",
+    "Preempted",
+    "resume",
     "plan",
     "plots",
     "visualize",
@@ -61,6 +71,7 @@ __all__ = [
     "DenseBlock",
     "Diagonal",
     "Draws",
+    "DrawsNotSaved",
     "LowRank",
     "MAMSAdaptation",
     "MCLMCAdaptation",
@@ -68,8 +79,10 @@ __all__ = [
     "PerChainAdaptation",
     "Rotated",
     "SNAPERAdaptation",
+    "SavedDraws",
     "SamplingWarning",
     "WindowAdaptation",
+    "ZarrSink",
     "bernoulli_logits",
     "categorical_logits",
     "communication",
@@ -77,6 +90,7 @@ __all__ = [
     "find_mode",
     "from_numpyro",
     "inner_products",
+    "open_draws",
     "per_chain",
     "poisson_log_rate",
     "prior_start",
@@ -106,5 +120,12 @@ __all__ = [
     "Summary",
     "make_abstract_mesh",
     "make_mesh",
+    "ProcessLost",
+    "ProcessesDisagree",
+    "initialize",
+    "local_rows",
     "place",
+    "place_from_reader",
+    "place_local",
+    "to_host",
 ]

@@ -45,7 +45,7 @@ def pytree(cls: type[T]) -> type[T]:
         return tuple(getattr(obj, n) for n in data), tuple(getattr(obj, n) for n in meta)
 
     def unflatten(aux, children):
-        return _fill(cls, dict(zip(data, children, strict=True)) | dict(zip(meta, aux, strict=True)))
+        return fill(cls, dict(zip(data, children, strict=True)) | dict(zip(meta, aux, strict=True)))
 
     register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return cls
@@ -59,7 +59,7 @@ def static(**kwargs) -> Any:
 def replace(obj: T, **changes) -> T:
     """Copy of a frozen dataclass with some fields changed, without running its constructor."""
     fields = dataclasses.fields(obj)  # pyright: ignore[reportArgumentType]
-    return _fill(type(obj), {f.name: getattr(obj, f.name) for f in fields} | changes)
+    return fill(type(obj), {f.name: getattr(obj, f.name) for f in fields} | changes)
 
 
 def set_fields(obj, **values) -> None:
@@ -68,7 +68,8 @@ def set_fields(obj, **values) -> None:
         object.__setattr__(obj, name, value)
 
 
-def _fill(cls: type[T], values: dict[str, Any]) -> T:
+def fill(cls: type[T], values: dict[str, Any]) -> T:
+    """Make a frozen dataclass of its fields, without running its constructor."""
     obj = object.__new__(cls)
     set_fields(obj, **values)
     return obj

@@ -24,7 +24,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["__init__"] = set(MAY_IMPORT)
 DEPENDENCIES = {"jax", "jaxlib", "numpy", "matplotlib", "rich"}
-OPTIONAL = {"optax", "arviz_base", "arviz_stats", "xarray", "sklearn"}
+OPTIONAL = {"optax", "orbax", "arviz_base", "arviz_stats", "xarray", "sklearn", "tensorstore", "zarr"}
 
 
 def modules_named(node, module):

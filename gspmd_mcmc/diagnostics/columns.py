@@ -1,8 +1,8 @@
 """Statistics of every column of draws: leaf by leaf, in blocks of bounded memory, where they lie.
 
 Columns are all the axes of a leaf after [chains, draws]. A block takes a part of each shard of one
-column axis, so that cutting blocks moves nothing between devices. Draws on the host (NumPy) go to the
-devices a slice of columns at a time.
+column axis, so that cutting blocks moves nothing between devices. Draws on the host (NumPy), and those
+that are read from a disk, go to the devices a slice of columns at a time.
 """
 
 import functools
@@ -35,8 +35,9 @@ def per_leaf(statistic: Callable, draws: PyTree, copies: int = COPIES, **options
         [chains, draws, ...] of floats; it returns an array [...] or a tree of such. Columns must not
         mix: it may be given a block of them.
     draws
-        Tree with leaves [chains, draws, ...], jax or NumPy; integers and booleans become floats. Of
-        NumPy leaves slices of columns are laid over this process' devices.
+        Tree with leaves [chains, draws, ...], jax or NumPy or read from a disk by ``leaf[index]``;
+        integers and booleans become floats. Of leaves that are not on the devices slices of columns
+        are laid over this process' devices.
     copies
         How many arrays of the size of its draws the statistic holds at a time.
     options
@@ -45,7 +46,7 @@ def per_leaf(statistic: Callable, draws: PyTree, copies: int = COPIES, **options
     Returns
     -------
     tree
-        Like ``draws``; leaves [...], laid out as the columns of the leaves are; NumPy of NumPy.
+        Like ``draws``; leaves [...], laid out as the columns of the leaves are; NumPy of others.
 
     Raises
     ------
@@ -56,7 +57,7 @@ def per_leaf(statistic: Callable, draws: PyTree, copies: int = COPIES, **options
     """
 
     def apply(leaf):
-        function = _of_host if isinstance(leaf, np.ndarray) else _of_devices
+        function = _of_devices if isinstance(leaf, jax.Array) else _of_host
         return function(leaf, statistic, tuple(sorted(options.items())), copies)
 
     check_draws(draws)
@@ -128,13 +129,13 @@ def _of_devices(leaf: Any, statistic: Callable, options: tuple, copies: int) -> 
     return _apply(leaf, statistic, options, copies, _shards(leaf))
 
 
-def _of_host(leaf: np.ndarray, statistic: Callable, options: tuple, copies: int) -> PyTree:
+def _of_host(leaf: Any, statistic: Callable, options: tuple, copies: int) -> PyTree:
     """Compute on the devices, and hold there no more than a slice of the columns at a time."""
     num_columns = math.prod(leaf.shape[2:])
-    columns = leaf.reshape(*leaf.shape[:2], num_columns)
     num_bytes = max(math.prod(leaf.shape[:2]) * max(leaf.dtype.itemsize, 4) * copies, 1)
     of_device = max(TEMPORARY_BYTES // num_bytes, 1)
     if num_columns <= of_device:
+        columns = _columns(leaf, 0, num_columns)
         results = jax.device_get(_of_devices(columns, statistic, options, copies))
         return jax.tree.map(lambda x: x.reshape(leaf.shape[2:]), results)
     mesh = make_mesh(devices=jax.local_devices())
@@ -143,11 +144,24 @@ def _of_host(leaf: np.ndarray, statistic: Callable, options: tuple, copies: int)
     size = math.ceil(num_columns / num_slices / mesh.size) * mesh.size
     slices = []
     for start in range(0, num_columns, size):
+        columns = _columns(leaf, start, min(start + size, num_columns))
         # Slices are of one size; the last is filled up with its last column.
-        taken = np.minimum(np.arange(start, start + size), num_columns - 1)
-        piece = jax.device_put(columns[:, :, taken], sharding)
+        missing = size - columns.shape[2]
+        columns = np.pad(columns, ((0, 0), (0, 0), (0, missing)), "edge") if missing else columns
+        piece = jax.device_put(columns, sharding)
         slices.append(jax.device_get(_of_devices(piece, statistic, options, copies)))
     return jax.tree.map(lambda *x: np.concatenate(x)[:num_columns].reshape(leaf.shape[2:]), *slices)
+
+
+def _columns(leaf: Any, start: int, end: int) -> np.ndarray:
+    """Take columns [chains, draws, columns] of a leaf; no more of its first column axis is read."""
+    if len(leaf.shape) == 2:
+        return np.asarray(leaf)[:, :, None]
+    inner = max(math.prod(leaf.shape[3:]), 1)
+    first = start // inner
+    rows = np.asarray(leaf[:, :, first : -(-end // inner)])
+    columns = rows.reshape(*leaf.shape[:2], rows.shape[2] * inner)
+    return columns[:, :, start - first * inner : end - first * inner]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))

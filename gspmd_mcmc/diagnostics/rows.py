@@ -1,7 +1,7 @@
 """The lines of a summary: numbers one by one of small leaves, the worst number of large ones."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +51,10 @@ def free_name(name: str, taken: Iterable[str]) -> str:
     return free_name(f"{name}_", taken) if name in taken else name
 
 
-def named_leaves(tree: PyTree) -> dict[str, Any]:
+def named_leaves(tree: PyTree, is_leaf: Callable | None = None) -> dict[str, Any]:
     """Return the leaves of a tree by plain names, each of its own."""
     named: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
         named[free_name(name_of(path), named)] = leaf
     return named
 

@@ -24,6 +24,7 @@ from gspmd_mcmc.diagnostics.rows import (
 )
 from gspmd_mcmc.diagnostics.statistics import Statistics, statistics
 from gspmd_mcmc.diagnostics.together import by_name
+from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.tree import PyTree
 
 MAX_ROWS = 20
@@ -124,7 +125,9 @@ class Summary:
             raise KeyError(f"{name!r}: the draws have {names}")
         trees = {key: getattr(self, key) for key in (*Statistics._fields, "nested_rhat")}
         return {
-            key: np.asarray(named_leaves(tree)[name]) for key, tree in trees.items() if tree is not None
+            key: np.asarray(to_host(named_leaves(tree)[name]))
+            for key, tree in trees.items()
+            if tree is not None
         }
 
     def __str__(self) -> str:

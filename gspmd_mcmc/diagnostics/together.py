@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc.diagnostics.rows import SMALL_LEAF
+from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.tree import PyTree
 
 
@@ -43,7 +44,7 @@ def by_name(
 def _beside(named: dict[str, Any]) -> np.ndarray:
     """Lay the columns of leaves side by side, [chains, draws, columns], on the host."""
     dtype = jnp.result_type(*(jax.dtypes.canonicalize_dtype(x.dtype) for x in named.values()))
-    leaves = jax.device_get(list(named.values()))
+    leaves = to_host(list(named.values()))
     flat = [x.reshape(*x.shape[:2], math.prod(x.shape[2:])).astype(dtype) for x in leaves]
     return np.concatenate(flat, axis=2)
 

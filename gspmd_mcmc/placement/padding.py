@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.tree import PyTree, path_str, pytree, static
 
 
@@ -35,8 +36,8 @@ class Padded:
         return self.values.shape[0] - self.num_rows
 
     def unpad(self) -> np.ndarray:
-        """Return the real rows, on the host."""
-        return np.asarray(self.values)[: self.num_rows]
+        """Return the real rows, on the host; rows of several processes are gathered (`to_host`)."""
+        return np.asarray(to_host(self.values))[: self.num_rows]
 
     def __repr__(self) -> str:
         v = self.values

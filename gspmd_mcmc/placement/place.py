@@ -9,14 +9,19 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc.placement.agreement import require_agreement
 from gspmd_mcmc.placement.mesh import require_auto
 from gspmd_mcmc.placement.padding import Padded, is_padded, padded_rows, real_rows
 from gspmd_mcmc.placement.positional import PositionalSharding
+from gspmd_mcmc.placement.processes import is_local, spans_processes
 from gspmd_mcmc.tree import PyTree, path_str
 
 
 def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree = None) -> PyTree:
     """Lay a tree of arrays over a mesh.
+
+    On a mesh of several processes each gives the same whole arrays, and its devices take their parts;
+    for rows of its own see `place_local`, and `place_from_reader`.
 
     Parameters
     ----------
@@ -46,6 +51,8 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
         If a spec has more entries than a leaf has axes, names no axis of the mesh, or splits an axis
         other than the leading one unevenly; if the prefix tree does not fit; if a positional sharding
         does not fit a leaf's rank. The message names the leaf.
+    ProcessesDisagree
+        If processes give leaves of other names, shapes or dtypes, or other specs.
     """
     if isinstance(mesh, NamedSharding):
         return _place_by_sharding(tree, mesh, specs)
@@ -56,12 +63,30 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
         )
     require_auto(mesh)
     leaf_specs = _broadcast(P() if specs is None else specs, tree)
+    if spans_processes(mesh):
+        require_agreement("place", _facts(tree, mesh, leaf_specs))
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf, spec: _place_leaf(path_str(path), leaf, mesh, spec),
         tree,
         leaf_specs,
         is_leaf=is_padded,
     )
+
+
+def _facts(tree: PyTree, mesh: Any, specs: PyTree) -> dict[str, str]:
+    """State what processes have to give alike; of the arrays their kind, not their values."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
+    given = jax.tree.leaves(specs, is_leaf=_is_spec)
+    kinds = {
+        f"leaf {path_str(path)}": f"{_kind(leaf)} under {spec}"
+        for (path, leaf), spec in zip(leaves, given, strict=True)
+    }
+    return kinds | {"mesh": str(dict(mesh.shape))}
+
+
+def _kind(leaf: Any) -> str:
+    array = leaf.values if is_padded(leaf) else leaf
+    return f"{getattr(array, 'dtype', type(array).__name__)}{list(np.shape(array))}"
 
 
 def _place_by_sharding(tree: PyTree, sharding: NamedSharding, specs: PyTree) -> PyTree:
@@ -71,6 +96,9 @@ def _place_by_sharding(tree: PyTree, sharding: NamedSharding, specs: PyTree) -> 
             f"place: the sharding has its spec, {sharding.spec}; expected no specs, got {specs}"
         )
     require_auto(sharding.mesh)
+    if spans_processes(sharding.mesh):
+        every = jax.tree.map(lambda _: P(), tree, is_leaf=is_padded)
+        require_agreement("place", _facts(tree, sharding.mesh, every) | {"spec": str(sharding.spec)})
 
     def put(path: Any, leaf: Any) -> Any:
         name = path_str(path)
@@ -123,8 +151,10 @@ def _place_leaf(
         leaf = real_rows(leaf)
     is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
     array = leaf if is_array else np.asarray(leaf)
+    if isinstance(array, jax.Array) and is_local(array) and spans_processes(mesh):
+        array = np.asarray(array)  # Each process cuts its parts of it, and nothing is sent.
     _check_numbers(name, leaf, array)
-    splits = _check_spec(name, array.shape, mesh, spec)
+    splits = check_spec(name, array.shape, mesh, spec)
     sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
     rows = padded_rows(array.shape[0], splits[0]) if splits else 0
     padded = bool(splits) and rows != array.shape[0]
@@ -152,7 +182,7 @@ def _is_extended(dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.number)
 
 
-def _check_spec(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, spec: P) -> list[int]:
+def check_spec(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, spec: P) -> list[int]:
     """Return in how many parts the spec cuts each axis it names; raise where it does not fit."""
     where = f"leaf {name} of shape {shape} under {spec} on mesh {dict(mesh.shape)}"
     if len(spec) > len(shape):
@@ -187,17 +217,18 @@ def _put_host_array(
 def _read_shard(name: str, array: np.ndarray, shape: tuple[int, ...], index, dtype) -> np.ndarray:
     """Return a shard's real rows, then copies of the array's last row. Always a fresh copy."""
     if not shape:
-        return _converted(name, array, dtype)
+        return converted(name, array, dtype)
     start, stop, _ = index[0].indices(shape[0])
-    real = _converted(name, array[(slice(start, stop), *index[1:])], dtype)
+    real = converted(name, array[(slice(start, stop), *index[1:])], dtype)
     missing = stop - start - real.shape[0]
     if not missing:
         return real
-    last = _converted(name, array[(slice(-1, None), *index[1:])], dtype)
+    last = converted(name, array[(slice(-1, None), *index[1:])], dtype)
     return np.concatenate([real, np.repeat(last, missing, axis=0)])
 
 
-def _converted(name: str, part: np.ndarray, dtype) -> np.ndarray:
+def converted(name: str, part: np.ndarray, dtype) -> np.ndarray:
+    """Return a copy of another dtype; raise where integers would be others."""
     copy = np.array(part, dtype=dtype)
     if np.issubdtype(dtype, np.integer) and not np.can_cast(part.dtype, dtype) and np.any(copy != part):
         raise ValueError(

@@ -15,7 +15,13 @@ CHUNK_SECONDS = 1.0
 
 
 def run_chunks(
-    num_steps: int, run: Callable[[int, int], None], stop: Stop, capacity: int | None = None
+    num_steps: int,
+    run: Callable[[int, int], None],
+    stop: Stop,
+    capacity: int | None = None,
+    *,
+    after: Callable[[], None],
+    done: int = 0,
 ) -> int:
     """Run steps in chunks sized to about a second, until done or asked to stop.
 
@@ -29,20 +35,25 @@ def run_chunks(
         Looked at between chunks.
     capacity
         Chunks do not straddle multiples of it.
+    after
+        Called when a chunk has ended.
+    done
+        Steps that were taken before.
 
     Returns
     -------
     int
-        Steps that were taken.
+        Steps that are taken now.
     """
-    done, size = 0, 1
+    size = 1
     while done < num_steps and not stop.is_asked:
         room = num_steps if capacity is None else capacity - done % capacity
         count = min(size, num_steps - done, room)
         began = time.perf_counter()
         run(done, count)
         done += count
-        size = next_size(count, time.perf_counter() - began)
+        size = stop.agreed(next_size(count, time.perf_counter() - began))
+        after()
     return done
 
 

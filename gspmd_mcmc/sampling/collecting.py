@@ -1,6 +1,7 @@
 """The sampling phase on the devices: steps, what is kept of them, and where it gathers."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,11 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
+from gspmd_mcmc.diagnostics.rows import named_leaves
+from gspmd_mcmc.placement.agreement import least
+from gspmd_mcmc.placement.processes import spans_processes, to_host
 from gspmd_mcmc.sampling.buffers import HostDraws, capacity
 from gspmd_mcmc.sampling.chunks import advance, bucket, no_tally, run_chunks, tally
 from gspmd_mcmc.sampling.layout import CHAINS, Layout, Pins
 from gspmd_mcmc.sampling.progress import Report, Stop
-from gspmd_mcmc.targets.local import kept, unwrap
+from gspmd_mcmc.sampling.sinks import ZarrSink
+from gspmd_mcmc.targets.local import fill_pad, is_row_values, kept, unwrap
 from gspmd_mcmc.tree import PyTree
 
 # How a stat of several thinned steps becomes that of one draw; others are the last step's.
@@ -43,6 +48,8 @@ class Collecting:
         Steps a draw.
     layout
         The layout of the chains.
+    sink, is_resumed
+        Where draws are written as they are made, if anywhere; whether this run has written there.
     """
 
     def __init__(
@@ -55,29 +62,102 @@ class Collecting:
         collect: Partial,
         thin: int,
         layout: Layout,
+        sink: ZarrSink | None = None,
+        is_resumed: bool = False,
     ):
         self.kernel, self.states, self.rng_key, self.num_steps = kernel, states, rng_key, first_step
         self.collect, self.thin, self.layout = collect, thin, layout
+        self.sink, self.is_resumed = sink, is_resumed
         self.num_draws = self.num_divergent = 0
 
-    def run(self, num_samples: int, device_bytes: int | None, report: Report, stop: Stop) -> None:
-        """Draw in chunks; full buffers move to the host where they cannot hold all draws."""
-        shapes = self._shapes_of_draw()
-        num_shards = self.layout.mesh.shape.get(CHAINS, 1) if self.layout.mesh else 1
-        self.capacity = capacity(shapes, bucket(num_samples), num_shards, device_bytes)
-        keeps_position = self.collect.func is keep_position
-        kept_layout = self.layout.of_kept(shapes[0], self.states.position) if keeps_position else None
-        self.buffers = _empty(_Shapes.of(shapes), self.capacity, self.layout, kept_layout)
-        self.host = HostDraws(self.buffers, num_samples) if self.capacity < num_samples else None
+    def run(
+        self,
+        num_samples: int,
+        device_bytes: int | None,
+        report: Report,
+        stop: Stop,
+        after: Callable[[], None],
+        attributes: dict[str, Any] | None = None,
+    ) -> None:
+        """Draw in chunks, and call ``after`` each; draws leave the buffers for the sink, or the host.
+
+        ``attributes`` are what the sink's store says of the run.
+        """
+        shapes = shapes_of_draw(
+            self.kernel, self.states, self.collect, self.rng_key, self.thin, self.layout
+        )
+        self.capacity = bucket(num_samples)
+        if self.sink is not None or not spans_processes(self.layout.mesh):
+            self.capacity = capacity(shapes, self.capacity, self._num_shards(), device_bytes)
+        if self.sink is not None:
+            # Of two buffers, so that a sink takes no more memory than none would.
+            self.capacity = max(1, min(self.capacity // 2, self.sink.buffer_rows(shapes)))
+        self.buffers = self._empty(shapes)
+        self.host = self._spare = None
+        if self.sink is not None:
+            self._spare, self._num_written = self._empty(shapes), self.num_draws
+            self.sink.begin(
+                self.buffers,
+                num_samples,
+                attributes or {},
+                first_draw=self.num_draws,
+                is_resumed=self.is_resumed,
+            )
+        elif self.capacity < num_samples:
+            self.host = HostDraws(self.buffers, num_samples)
         self._pins = Pins.of((self.states, self.buffers))
         if num_samples:
-            report.phase("sampling", num_samples)
-        run_chunks(num_samples, lambda done, n: self._run_chunk(done, n, report), stop, self.capacity)
+            report.phase("sampling", num_samples, self.num_draws)
+        run_chunks(
+            num_samples,
+            lambda done, n: self._run_chunk(done, n, report),
+            stop,
+            self.capacity,
+            after=after,
+            done=self.num_draws,
+        )
 
-    def draws(self) -> tuple[PyTree, dict[str, Any]]:
-        """Return what was collected and the stats, leaves [chains, draws, ...]."""
+    def counts(self) -> dict[str, int]:
+        """Return the numbers that say where sampling is, for `put_back`."""
+        return {name: getattr(self, name) for name in ("num_steps", "num_draws", "num_divergent")}
+
+    def put_back(self, counts: dict[str, int]) -> None:
+        """Go on from the `counts` of another such run, whose draws are in the sink."""
+        for name, value in counts.items():
+            setattr(self, name, value)
+
+    def flush(self) -> None:
+        """Wait until all draws that were made are on disk."""
+        if self.sink is not None:
+            self._write()
+            self.sink.flush()
+
+    def require_room(self, num_samples: int, device_bytes: int | None) -> None:
+        """Raise, on every process, unless the devices hold all draws: no host could take them over."""
+        shapes = shapes_of_draw(
+            self.kernel, self.states, self.collect, self.rng_key, self.thin, self.layout
+        )
+        size = bucket(num_samples)
+        room, *_ = least(capacity(shapes, size, self._num_shards(), device_bytes))
+        if room < size:
+            raise ValueError(
+                f"num_samples={num_samples}: draws of several processes stay on their devices, which "
+                f"have room for {room}. Raise thin, collect less, or raise device_bytes"
+            )
+
+    def draws(self) -> tuple[PyTree, dict[str, Any], dict[str, int]]:
+        """Return what was collected and the stats, leaves [chains, draws, ...].
+
+        And the number of real rows of each leaf, by its name, that has pad: on several processes, where
+        rows cannot be cut off, the pad copies the last real row.
+        """
+        if self.sink is not None:
+            self.flush()
+            return *self.sink.saved(), {}
         collected, stats = self._filled()
-        return unwrap(collected, axis=2), stats
+        if not spans_processes(self.layout.mesh):
+            return unwrap(collected, axis=2), stats, {}
+        return fill_pad(collected, axis=2), to_host(stats), _padded_rows(collected)
 
     def _filled(self) -> PyTree:
         if self.host is not None:
@@ -101,12 +181,15 @@ class Collecting:
             layout=self.layout,
             pins=self._pins,
         )
-        counts = jax.device_get(counts)
+        counts = to_host(counts)
         self.num_steps += count * self.thin
         self.num_draws += count
         self.num_divergent += int(counts["num_divergent"].sum())
-        if self.host is not None and slot + count == self.capacity:
+        is_full = slot + count == self.capacity
+        if self.host is not None and is_full:
             self._flush(self.capacity)
+        if self.sink is not None and (self.sink.is_due() or is_full):
+            self._write()
         report.advance(
             count,
             leapfrogs=int(counts["leapfrogs"]),
@@ -120,10 +203,40 @@ class Collecting:
         if self.host is not None and count:
             self.host.fill(self.buffers, self.num_draws - count, count)
 
-    def _shapes_of_draw(self) -> PyTree:
-        # Traced once for a kernel of these shapes, as a program would be.
-        arguments = (self.kernel, self.states, self.collect, self.rng_key, 0)
-        return _one_draw.eval_shape(*arguments, thin=self.thin, layout=self.layout)[1]
+    def _write(self) -> None:
+        """Give the sink what it has not had yet, and go on in the other buffer, at the same slot."""
+        assert self.sink is not None
+        count = self.num_draws - self._num_written
+        if count:
+            self.sink.write(self.buffers, count, self._num_written % self.capacity)
+            self._num_written = self.num_draws
+            self.buffers, self._spare = self._spare, self.buffers
+
+    def _empty(self, shapes: PyTree) -> PyTree:
+        keeps_position = self.collect.func is keep_position
+        kept_layout = self.layout.of_kept(shapes[0], self.states.position) if keeps_position else None
+        return _empty(_Shapes.of(shapes), self.capacity, self.layout, kept_layout)
+
+    def _num_shards(self) -> int:
+        return self.layout.mesh.shape.get(CHAINS, 1) if self.layout.mesh else 1
+
+
+def shapes_of_draw(
+    kernel: Any, states: Any, collect: Partial, rng_key: jax.Array, thin: int, layout: Layout
+) -> PyTree:
+    """Return the shapes of what is kept of one draw of all chains, and of its stats."""
+    # Traced once for a kernel of these shapes, as a program would be.
+    arguments = (kernel, states, collect, rng_key, 0)
+    return _one_draw.eval_shape(*arguments, thin=thin, layout=layout)[1]
+
+
+def _padded_rows(collected: PyTree) -> dict[str, int]:
+    """Return the number of real rows of the leaves that have pad."""
+    rows = jax.tree.map(
+        lambda x: x.rows if is_row_values(x) else None, collected, is_leaf=is_row_values
+    )
+    named = named_leaves(rows, is_leaf=lambda x: x is None)
+    return {name: r.num_rows for name, r in named.items() if r and r.num_rows < r.num_padded}
 
 
 def _draw(kernel, states, collect, rng_key, step, *, thin, layout):

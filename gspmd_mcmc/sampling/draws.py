@@ -1,7 +1,6 @@
 """The result of a run."""
 
-import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,6 +12,9 @@ from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarise
 from gspmd_mcmc.kernels.hmc import HMC
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.kernels.nuts import NUTS
+from gspmd_mcmc.placement.processes import is_local
+from gspmd_mcmc.sampling.extras import need
+from gspmd_mcmc.sampling.parts import part_of_process
 from gspmd_mcmc.tree import PyTree
 
 # Kernels whose energy is judged by E-BFMI, which supposes fresh momenta at each transition.
@@ -27,7 +29,8 @@ class Draws:
     ----------
     position
         Tree of draws, leaves [chains, draws, ...]: the positions, or what ``collect`` returned. jax
-        arrays laid out over the mesh; NumPy arrays where draws outgrew their share of device memory.
+        arrays laid out over the mesh; NumPy arrays where draws outgrew their share of device memory;
+        arrays on disk, read by ``x[index]`` and ``np.asarray(x)``, of a run with a sink.
     stats
         Name to array [chains, draws]: the kernel's info (`HMCInfo`) and ``log_density``. With thinning,
         ``acceptance_rate`` is the mean, ``num_integration_steps`` the sum and ``is_divergent`` whether
@@ -43,6 +46,14 @@ class Draws:
         these draws as ``initial_position``.
     num_steps
         Steps taken in all, warm-up included: where the sequence of random numbers goes on.
+    padded_rows
+        Of a run of several processes, by name of a leaf: how many of its rows, on axis 2, are real. The
+        others fill the mesh and copy the last real one. Leaves without pad are not named.
+
+    On several processes ``position`` and ``state`` stay laid out over all of them: a process holds its
+    shards (``x.addressable_shards``), programs on them are run by every process, and so is `summary`.
+    ``stats`` and ``warmup`` are whole on each, and what reads them alone (`acceptance_rate`, ``print``)
+    one may do by itself.
     """
 
     position: PyTree
@@ -51,6 +62,7 @@ class Draws:
     kernel: Any
     state: Any
     num_steps: int
+    padded_rows: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_chains(self) -> int:
@@ -75,12 +87,18 @@ class Draws:
     def to_datatree(self):
         """Return an ArviZ / xarray ``DataTree`` with groups posterior and sample_stats.
 
-        Needs the extra ``arviz``.
+        On several processes it holds this process' part: its chains and its share of leaves that lie
+        over processes, with their place in the whole as coordinates. Needs the extra ``arviz``.
         """
-        arviz_base = _need("arviz_base")
+        arviz_base = need("arviz_base", "arviz")
         renamed = {"is_divergent": "diverging", "log_density": "lp"}
         stats = {renamed.get(name, name): np.asarray(x) for name, x in self.stats.items()}
-        return arviz_base.from_dict({"posterior": self._named(), "sample_stats": stats})
+        named = named_leaves(self.position)
+        if all(is_local(leaf) for leaf in named.values()):
+            return arviz_base.from_dict({"posterior": self._named(), "sample_stats": stats})
+        part = part_of_process(named, stats, self.padded_rows)
+        groups = {"posterior": jax.tree.map(_on_host, part.posterior), "sample_stats": part.stats}
+        return arviz_base.from_dict(groups, coords=part.coords)
 
     def summary(self, num_superchains: int | None = None, max_rows: int = MAX_ROWS) -> Summary:
         """Summarise the draws: a table with the worst numbers first, and warnings with what to do.
@@ -110,9 +128,17 @@ class Draws:
             self.stats,
             num_superchains=num_superchains,
             max_rows=max_rows,
-            max_tree_depth=getattr(self.kernel, "max_tree_depth", None),
-            judges_energy=isinstance(self.kernel, DRAW_MOMENTA),
+            max_tree_depth=self._max_tree_depth,
+            judges_energy=self._judges_energy,
         )
+
+    @property
+    def _max_tree_depth(self) -> int | None:
+        return getattr(self.kernel, "max_tree_depth", None)
+
+    @property
+    def _judges_energy(self) -> bool:
+        return isinstance(self.kernel, DRAW_MOMENTA)
 
     def _named(self) -> dict[str, np.ndarray]:
         return {name: _on_host(leaf) for name, leaf in named_leaves(self.position).items()}
@@ -134,11 +160,3 @@ def _on_host(leaf) -> np.ndarray:
     """Return a NumPy array of a dtype that NumPy itself knows."""
     array = np.asarray(leaf)
     return array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
-
-
-def _need(module: str):
-    """Import a module of the extra ``arviz``, or say how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"{module} is missing: pip install 'gspmd_mcmc[arviz]' brings it") from error

@@ -66,7 +66,7 @@ class Layout:
         """
         if self.mesh is None:
             return tree
-        like = _Like.of(positions)
+        like = Like.of(positions)
 
         def pin(part):
             if is_metric(part):
@@ -75,7 +75,7 @@ class Layout:
 
         return jax.tree.map(pin, tree, is_leaf=lambda part: is_metric(part) or like.fits(part))
 
-    def _pin_part(self, like: "_Like", chain_axis: str | None, part: PyTree) -> PyTree:
+    def _pin_part(self, like: "Like", chain_axis: str | None, part: PyTree) -> PyTree:
         if not like.fits(part):
             return part
         num_leading, first = like.leading(part)
@@ -99,15 +99,16 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class _Like:
-    """The structure and the shapes of one chain's position."""
+class Like:
+    """The structure and the shapes of one chain's position; hashable."""
 
     treedef: Any
     shapes: tuple[tuple[int, ...], ...]
     num_chains: int
 
     @classmethod
-    def of(cls, positions: PyTree) -> "_Like":
+    def of(cls, positions: PyTree) -> "Like":
+        """Read them off positions with leaves [chains, ...]."""
         leaves, treedef = jax.tree.flatten(positions)
         return cls(treedef, tuple(x.shape[1:] for x in leaves), leaves[0].shape[0])
 

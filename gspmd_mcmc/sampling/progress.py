@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from gspmd_mcmc.placement.agreement import least
+
 
 class Report:
     """What the progress bar shows: phase, steps, leapfrogs per second, acceptance, divergences."""
@@ -32,9 +34,9 @@ class Report:
     def __exit__(self, *error) -> None:
         self._progress.__exit__(*error)
 
-    def phase(self, name: str, total: int) -> None:
-        """Begin a phase of so many steps."""
-        self._task = self._progress.add_task(name, total=total, numbers="compiling")
+    def phase(self, name: str, total: int, done: int = 0) -> None:
+        """Begin a phase of so many steps, or go on with it where some are done."""
+        self._task = self._progress.add_task(name, total=total, completed=done, numbers="compiling")
         self._last = time.perf_counter()
 
     def advance(
@@ -57,29 +59,61 @@ class Report:
 
 
 class Stop:
-    """Whether the user has asked to stop."""
+    """Whether the user has asked to stop, or the system to end; processes of one run do so together.
 
-    def __init__(self):
-        self.is_asked = False
+    Parameters
+    ----------
+    in_company
+        Whether the run is one of several processes.
+    """
+
+    def __init__(self, in_company: bool = False):
+        self.in_company = in_company
+        self._is_wanted = self._is_end_wanted = False
+        self._is_agreed = self._is_end_agreed = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether to stop before the next chunk."""
+        return self._is_agreed if self.in_company else self._is_wanted
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether to save the run before the next chunk, and end."""
+        return self._is_end_agreed if self.in_company else self._is_end_wanted
+
+    def agreed(self, size: int) -> int:
+        """Return the size of the next chunk; processes agree on the least, and on whether to stop."""
+        if not self.in_company:
+            return size
+        size, goes_on, lives = least(size, not self._is_wanted, not self._is_end_wanted)
+        self._is_agreed, self._is_end_agreed = not goes_on, not lives
+        return size
 
     def ask(self, signum, frame) -> None:
         """Take the first Ctrl-C as a request; let the next one raise."""
-        self.is_asked = True
+        self._is_wanted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def preempt(self, signum, frame) -> None:
+        """Take SIGTERM as the order to save the run and end it."""
+        self._is_end_wanted = True
 
 
 @contextlib.contextmanager
-def stop_on_interrupt() -> Iterator[Stop]:
+def stop_on_interrupt(in_company: bool = False, *, is_kept: bool = False) -> Iterator[Stop]:
     """Turn the first Ctrl-C into a request to stop between chunks; a second one raises.
 
-    Outside the main thread, where Python delivers no signals, nothing is installed.
+    SIGTERM is taken the same way where the run has checkpoints (``is_kept``). Outside the main thread,
+    where Python delivers no signals, nothing is installed.
     """
-    stop = Stop()
+    stop = Stop(in_company)
+    handlers = {signal.SIGINT: stop.ask} | ({signal.SIGTERM: stop.preempt} if is_kept else {})
     if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    previous = signal.signal(signal.SIGINT, stop.ask)
+        handlers = {}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

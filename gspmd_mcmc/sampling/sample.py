@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,22 +12,23 @@ from jax.sharding import Mesh, NamedSharding
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.diagnostics import advice
+from gspmd_mcmc.placement.processes import spans_processes
 from gspmd_mcmc.sampling import defaults
 from gspmd_mcmc.sampling import start as starts
-from gspmd_mcmc.sampling.collecting import Collecting, keep_position
+from gspmd_mcmc.sampling.attributes import attributes_of
+from gspmd_mcmc.sampling.collecting import keep_position, shapes_of_draw
 from gspmd_mcmc.sampling.draws import Draws
+from gspmd_mcmc.sampling.errors import SamplingWarning
+from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved, sink_of
 from gspmd_mcmc.sampling.layout import Layout, read_layout
 from gspmd_mcmc.sampling.mode import Mode
-from gspmd_mcmc.sampling.progress import Report, stop_on_interrupt
-from gspmd_mcmc.sampling.warmup import Warmup
+from gspmd_mcmc.sampling.run import Plan, Run
+from gspmd_mcmc.sampling.same_run import require_same_run
+from gspmd_mcmc.sampling.sinks import ZarrSink
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import lay_out
 from gspmd_mcmc.tree import PyTree, path_str
-
-
-class SamplingWarning(UserWarning):
-    """Something about a run that its user should look at before trusting it."""
 
 
 def sample(
@@ -42,7 +44,10 @@ def sample(
     kernel: Any = None,
     warmup: Adaptation | None = None,
     collect: Callable = keep_position,
+    to: ZarrSink | None = None,
     device_bytes: int | None = None,
+    checkpoint: str | Path | None = None,
+    every: float = 60.0,
     progress: bool = True,
 ) -> Draws:
     """Sample a target: start the chains, tune the kernel, draw.
@@ -80,16 +85,25 @@ def sample(
     collect
         ``collect(position, info)`` of one chain: what to keep instead of the position. A function at
         module level, or a ``Partial`` of one whose arrays enter the program as arguments.
+    to
+        Where draws are written as they are made, `ZarrSink`; the result then reads them from there.
+        Without one they are kept in memory.
     device_bytes
         Bytes on each device for draws; finished chunks move to the host beyond it. A quarter of the
         device's memory by default, no bound on a CPU.
+    checkpoint
+        A folder to save the run in, so that `resume` can go on with it, warm-up too; it must not hold
+        another run. Draws go to a `ZarrSink` in it, unless ``to`` names another. While a checkpoint is
+        written the run goes on. Needs the extra ``checkpoint``.
+    every
+        Seconds from one checkpoint to the next.
     progress
-        Whether to show a progress bar, on standard error.
+        Whether to show a progress bar, on standard error; of several processes, that of process 0.
 
     Returns
     -------
     Draws
-        After Ctrl-C, the draws made so far; a second Ctrl-C raises.
+        After Ctrl-C, the draws made so far; a second Ctrl-C raises. `SavedDraws` with a sink.
 
     Raises
     ------
@@ -97,12 +111,24 @@ def sample(
         For counts, keys, meshes or positions that do not fit; the message says what was expected.
     NonFiniteStart
         If a chain finds no start with a finite log density.
+    DrawsNotSaved
+        If the sink cannot write: before anything is computed where its folder cannot be used, else
+        soon after; draws that are on disk stay.
+    CheckpointNotSaved
+        If the run cannot be saved at its start. One that cannot be saved later warns, and goes on.
+    Preempted
+        After SIGTERM, if the run has checkpoints: it is saved first.
+    ProcessesDisagree
+        If the processes of a run on several are given different things; before anything is computed.
+    ProcessLost
+        If another process of the run has ended.
     """
     _check_counts(num_chains, num_warmup, num_samples, thin)
     num_chains, num_warmup, num_samples = int(num_chains), int(num_warmup), int(num_samples)
-    _check_device_bytes(device_bytes)
+    _check_number("device_bytes", device_bytes, "of bytes or None")
+    _check_number("every", every, "of seconds")
     _check_key(rng_key)
-    mesh = _common_mesh(mesh, target)
+    mesh = common_mesh(mesh, target)
     earlier = initial_position if isinstance(initial_position, Draws) else None
     if earlier is not None:
         _check_goes_on(earlier, target, kernel, num_chains)
@@ -112,33 +138,29 @@ def sample(
         raise ValueError("kernel: it was built on another target; build it on the one given here")
     initial_position = _origin(target) if initial_position is None else initial_position
 
-    start_key, step_key = jax.random.split(rng_key)
-    layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
-    warmup = _adaptation(warmup, kernel, layout, states, initial_position)
+    collect = as_partial(collect)
+    counts = {"num_chains": num_chains, "num_warmup": num_warmup, "num_samples": num_samples}
+    counts["thin"] = int(thin)
+    in_company = spans_processes(mesh)
+    if in_company and mesh is not None:
+        given = {"initial_position": initial_position, "kernel": kernel, "warmup": warmup}
+        settings = counts | {"device_bytes": device_bytes}
+        require_same_run(mesh, rng_key, target, given | {"collect": collect}, settings)
     first_step = earlier.num_steps if earlier is not None else 0
-    with stop_on_interrupt() as stop, Report(is_shown=progress) as report:
-        tuning = Warmup(warmup, kernel, states, step_key, first_step, layout)
-        tuning.run(num_warmup, report, stop)
-        collecting = Collecting(
-            tuning.kernel,
-            tuning.states,
-            step_key,
-            tuning.num_steps,
-            collect=as_partial(collect),
-            thin=thin,
-            layout=layout,
-        )
-        collecting.run(num_samples, device_bytes, report, stop)
-    collected, stats = collecting.draws()
-    draws = Draws(
-        position=collected,
-        stats=stats,
-        warmup=tuning.summary(),
-        kernel=tuning.kernel,
-        state=collecting.states,
-        num_steps=collecting.num_steps,
-    )
-    _warn(draws, num_samples)
+    start_key, step_key = jax.random.split(rng_key)
+    with kept_in(checkpoint) as checkpoints, reserved(sink_of(to, checkpoints)) as sink:
+        layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
+        warmup = _adaptation(warmup, kernel, layout, states, initial_position)
+        about: dict[str, Any] = counts
+        if sink is not None:
+            sink.check(shapes_of_draw(kernel, states, collect, step_key, thin, layout)[0])
+            about = attributes_of(rng_key, mesh, kernel, warmup, collect, **counts)
+        plan = Plan(warmup, collect, num_warmup, num_samples, int(thin), device_bytes, about)
+        run = Run(plan, kernel, states, step_key, first_step, layout, sink)
+        if in_company and sink is None:
+            run.require_room()
+        draws = carry_out(run, checkpoints, every, progress=progress)
+    warn_of(draws, num_samples)
     return draws
 
 
@@ -197,7 +219,7 @@ def _origin(target: Any) -> PyTree:
     return target.origin()
 
 
-def _common_mesh(mesh: Mesh | None, target: Any) -> Mesh | None:
+def common_mesh(mesh: Mesh | None, target: Any) -> Mesh | None:
     """Return the mesh given, or the one that the target's data lie on; raise if those differ."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(target):
         sharding = getattr(leaf, "sharding", None)
@@ -224,9 +246,9 @@ def _check_counts(num_chains: int, num_warmup: int, num_samples: int, thin: int)
             raise ValueError(f"{name}: expected an integer of at least {least[name]}, got {value!r}")
 
 
-def _check_device_bytes(device_bytes: int | None) -> None:
-    if device_bytes is not None and (not isinstance(device_bytes, int | float) or device_bytes < 0):
-        raise ValueError(f"device_bytes: expected a number of bytes or None, got {device_bytes!r}")
+def _check_number(name: str, value: Any, what: str) -> None:
+    if value is not None and (not isinstance(value, int | float) or not value >= 0):
+        raise ValueError(f"{name}: expected a number {what}, got {value!r}")
 
 
 def _check_key(rng_key: jax.Array) -> None:
@@ -242,6 +264,11 @@ def _check_key(rng_key: jax.Array) -> None:
 
 def _check_goes_on(draws: Draws, target: Any, kernel: Any, num_chains: int) -> None:
     """Raise unless earlier draws can be gone on from as they are."""
+    if draws.kernel is None:
+        raise ValueError(
+            "initial_position: draws that were read from disk hold no kernel and no state; start at a "
+            "position, or go on from what `sample` returned"
+        )
     if kernel is not None:
         raise ValueError("kernel: draws are gone on from with their own kernel; leave it out")
     if draws.kernel.target is not target:
@@ -255,7 +282,7 @@ def _check_goes_on(draws: Draws, target: Any, kernel: Any, num_chains: int) -> N
         )
 
 
-def _warn(draws: Draws, num_samples: int) -> None:
+def warn_of(draws: Draws, num_samples: int) -> None:
     """Say in plain words what is suspicious about a run."""
     if draws.num_draws < num_samples:
         message = f"stopped after {draws.num_draws} of {num_samples} draws"

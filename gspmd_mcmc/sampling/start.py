@@ -11,6 +11,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.sampling.layout import Layout
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.functions import as_partial
@@ -150,7 +151,7 @@ def start_chains(
         positions = _draw(kernel.target, start, key, layout=layout, num_chains=num_chains)
         fresh = init_chains(kernel, positions, layout=layout)
         states = fresh if states is None else _keep_finite(states, fresh, layout=layout)
-        if np.all(np.isfinite(states.log_density)):
+        if np.all(np.isfinite(to_host(states.log_density))):
             return states
     require_finite(kernel, states)
     return states
@@ -158,7 +159,7 @@ def start_chains(
 
 def require_finite(kernel: Any, states: Any) -> None:
     """Raise where a chain's log density is not finite, naming the chain and the leaf or term."""
-    bad = np.flatnonzero(~np.isfinite(np.asarray(states.log_density)))
+    bad = np.flatnonzero(~np.isfinite(to_host(states.log_density)))
     if not bad.size:
         return
     position = jax.tree.map(lambda x: x[bad[0]], states.position)

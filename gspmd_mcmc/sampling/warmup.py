@@ -1,5 +1,6 @@
 """Warm-up on the devices: windows of steps, driven as an `Adaptation` says."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, Window
+from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.sampling.chunks import (
     advance,
     bucket,
@@ -27,6 +29,9 @@ BEGIN, END = 2, 3
 
 class Warmup:
     """The running warm-up of all chains.
+
+    Between two chunks all there is to keep is data: the kernel and the states, the adaptation's state,
+    the traces, and counts. `put_back` goes on from there.
 
     Parameters
     ----------
@@ -51,75 +56,114 @@ class Warmup:
     ):
         self.adaptation, self.rng_key, self.layout = adaptation, rng_key, layout
         self.kernel, self.states = kernel, states
-        self._traces: dict[str, jax.Array] = {}
+        self.state: Any = None
+        self.traces: dict[str, jax.Array] | None = None
         self.first_step = self.num_steps = first_step
+        self.num_begun = 0  # windows
         num_chains = states.log_density.shape[0]
         self.num_divergent = np.zeros(num_chains, int)
         self.leapfrogs = 0
 
-    def run(self, num_warmup: int, report: Report, stop: Stop) -> None:
-        """Run all windows, or as many steps as there are before a stop."""
+    def run(self, num_warmup: int, report: Report, stop: Stop, after: Callable[[], None]) -> None:
+        """Run all windows, or as many steps as there are before a stop; call ``after`` each chunk."""
+        if self.traces is None:
+            self._set_up(num_warmup)
+        if not num_warmup:
+            return
+        report.phase("warm-up", num_warmup, self.num_done)
+        for number, window in enumerate(self.adaptation.windows(num_warmup)):
+            if number >= self.num_begun - 1 and not stop.is_asked:
+                self._run_window(number, window, report, stop, after)
+        self.kernel = self.adaptation.final(self.kernel, self.state)
+
+    @property
+    def num_done(self) -> int:
+        """Steps of warm-up that were taken."""
+        return self.num_steps - self.first_step
+
+    def counts(self) -> dict[str, Any]:
+        """Return the numbers that say where warm-up is, for `put_back`."""
+        names = ("first_step", "num_steps", "num_begun", "leapfrogs")
+        return {name: getattr(self, name) for name in names} | {
+            "num_divergent": self.num_divergent.tolist()
+        }
+
+    def put_back(self, state: Any, traces: dict[str, jax.Array] | None, counts: dict[str, Any]) -> None:
+        """Go on from the adaptation's state, the traces and the `counts` of another such run."""
+        self.state, self.traces = state, traces
+        for name, value in counts.items():
+            setattr(self, name, value)
+        self.num_divergent = np.asarray(self.num_divergent, int)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `Draws.warmup` holds."""
+        traces = {
+            name: np.asarray(to_host(x))[..., : self.num_done]
+            for name, x in (self.traces or {}).items()
+        }
+        return traces | {"num_divergent": self.num_divergent, "leapfrogs": self.leapfrogs}
+
+    def _set_up(self, num_warmup: int) -> None:
         if num_warmup:
             settings = _prepare(self.adaptation, self.kernel, self.states, layout=self.layout)
             self.kernel = tree.replace(self.kernel, **settings)
         traced = {name: getattr(self.kernel, name) for name in self.adaptation.traced}
-        self._traces = _no_traces(traced, self.states, bucket(num_warmup), layout=self.layout)
-        if not num_warmup:
-            return
-        self._state = _init(self.adaptation, self.kernel, self.states, layout=self.layout)
-        report.phase("warm-up", num_warmup)
-        for window in self.adaptation.windows(num_warmup):
-            if not stop.is_asked:
-                self._run_window(window, report, stop)
-        self.kernel = self.adaptation.final(self.kernel, self._state)
+        self.traces = _no_traces(traced, self.states, bucket(num_warmup), layout=self.layout)
+        if num_warmup:
+            self.state = _init(self.adaptation, self.kernel, self.states, layout=self.layout)
 
-    def summary(self) -> dict[str, Any]:
-        """Return what `Draws.warmup` holds."""
-        num_steps = self.num_steps - self.first_step
-        traces = {name: np.asarray(x)[..., :num_steps] for name, x in self._traces.items()}
-        return traces | {"num_divergent": self.num_divergent, "leapfrogs": self.leapfrogs}
+    def _run_window(
+        self, number: int, window: Window, report: Report, stop: Stop, after: Callable[[], None]
+    ) -> None:
+        if number >= self.num_begun:
+            self._begin_window(window)
+        self._pins = Pins.of((self.states, self.state, self.traces))
+        done, length = self.num_done - window.start, window.end - window.start
+        run_chunks(length, lambda _, n: self._run_chunk(n, report), stop, after=after, done=done)
+        if not stop.is_asked:
+            self._end_window(window)
 
-    def _run_window(self, window: Window, report: Report, stop: Stop) -> None:
+    def _begin_window(self, window: Window) -> None:
         is_first = jnp.asarray(window.start == 0)
-        self._state = _begin(
+        self.state = _begin(
             self.adaptation,
             self.kernel,
             self.states,
-            self._state,
+            self.state,
             is_first,
             self._key(BEGIN),
             layout=self.layout,
         )
-        self._pins = Pins.of((self.states, self._state, self._traces))
-        run_chunks(window.end - window.start, lambda _, count: self._run_chunk(count, report), stop)
-        if not stop.is_asked:
-            self._state, self.states = _end(
-                self.adaptation,
-                self.kernel,
-                self.states,
-                self._state,
-                self._key(END),
-                learns_metric=window.learns_metric,
-                layout=self.layout,
-                pins=Pins.of(self.states),
-            )
+        self.num_begun += 1
+
+    def _end_window(self, window: Window) -> None:
+        self.state, self.states = _end(
+            self.adaptation,
+            self.kernel,
+            self.states,
+            self.state,
+            self._key(END),
+            learns_metric=window.learns_metric,
+            layout=self.layout,
+            pins=Pins.of(self.states),
+        )
 
     def _key(self, event: int) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(self.rng_key, self.num_steps), event)
 
     def _run_chunk(self, count: int, report: Report) -> None:
-        (self.states, self._state, self._traces), counts, step_size = _chunk(
+        (self.states, self.state, self.traces), counts, step_size = _chunk(
             self.adaptation,
             self.kernel,
-            (self.states, self._state, self._traces),
+            (self.states, self.state, self.traces),
             self.rng_key,
             self.num_steps,
-            self.num_steps - self.first_step,
+            self.num_done,
             count,
             layout=self.layout,
             pins=self._pins,
         )
-        counts = jax.device_get(counts)
+        counts = to_host(counts)
         self.num_steps += count
         self.num_divergent += counts["num_divergent"]
         self.leapfrogs += int(counts["leapfrogs"])

@@ -16,6 +16,7 @@ import numpy as np
 from jax.tree_util import DictKey, Partial
 
 from gspmd_mcmc.placement.padding import Padded, is_padded, real_rows
+from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets.bijections import constrain
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
@@ -241,7 +242,7 @@ def _first_row(leaf: Any) -> Any:
     values = _values(leaf)
     if isinstance(values, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((1, *values.shape[1:]), values.dtype)
-    return jnp.asarray(np.asarray(values[:1]))
+    return jnp.asarray(np.asarray(to_host(values[:1])))
 
 
 def _named(function: Callable, name: str) -> Callable:

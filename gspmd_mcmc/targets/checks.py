@@ -6,6 +6,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from gspmd_mcmc.placement.padding import Padded, is_padded, refuse_padded
+from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets.local import lay_out, rows_of
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.tree import PyTree, is_staging, is_traced, path_str
@@ -108,7 +109,7 @@ def check_not_baked(target: PyTree) -> None:
 
 def check_finite_start(target: PyTree, position: PyTree, log_density: jax.Array) -> None:
     """Raise where a concrete log density is not finite, naming the leaf or term at fault."""
-    if is_traced(log_density) or np.all(np.isfinite(log_density)):
+    if is_traced(log_density) or np.all(np.isfinite(to_host(log_density))):
         return
     raise NonFiniteStart(
         f"the log density at the start is {log_density}, not finite: {blame(target, position)}"
@@ -134,7 +135,7 @@ def _blame_term(target: PyTree, position: PyTree, path, count: int) -> str:
         return f"its summand {path_str(path)} has {count} values that are NaN or infinite there"
     plate = target.plates[path[1].idx]
     params = target.params(position)
-    rows = np.asarray(plate.log_likelihood_rows(params, target.hidden_from(plate, params)))
+    rows = np.asarray(to_host(plate.log_likelihood_rows(params, target.hidden_from(plate, params))))
     bad = np.flatnonzero(~np.isfinite(rows))
     return f"{plate}: {bad.size} rows have a term that is NaN or infinite, the first is row {bad[0]}"
 

@@ -14,6 +14,7 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.placement.place import place
+from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets import numpyro, sharded
 from gspmd_mcmc.targets.bijections import bijection_onto, constrain
 from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates
@@ -203,7 +204,7 @@ def _check_rows_apart(target: Posterior, plate: Plate, name: str) -> None:
     num = min(4, plate.rows.num_rows)
     if num < 2:
         return
-    block = [jnp.asarray(np.asarray(x[:num])) for x in plate.data]
+    block = [jnp.asarray(np.asarray(to_host(x[:num]))) for x in plate.data]
     local = {n for n, _ in target.latents if n in plate.local.names}
     hidden = {n for p in target.plates for n in p.local.names} - local
     shapes = {

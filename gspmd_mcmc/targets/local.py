@@ -6,6 +6,7 @@ data are, by copies of the last row; the pad has no density and no momentum, and
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc.placement.padding import Padded, is_padded
+from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets.rows import Rows
 from gspmd_mcmc.tree import PyTree, is_traced, path_str, pytree, static
 
@@ -133,6 +135,26 @@ def unwrap(tree: PyTree, axis: int = 0) -> PyTree:
     )
 
 
+def fill_pad(tree: PyTree, axis: int) -> PyTree:
+    """Turn `RowValues` into arrays whose pad copies the last real row, where they lie."""
+    return jax.tree.map(
+        lambda x: _filled(x, axis) if is_row_values(x) else x, tree, is_leaf=is_row_values
+    )
+
+
+def _filled(x: RowValues, axis: int) -> jax.Array:
+    if x.rows.num_rows == x.rows.num_padded:
+        return x.values
+    return _copy_last(x.values, x.rows.num_rows, axis=axis, pins=x.values.sharding)
+
+
+@partial(jax.jit, static_argnames=("axis", "pins"))
+def _copy_last(values: jax.Array, num_rows: int, *, axis: int, pins: Any) -> jax.Array:
+    last = jax.lax.dynamic_slice_in_dim(values, num_rows - 1, 1, axis)
+    row = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
+    return jax.lax.with_sharding_constraint(jnp.where(row < num_rows, values, last), pins)
+
+
 def kept(target: Any, position: PyTree) -> PyTree:
     """Return what `Draws` keep of a position, rows marked as `RowValues`."""
     return target.kept(position) if hasattr(target, "kept") else position
@@ -200,7 +222,7 @@ def cut_rows(array: jax.Array, rows: Rows, axis: int) -> Any:
     if rows.num_rows == rows.num_padded:
         return array
     real = (*(slice(None),) * axis, slice(rows.num_rows))
-    return array[real] if is_traced(array) else np.asarray(array)[real]
+    return array[real] if is_traced(array) else np.asarray(to_host(array))[real]
 
 
 def _map_rows(target: Any, tree: PyTree, function: Callable) -> PyTree:

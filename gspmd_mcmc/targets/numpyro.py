@@ -21,6 +21,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.padding import is_padded
+from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets.bijections import bijection_onto
 from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates, unpadded
 from gspmd_mcmc.targets.likelihoods import bernoulli_logits, categorical_logits
@@ -421,7 +422,7 @@ def _check_against_numpyro(bound: _Bound, blocks: Blocks, target: Posterior) -> 
 
 
 def _compare(what: str, ours: Any, theirs: Any) -> None:
-    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    ours, theirs = (np.asarray(to_host(x), np.float64) for x in (ours, theirs))
     apart = np.linalg.norm(ours - theirs) / (1 + np.linalg.norm(theirs))
     if not apart <= CHECK_TOLERANCE:
         raise ValueError(

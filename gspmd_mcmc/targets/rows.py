@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from gspmd_mcmc.placement import padding
 from gspmd_mcmc.placement.mesh import require_auto
 from gspmd_mcmc.placement.padding import Padded, is_padded
+from gspmd_mcmc.placement.processes import put
 from gspmd_mcmc.tree import PyTree, is_traced, path_str
 
 
@@ -82,7 +83,7 @@ class Rows:
             return self._constrain(jnp.asarray(array), rest)
         placed = _sharding(array)
         rest = placed.spec[1:] if placed is not None and placed.mesh == self.mesh else ()
-        return jax.device_put(array, NamedSharding(self.mesh, P(self.axes, *rest)))
+        return put(array, NamedSharding(self.mesh, P(self.axes, *rest)))
 
     def lay_shape(self, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Return a shape with all rows, padded, where they lie: `lay` of an array that is not there."""

@@ -1,0 +1,136 @@
+"""What a sink costs, on MNIST: wall time beside a run that keeps its draws in memory, and peak memory.
+
+``python -m benchmarks sink --data-dir DIR [--out FILE.json] [--quick]``. Logistic regression on all
+images, one chain, HMC. Runs with and without a sink take turns, each in a process of its own; shares
+are taken within a round. Then the peak resident memory of a run with a sink, of N and of 20 N draws.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from benchmarks import environment, mnist_data
+
+LEAPFROGS, TIMES_MORE = 20, 20
+# A share and a ratio that are aimed at.
+MOST_SHARE, MOST_RATIO = 0.05, 1.05
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print, write JSON; return the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks sink", description=__doc__)
+    parser.add_argument("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="short runs: whether it works")
+    parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if not options.data_dir:
+        parser.error("--data-dir or GSPMD_MCMC_DATA must name the folder that holds mnist/")
+    if options.run:
+        print(json.dumps(run(options.data_dir, **options.run)))
+        return 0
+    found = measure(options.data_dir, options.quick)
+    _show(found)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        document = {"benchmark": "sink", "machine": environment.record(), **found}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def measure(data_dir: str, quick: bool) -> dict:
+    """Return the rounds of both runs, and the runs of N and 20 N draws."""
+    rounds, draws, few = (2, 10, 30) if quick else (7, 150, 250)
+    timed = {"num_samples": draws, "leapfrogs": LEAPFROGS, "flush_seconds": 2.0}
+    found = [
+        {
+            name: _in_process(data_dir, {**timed, "has_sink": name == "sink"})
+            for name in ("memory", "sink")
+        }
+        for _ in range(rounds)
+    ]
+    memory = [
+        _in_process(
+            data_dir,
+            {"num_samples": n, "leapfrogs": 1, "flush_seconds": 2.0, "has_sink": True},
+        )
+        for n in (few, TIMES_MORE * few)
+    ]
+    shares = [each["sink"]["seconds"] / each["memory"]["seconds"] - 1 for each in found]
+    return {
+        "rounds": found,
+        "share": statistics.median(shares),
+        "shares": shares,
+        "memory": memory,
+        "ratio": memory[1]["peak_rss_bytes"] / memory[0]["peak_rss_bytes"],
+    }
+
+
+def run(data_dir: str, num_samples: int, leapfrogs: int, flush_seconds: float, has_sink: bool) -> dict:
+    """Sample in this process; return the seconds of the call and the process' peak memory."""
+    import jax
+
+    import gspmd_mcmc as gm
+
+    data = mnist_data.load(data_dir)
+    arrays = {"image": data.images, "label": data.labels}
+    rows = gm.place(arrays, gm.make_mesh(data=1), PartitionSpec("data"))
+    kernel = gm.HMC(gm.Posterior(log_prior, gm.Plate(log_likelihood, rows)), 1e-3, leapfrogs)
+    folder = Path(tempfile.mkdtemp(prefix="sink-"))
+    to = gm.ZarrSink(folder / "draws", chunk_bytes=2**22, flush_seconds=flush_seconds)
+    began = time.perf_counter()
+    draws = gm.sample(
+        jax.random.key(0),
+        kernel.target,
+        mnist_data.start_position(1),
+        kernel=kernel,
+        num_chains=1,
+        num_warmup=0,
+        num_samples=num_samples,
+        to=to if has_sink else None,
+        progress=False,
+    )
+    jax.block_until_ready(draws.state)
+    seconds = time.perf_counter() - began
+    shutil.rmtree(folder)
+    return {"seconds": seconds, "peak_rss_bytes": environment.peak_rss_bytes(), "draws": num_samples}
+
+
+def log_prior(params):
+    return -0.5 * params["w"] ** 2, -0.5 * params["b"] ** 2
+
+
+def log_likelihood(params, batch):
+    import gspmd_mcmc as gm
+
+    logits = batch["image"].astype(jnp.float32) @ (params["w"] / 255) + params["b"]
+    return gm.categorical_logits(logits, batch["label"])
+
+
+def _in_process(data_dir: str, task: dict) -> dict:
+    command = [sys.executable, "-m", "benchmarks", "sink", "--data-dir", data_dir]
+    done = subprocess.run(
+        [*command, "--run", json.dumps(task)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return task | json.loads(done.stdout.splitlines()[-1])
+
+
+def _show(found: dict) -> None:
+    few, many = found["memory"]
+    least, most = min(found["shares"]), max(found["shares"])
+    print(f"wall time: {found['share']:+.1%} ({least:+.1%} to {most:+.1%}); aimed at: {MOST_SHARE:.0%}")
+    print(
+        f"peak memory: {few['peak_rss_bytes'] / 1e6:.0f} MB with {few['draws']} draws, "
+        f"{many['peak_rss_bytes'] / 1e6:.0f} MB with {many['draws']}: ratio {found['ratio']:.3f}; "
+        f"aimed at: {MOST_RATIO}"
+    )

@@ -1,0 +1,113 @@
+"""What the processes of one run agree on: facts that have to be equal, numbers that follow the least.
+
+Every process has to call these, in the same order. A message is of one size: one program serves.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+MESSAGE_BYTES = 32
+# What errors say of a process that has gone while others wait for it.
+OF_LOST_PROCESS = ("gloo", "heartbeat", "connection closed", "connection reset", "coordination service")
+
+
+class ProcessesDisagree(ValueError):
+    """Processes of one run were given different things; the message says what, and to which."""
+
+
+class ProcessLost(RuntimeError):
+    """Another process of this run has ended, and this one cannot go on without it."""
+
+
+def require_agreement(call: str, facts: dict[str, str]) -> None:
+    """Raise, on every process, unless all of them state the same facts.
+
+    Parameters
+    ----------
+    call
+        Which call of ours this is: processes have to make the same calls.
+    facts
+        Name of what has to be equal to its value, short enough for a message.
+
+    Raises
+    ------
+    ProcessesDisagree
+        With each fact that differs, and the processes that have each of its values.
+    """
+    text = json.dumps({"call": call} | facts, sort_keys=True).encode()
+    digests = _exchange(hashlib.sha256(text).digest())
+    if len(set(digests)) == 1:
+        return
+    stated = [json.loads(x) for x in _exchange_text(text)]
+    raise ProcessesDisagree(_message(call, stated))
+
+
+def least(*numbers: int) -> tuple[int, ...]:
+    """Return the least of all processes for each of up to four numbers."""
+    message = np.zeros(MESSAGE_BYTES // 8, np.int64)
+    message[: len(numbers)] = numbers
+    found = np.stack([np.frombuffer(x, np.int64) for x in _exchange(message.tobytes())])
+    return tuple(int(n) for n in found.min(axis=0)[: len(numbers)])
+
+
+def counts_of_all(number: int) -> list[int]:
+    """Return a number of each process."""
+    message = np.zeros(MESSAGE_BYTES // 8, np.int64)
+    message[0] = number
+    return [int(np.frombuffer(x, np.int64)[0]) for x in _exchange(message.tobytes())]
+
+
+@contextmanager
+def naming_lost() -> Iterator[None]:
+    """Say what an error of the transport means: another process has gone."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if not any(sign in str(error).lower() for sign in OF_LOST_PROCESS):
+            raise
+        raise ProcessLost(
+            f"process {jax.process_index()} of {jax.process_count()}: another process of this run has "
+            "ended, or cannot be reached; its own messages say why. Start all of them again, from a "
+            f"checkpoint if there is one. ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _exchange(message: bytes) -> list[bytes]:
+    """Give every process the messages of all, by process."""
+    found = multihost_utils.process_allgather(np.frombuffer(message, np.uint8))
+    return [x.tobytes() for x in np.asarray(found).reshape(-1, MESSAGE_BYTES)]
+
+
+def _exchange_text(text: bytes) -> list[bytes]:
+    sizes = counts_of_all(len(text))
+    padded = np.frombuffer(text.ljust(max(sizes)), np.uint8)
+    found = np.asarray(multihost_utils.process_allgather(padded)).reshape(-1, max(sizes))
+    return [x.tobytes() for x in found]
+
+
+def _message(call: str, stated: list[dict[str, Any]]) -> str:
+    names = sorted({name for facts in stated for name in facts})
+    lines = []
+    for name in names:
+        values = [facts.get(name, "nothing") for facts in stated]
+        if len(set(values)) > 1:
+            shown = "; ".join(f"{_of(values, v)} {v}" for v in dict.fromkeys(values))
+            lines.append(f"  {name}: {shown}")
+    return (
+        f"{call}: the {len(stated)} processes of this run have to be given the same, but differ in\n"
+        + "\n".join(lines)
+        + "\nGive all of them the same arguments; rows of their own go through place_local"
+    )
+
+
+def _of(values: list[str], value: str) -> str:
+    """Name the processes that have a value."""
+    found = [str(i) for i, v in enumerate(values) if v == value]
+    return f"process {found[0]} has" if len(found) == 1 else f"processes {', '.join(found)} have"

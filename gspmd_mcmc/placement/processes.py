@@ -1,0 +1,215 @@
+"""Several processes, one mesh: joining them, and reading arrays that lie on all of them.
+
+Every process runs the same program on the same values; what spans processes is read by `to_host`, which
+all of them have to call.
+"""
+
+import os
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from gspmd_mcmc.tree import PyTree, is_traced
+
+HEARTBEAT_SECONDS = 60
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    heartbeat_seconds: int = HEARTBEAT_SECONDS,
+) -> None:
+    """Join the processes of a run, so that ``jax.devices()`` are the devices of all of them.
+
+    A thin front of ``jax.distributed.initialize``. Call it first of all, in every process. Under Slurm,
+    on TPU pods, in Kubernetes (with JAX's extra ``k8s``) and under Open MPI, JAX finds the arguments
+    itself. A process alone, for which nothing is given and nothing found, stays alone: the same script
+    runs on a laptop.
+
+    Parameters
+    ----------
+    coordinator_address
+        ``"host:port"`` of process 0, whose port has to be free and open to the others.
+    num_processes, process_id
+        How many there are, and which one this is, from 0.
+    heartbeat_seconds
+        A process that was not heard of for so long is taken for dead, and all others are ended with a
+        message that names it. One that an error ends does not wait for the others longer than this.
+
+    Raises
+    ------
+    RuntimeError
+        If it is called twice, or after JAX has started its devices.
+    ValueError
+        If some of the arguments are missing, or do not fit each other.
+    """
+    if jax.distributed.is_initialized():
+        raise RuntimeError(
+            f"initialize: called twice; this is process {jax.process_index()} of {jax.process_count()} "
+            "already. Call it once, at the start"
+        )
+    given = {
+        "coordinator_address": coordinator_address,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    _check_arguments(given, heartbeat_seconds)
+    if hasattr(jax.config, "jax_enable_preemption_service"):
+        # It takes SIGTERM for itself, and processes would no longer end by it.
+        jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(**given, heartbeat_timeout_seconds=int(heartbeat_seconds))
+    except (RuntimeError, ValueError) as error:
+        if _is_alone(given, error):
+            return
+        raise _explained(given, error) from error
+    _end_soon_after_errors(heartbeat_seconds)
+
+
+def _check_arguments(given: dict[str, Any], heartbeat_seconds: Any) -> None:
+    if not isinstance(heartbeat_seconds, int | float) or not heartbeat_seconds >= 1:
+        raise ValueError(
+            f"initialize: heartbeat_seconds: expected 1 or more, got {heartbeat_seconds!r}"
+        )
+    for name in ("num_processes", "process_id"):
+        least, value = (1, given[name]) if name == "num_processes" else (0, given[name])
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ValueError(
+                f"initialize: {name}: expected an integer of at least {least}, got {value!r}"
+            )
+    address = given["coordinator_address"]
+    if address is not None and not address.rpartition(":")[2].isdigit():
+        raise ValueError(f'initialize: coordinator_address: expected "host:port", got {address!r}')
+    count, index = given["num_processes"], given["process_id"]
+    if count is not None and index is not None and index >= count:
+        raise ValueError(f"initialize: process_id={index} of num_processes={count}: they count from 0")
+
+
+def _is_alone(given: dict[str, Any], error: Exception) -> bool:
+    """Tell whether nothing was given and JAX found nothing: it then asks for an address."""
+    nothing = all(value is None for value in given.values())
+    return nothing and isinstance(error, ValueError) and "coordinator_address" in str(error)
+
+
+def _explained(given: dict[str, Any], error: Exception) -> Exception:
+    shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    if isinstance(error, ValueError):
+        return ValueError(
+            f"initialize({shown}): JAX found no cluster that tells what is missing ({error}). Give "
+            "coordinator_address, num_processes and process_id"
+        )
+    if "must be called before" in str(error):
+        return RuntimeError(
+            "initialize: JAX has started its devices already. Call gspmd_mcmc.initialize() before "
+            "anything makes an array or asks for devices"
+        )
+    return RuntimeError(f"initialize({shown}): {error}")
+
+
+def _end_soon_after_errors(seconds: float) -> None:
+    """Have an error that ends this process end it soon: JAX would wait minutes for the others.
+
+    They may be waiting for this one in a collective. Once it is gone they are ended too.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        timer = threading.Timer(seconds, _end, (f"{kind.__name__}: {error}",))
+        timer.daemon = True
+        timer.start()
+
+    sys.excepthook = hook
+
+
+def _end(error: str) -> None:
+    which = f"process {jax.process_index()} of {jax.process_count()}"
+    print(f"gspmd_mcmc: {which} ends by its error: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def spans_processes(mesh: Mesh | AbstractMesh | None) -> bool:
+    """Tell whether a mesh has devices of several processes.
+
+    Raises
+    ------
+    ValueError
+        If it has devices of some but not of all: the others would be waited for in vain.
+    """
+    if not isinstance(mesh, Mesh) or jax.process_count() == 1:
+        return False
+    found = {device.process_index for device in mesh.devices.flat}
+    if len(found) == 1:
+        return False
+    if len(found) < jax.process_count():
+        raise ValueError(
+            f"mesh: it lies on processes {sorted(found)} of {jax.process_count()}; expected devices of "
+            "one process (make_mesh(devices=jax.local_devices())) or of all (make_mesh(...))"
+        )
+    return True
+
+
+def is_local(array: Any) -> bool:
+    """Tell whether this process can read an array by itself."""
+    return not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """Return the leaves, whole, as NumPy arrays.
+
+    Those that span processes are gathered: every process has to call this, and each then holds all of
+    them. It is meant for what is small.
+    """
+    if all(is_local(leaf) for leaf in jax.tree.leaves(tree)):
+        return jax.device_get(tree)
+    return jax.tree.map(_to_host, tree)
+
+
+def _to_host(leaf: Any) -> Any:
+    if is_local(leaf):
+        return jax.device_get(leaf)
+    return multihost_utils.process_allgather(leaf, tiled=True)
+
+
+def put(array: Any, sharding: NamedSharding) -> jax.Array:
+    """Lay an array out; one that every process holds whole is cut by each, and nothing is sent."""
+    if is_traced(array) or sharding.is_fully_addressable or not is_local(array):
+        return jax.device_put(array, sharding)
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def local_part(array: Any) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Return the part of an array that lies on this process' devices, and where it begins.
+
+    Raises
+    ------
+    ValueError
+        If the part is no box: the devices of this process do not lie side by side on the mesh.
+    """
+    if is_local(array):
+        return np.asarray(array), (0,) * np.ndim(array)
+    shards = {
+        tuple(s.indices(n)[:2] for s, n in zip(shard.index, array.shape, strict=True)): shard
+        for shard in array.addressable_shards
+    }
+    starts = tuple(min(index[axis][0] for index in shards) for axis in range(array.ndim))
+    stops = tuple(max(index[axis][1] for index in shards) for axis in range(array.ndim))
+    part = np.empty([b - a for a, b in zip(starts, stops, strict=True)], array.dtype)
+    if sum(shard.data.size for shard in shards.values()) != part.size:
+        raise ValueError(
+            f"process {jax.process_index()} holds parts of {array.dtype}{list(array.shape)} that do "
+            "not lie side by side; make the mesh of jax.devices() in their order"
+        )
+    for index, shard in shards.items():
+        box = tuple(slice(a - s, b - s) for (a, b), s in zip(index, starts, strict=True))
+        part[box] = np.asarray(shard.data)
+    return part, starts

@@ -1,0 +1,68 @@
+"""One call from a checkpoint to the draws of its run."""
+
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from gspmd_mcmc.sampling.draws import Draws
+from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved
+from gspmd_mcmc.sampling.rebuilding import rebuild
+from gspmd_mcmc.sampling.sample import common_mesh, warn_of
+
+
+def resume(
+    path: str | Path,
+    target: Any,
+    *,
+    mesh: Mesh | None = None,
+    num_samples: int | None = None,
+    progress: bool = True,
+) -> Draws:
+    """Go on with a run from its newest checkpoint.
+
+    Kernel, warm-up and settings are those of the run, and so are the draws: on a mesh of the same shape
+    they are to the bit those that the run would have made had it not ended, on another one to rounding.
+    Draws that the run wrote after its newest checkpoint are made once more, in their places.
+
+    Parameters
+    ----------
+    path
+        What the run was given as ``checkpoint``.
+    target
+        The target, built anew: its data and functions are not saved. Those of another shape or name are
+        refused; whether the values are the same is up to you.
+    mesh
+        The mesh, which may be another one than before; by default that of the target's data.
+    num_samples
+        Draws in all, if they are to be more than the run was given.
+    progress
+        Whether to show a progress bar, on standard error.
+
+    Returns
+    -------
+    Draws
+        All of the run; of one that had ended those that it made.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no checkpoint.
+    ValueError
+        If the checkpoints are of another model, or none can be read: the message says what differs.
+        A damaged one is put aside, with a warning, and the one before is taken.
+    CheckpointNotSaved
+        If the folder cannot be written to, or another process that lives writes to it.
+    Preempted
+        After SIGTERM: the run is saved first.
+    """
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"path: there is no folder {path}")
+    mesh = common_mesh(mesh, target)
+    with kept_in(path, is_resumed=True) as checkpoints:
+        assert checkpoints is not None
+        run, document = rebuild(checkpoints, target, mesh, num_samples)
+        with reserved(run.sink, is_resumed=True):
+            draws = carry_out(run, checkpoints, document["every"], progress=progress)
+    warn_of(draws, run.plan.num_samples)
+    return draws

@@ -1,0 +1,60 @@
+"""The model that one process and several sample, for `test_processes` and its workers."""
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+
+NUM_ROWS = 21  # On 8, 4 or 2 devices some hold pad.
+SHARED = ("slope", "spread")
+
+
+def rows():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(NUM_ROWS, 3)).astype(np.float32)
+    return {"x": x, "y": (x @ np.ones(3) + rng.normal(size=NUM_ROWS)).astype(np.float32)}
+
+
+def log_prior(params):
+    return -0.5 * params["slope"] ** 2, -0.5 * params["spread"] ** 2
+
+
+def log_likelihood(params, batch):
+    mean = batch["x"] @ params["slope"] + params["effect"]
+    prior = -0.5 * (params["effect"] - params["spread"]) ** 2
+    return -0.5 * (batch["y"] - mean) ** 2 + prior
+
+
+def start(rng_key):
+    keys = jax.random.split(rng_key, 3)
+    return {
+        "slope": jax.random.normal(keys[0], (3,)),
+        "spread": jax.random.normal(keys[1]),
+        "effect": jax.random.normal(keys[2], (NUM_ROWS,)),
+    }
+
+
+def target_of(data):
+    return gm.Posterior(log_prior, gm.Plate(log_likelihood, data, local="effect"))
+
+
+def sampled(mesh, kind: type = gm.NUTS, **settings):
+    target = target_of(gm.place(rows(), mesh, P("data")))
+    given = {"num_chains": 2, "num_warmup": 8, "num_samples": 6, "progress": False} | settings
+    kernel = gm.NUTS(target, 0.1, max_tree_depth=2) if kind is gm.NUTS else gm.HMC(target, 0.1, 4)
+    adaptation = gm.WindowAdaptation(metric=gm.Diagonal())
+    return gm.sample(
+        jax.random.key(3), target, start, mesh=mesh, kernel=kernel, warmup=adaptation, **given
+    )
+
+
+def values_of(draws):
+    """Return what two runs are compared by, whole, by name; every process has to call this."""
+    position = dict(gm.to_host(draws.position))
+    position["effect"] = np.asarray(position["effect"])[:, :, :NUM_ROWS]
+    summary = draws.summary()
+    rhat = {f"rhat_{k}": np.asarray(gm.to_host(x)) for k, x in summary.rhat.items()}
+    rhat["rhat_effect"] = rhat["rhat_effect"][:NUM_ROWS]
+    stats = {k: np.asarray(draws.stats[k]) for k in ("log_density", "acceptance_rate")}
+    return position | rhat | stats | {"step_size": draws.warmup["step_size"]}

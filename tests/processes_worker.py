@@ -1,0 +1,214 @@
+"""One of several processes: ``python processes_worker.py CASE PORT NUM_PROCESSES PROCESS OUT``."""
+
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import processes_model as model
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+from gspmd_mcmc.sampling.progress import Report
+
+case, port, num_processes, process = sys.argv[1], *map(int, sys.argv[2:5])
+out = Path(sys.argv[5])
+HEARTBEAT = 4
+
+
+def join(num_devices, heartbeat=100):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_disable_most_optimizations", True)
+    where = f"127.0.0.1:{port}"
+    gm.initialize(where, num_processes, process, heartbeat_seconds=heartbeat)
+
+
+def error_of(function, *arguments, **options):
+    """Return what a call raises, in words; every process goes on."""
+    try:
+        function(*arguments, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def bytes_held(tree):
+    shards = [s for x in jax.tree.leaves(tree) for s in x.addressable_shards]
+    return sum(s.data.nbytes for s in shards)
+
+
+def check_placement(mesh):
+    """Lay rows out in three ways; return what this process holds of them, and read."""
+    whole = model.rows()
+    data = gm.place(whole, mesh, P("data"))
+    share = gm.local_rows(model.NUM_ROWS, mesh, P("data"))
+    local = gm.place_local({k: x[share] for k, x in whole.items()}, mesh, P("data"))
+    asked = []
+
+    def reader(start, stop):
+        asked.append([start, stop])
+        return whole["x"][start:stop]
+
+    read = gm.place_from_reader(reader, whole["x"].shape, np.float32, mesh, P("data"))
+    same = [gm.to_host((data[k].values, local[k].values)) for k in data]
+    return {
+        "held": bytes_held(data),
+        "rows": [share.start, share.stop],
+        "asked": asked,
+        "local_is_equal": all(np.array_equal(a, b) for a, b in same),
+        "read_is_equal": bool(np.array_equal(*gm.to_host((data["x"].values, read.values)))),
+        "num_rows": [data["x"].num_rows, local["x"].num_rows, read.num_rows],
+        "unpadded": bool(np.array_equal(data["y"].unpad(), whole["y"])),
+    }
+
+
+def errors(mesh):
+    """Give the processes different things."""
+    mine = np.zeros((8 + process, 2), np.float32)
+    dtype = np.float32 if process else np.int32
+    data = gm.place(model.rows(), mesh, P("data"))
+    target = model.target_of(data)
+    key = jax.random.key(process)
+    moved = {"slope": np.ones(3), "spread": 0.0, "effect": np.full(model.NUM_ROWS, float(process))}
+    return {
+        "shape": error_of(gm.place, {"x": mine}, mesh, P("data")),
+        "spec": error_of(gm.place, {"x": np.zeros(8)}, mesh, P("data") if process else P()),
+        "dtype": error_of(gm.place_local, np.zeros((4, 2), dtype), mesh, P("data")),
+        "rows": error_of(gm.place_local, np.zeros((3 - process, 2)), mesh, P("data")),
+        "key": error_of(gm.sample, key, target, model.start, mesh=mesh, progress=False),
+        "settings": error_of(model.sampled, mesh, num_samples=5 + process),
+        "position": error_of(gm.sample, jax.random.key(0), target, moved, mesh=mesh),
+        "twice": error_of(gm.initialize),
+        "room": error_of(model.sampled, mesh, device_bytes=100),
+    }
+
+
+def stopped_at(mesh):
+    """Have process 1 take a Ctrl-C in its third chunk; return how many draws this process made."""
+    advance, chunks = Report.advance, []
+
+    def interrupted(report, steps, **numbers):
+        advance(report, steps, **numbers)
+        chunks.append(steps)
+        if process == 1 and len(chunks) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    Report.advance = interrupted  # pyright: ignore[reportAttributeAccessIssue]
+    data = gm.place(np.zeros(8, np.float32), mesh, P("data"))
+    target = gm.Posterior(of_mean, gm.Plate(of_row, data))
+    kernel = gm.HMC(target, 0.1, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gm.SamplingWarning)
+        draws = gm.sample(
+            *(jax.random.key(0), target, {"m": np.float32(0)}),
+            **{"mesh": mesh, "kernel": kernel, "num_warmup": 0, "num_samples": 1 << 14},
+        )
+    Report.advance = advance
+    return {"draws": draws.num_draws, "chunks": chunks}
+
+
+def of_mean(params):
+    return -0.5 * params["m"] ** 2
+
+
+def of_row(params, x):
+    return -0.5 * (x - params["m"]) ** 2
+
+
+def of_two():
+    """Chains over the processes: NUTS with warm-up, and all that users see of the run."""
+    join(2)
+    mesh = gm.make_mesh(chains=2, data=2)
+    found: dict[str, Any] = {
+        "placement": check_placement(gm.make_mesh(data=-1)),
+        "over_chains": check_placement(mesh),
+    }
+    draws = model.sampled(mesh)
+    if process == 0:
+        found["repr"] = repr(draws)  # by one process alone
+    tree = draws.to_datatree()
+    found["part"] = {
+        "chain": tree.posterior.chain.values.tolist(),
+        "effect": tree.posterior.effect_dim_0.values.tolist(),
+        "lp": list(tree.sample_stats.lp.shape),
+    }
+    values = model.values_of(draws) | {"part": tree.posterior.effect.values}
+    np.savez(out / f"values{process}.npz", allow_pickle=False, **values)
+    found["padded_rows"] = draws.padded_rows
+    found["pad_copies"] = bool(pad_copies(draws.position["effect"]))
+    found["errors"] = errors(mesh)
+    found["stopped"] = stopped_at(gm.make_mesh(data=-1))
+    write(found)
+
+
+def of_four():
+    """Rows over the processes."""
+    join(1)
+    mesh = gm.make_mesh(data=-1)
+    found: dict[str, Any] = {"placement": check_placement(mesh)}
+    draws = model.sampled(mesh, gm.HMC, num_warmup=0)
+    part = draws.to_datatree().posterior
+    found["part"] = {"effect": part.effect_dim_0.values.tolist()}
+    values = {k: gm.to_host(x) for k, x in draws.position.items()}
+    values["part"] = part.effect.values
+    np.savez(out / f"values{process}.npz", allow_pickle=False, **values)
+    some = gm.make_mesh(data=-1, devices=jax.devices()[:2])
+    found["errors"] = {
+        "some": error_of(gm.place, np.zeros(8), some, P("data")),
+        "rows": error_of(gm.place_local, np.zeros((3 + process, 2)), mesh, P("data")),
+        "settings": error_of(model.sampled, mesh, num_samples=5 + (process == 2)),
+    }
+    write(found)
+
+
+def write(found):
+    (out / f"found{process}.json").write_text(json.dumps(found))
+
+
+def pad_copies(effect):
+    x = np.asarray(gm.to_host(effect))
+    return (x[:, :, model.NUM_ROWS :] == x[:, :, model.NUM_ROWS - 1 : model.NUM_ROWS]).all()
+
+
+def dies(how):
+    """Have process 1 end in its third chunk; the others say when, and how they end."""
+    join(1, HEARTBEAT)
+    advance, chunks = Report.advance, []
+
+    def ended(report, steps, **numbers):
+        advance(report, steps, **numbers)
+        chunks.append(steps)
+        if process == 1 and len(chunks) == 3:
+            (out / "died").write_text(str(time.time()))
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError("the disk of process 1 is full")
+
+    Report.advance = ended  # pyright: ignore[reportAttributeAccessIssue]
+    model.sampled(gm.make_mesh(data=-1), gm.HMC, num_samples=1 << 16, num_warmup=0)
+
+
+def alone():
+    jax.config.update("jax_platforms", "cpu")
+    gm.initialize()
+    assert jax.process_count() == 1
+    first = error_of(gm.initialize)
+    (out / "alone.json").write_text(json.dumps(first))
+
+
+CASES = {
+    "two": of_two,
+    "four": of_four,
+    "killed": lambda: dies("killed"),
+    "raised": lambda: dies("raised"),
+    "alone": alone,
+}
+CASES[case]()
