@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parent.parent
 # Nothing listens there: the mirrors are out of reach, and the offline default is used.
 NO_NETWORK = {"https_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
@@ -69,3 +71,14 @@ def test_movielens_offline_on_uneven_rows(tmp_path):
     assert summary["heldout_log_lik_mode"] > summary["heldout_log_lik_popularity"]
     assert len(summary["recommendations_least"]) == 20
     assert (tmp_path / "movielens.png").stat().st_size > 50_000
+
+
+def test_movielens_on_two_processes(tmp_path):
+    done = run_demo("multi_host", tmp_path, "--quick")
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["processes"], summary["devices"], summary["users"]) == (2, 8, 1001)
+    # 1,001 users fill eight devices with 126 each, of which the last seven are pad.
+    assert np.allclose(summary["cells_mb_by_process"], 4 * 126 * 600 / 1e6)
+    assert summary["acceptance_rate"] > 0.1
+    assert (tmp_path / "multi_host.png").stat().st_size > 20_000
