@@ -54,6 +54,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.diagnostics.rhat import rhat
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -164,7 +165,7 @@ def start(rng_key):
     }
 
 
-num_chains, num_warmup, num_samples = (2, 4, 4) if options.quick else (2, 150, 100)
+num_chains, num_warmup, num_samples = (2, 0, 4) if options.quick else (2, 150, 100)
 sampling_began = time.perf_counter()
 draws = gm.sample(
     jax.random.key(0),
@@ -174,7 +175,7 @@ draws = gm.sample(
     num_chains=num_chains,
     num_warmup=num_warmup,
     num_samples=num_samples,
-    kernel=gm.HMC(target, 0.02, 4 if options.quick else 20, jitter=0.2),
+    kernel=gm.HMC(target, 0.02, 2 if options.quick else 20, jitter=0.2),
 )
 sampling_seconds = time.perf_counter() - sampling_began
 console.print(repr(draws))
@@ -211,7 +212,7 @@ def _scores(probability, hidden, watched):
 
 flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), draws.position)
 found = [[float(x) for x in pair] for pair in scores(flat, plate.data)]
-rhat = float(gm.to_host(draws.summary().log_density["rhat"]))
+rhat_log_density = float(rhat(draws.stats["log_density"]))
 
 # %% [markdown]
 # ## The figure and the summary, by process 0
@@ -258,7 +259,7 @@ if is_first:
         "num_divergent": int(draws.num_divergent.sum()),
         "leapfrogs": leapfrogs,
         "leapfrogs_per_second": leapfrogs / sampling_seconds,
-        "rhat_log_density": rhat,
+        "rhat_log_density": rhat_log_density,
         "recall_at_20_bma": found[0][0],
         "recall_at_20_popularity": found[1][0],
         "heldout_log_lik_bma": found[0][1],
