@@ -1,5 +1,8 @@
 """Markov chain Monte Carlo over a device mesh, on JAX."""
 
+import gspmd_mcmc.versions  # first: it says so if JAX is too old for the rest
+
+# isort: split
 from gspmd_mcmc.adaptation.chees import ChEESAdaptation
 from gspmd_mcmc.adaptation.dense import Dense, DenseBlock
 from gspmd_mcmc.adaptation.low_rank import LowRank
@@ -25,7 +28,9 @@ from gspmd_mcmc.placement.positional import PositionalSharding
 from gspmd_mcmc.placement.processes import initialize, to_host
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.errors import CheckpointNotSaved, Preempted, SamplingWarning
+from gspmd_mcmc.sampling.memory import OutOfDeviceMemory
 from gspmd_mcmc.sampling.mode import Mode, find_mode
+from gspmd_mcmc.sampling.observing import ChunkReport, JSONLines
 from gspmd_mcmc.sampling.prior_start import prior_start
 from gspmd_mcmc.sampling.resume import resume
 from gspmd_mcmc.sampling.sample import sample
@@ -67,11 +72,13 @@ __all__ = [
     "plots",
     "visualize",
     "ChEESAdaptation",
+    "ChunkReport",
     "Dense",
     "DenseBlock",
     "Diagonal",
     "Draws",
     "DrawsNotSaved",
+    "JSONLines",
     "LowRank",
     "MAMSAdaptation",
     "MCLMCAdaptation",
@@ -112,6 +119,7 @@ __all__ = [
     "NUTS",
     "NUTSInfo",
     "NonFiniteStart",
+    "OutOfDeviceMemory",
     "Padded",
     "PositionalSharding",
     "Plate",

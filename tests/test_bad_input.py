@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
+from gspmd_mcmc import diagnostics
+from gspmd_mcmc.diagnostics.summary import summarise
 
 KEY = jax.random.key(0)
 MESH = gm.make_mesh(chains=2, data=4)
@@ -481,3 +483,45 @@ def test_a_kernel_may_be_made_in_a_program_of_numbers_and_a_metric_from_outside(
     assert float(jax.jit(step_size_of)(1.0)) == pytest.approx(0.1)
     with pytest.raises(ValueError, match="HMC: step_size: expected a positive number"):
         jax.jit(lambda x: x * gm.HMC(target, negative, 10).step_size)(1.0)
+
+
+# Chains that cannot move, or are none.
+
+
+def nowhere_but_at_zero(x):
+    return jnp.where(x == 0, -0.5 * x**2, jnp.nan)
+
+
+@pytest.mark.parametrize("kernel", [gm.NUTS, gm.MAMS])
+def test_chains_that_diverge_at_every_step_stay_and_say_so(kernel):
+    target = gm.LogDensity(nowhere_but_at_zero)
+    kernel = kernel(target, 0.1) if kernel is gm.NUTS else kernel(target, 0.1, 1.0)
+    start = gm.per_chain(jnp.zeros((4, 3)))
+    with pytest.warns(gm.SamplingWarning, match="40 of 40 transitions after warm-up diverged"):
+        draws = gm.sample(
+            KEY, target, start, kernel=kernel, num_warmup=30, num_samples=10, progress=False
+        )
+    assert not np.any(draws.position) and np.isfinite(draws.kernel.step_size)
+    assert "no chain has moved" in str(draws.summary())
+
+
+def test_an_axis_of_no_chains_is_refused():
+    target = gm.LogDensity(nowhere_but_at_zero)
+    with pytest.raises(ValueError, match="expected a leading axis of num_chains=4, got shape"):
+        gm.sample(KEY, target, gm.per_chain(jnp.zeros((0, 3))), progress=False)
+    with pytest.raises(ValueError, match="num_chains: expected an integer of at least 1, got 0"):
+        gm.sample(KEY, target, gm.per_chain(jnp.zeros((0, 3))), num_chains=0, progress=False)
+    with pytest.raises(ValueError, match="with one chain or more"):
+        diagnostics.rhat(jnp.zeros((0, 10, 3)))
+
+
+def test_a_latent_without_variance_leaves_a_metric_and_no_warning_of_its_own():
+    draws = jnp.stack([jnp.ones((4, 50)), jax.random.normal(KEY, (4, 50))], axis=-1)
+    metric = gm.Diagonal()
+    moments = metric.init(draws[:, 0])
+    for i in range(draws.shape[1]):
+        moments = metric.update(moments, draws[:, i])
+    variance = np.asarray(metric.final(moments, draws[:, 0]))
+    assert np.all(np.isfinite(variance)) and np.all(variance > 0)
+    text = str(summarise({"x": draws}, {"log_density": draws[..., 1]}))
+    assert "x[0]" in text and "over 1.01" not in text

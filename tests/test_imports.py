@@ -12,6 +12,7 @@ import gspmd_mcmc
 PACKAGE = "gspmd_mcmc"
 ROOT = Path(gspmd_mcmc.__file__).parent
 MAY_IMPORT = {
+    "versions": set(),
     "tree": set(),
     "moments": {"tree"},
     "placement": {"tree"},

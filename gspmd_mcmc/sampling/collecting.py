@@ -15,6 +15,7 @@ from gspmd_mcmc.placement.processes import spans_processes, to_host
 from gspmd_mcmc.sampling.buffers import HostDraws, capacity
 from gspmd_mcmc.sampling.chunks import advance, bucket, no_tally, run_chunks, tally
 from gspmd_mcmc.sampling.layout import CHAINS, Layout, Pins
+from gspmd_mcmc.sampling.observing import marked
 from gspmd_mcmc.sampling.progress import Report, Stop
 from gspmd_mcmc.sampling.sinks import ZarrSink
 from gspmd_mcmc.targets.local import fill_pad, is_row_values, kept, unwrap
@@ -69,6 +70,7 @@ class Collecting:
         self.collect, self.thin, self.layout = collect, thin, layout
         self.sink, self.is_resumed = sink, is_resumed
         self.num_draws = self.num_divergent = 0
+        self.shapes: PyTree = None  # of a draw, once there are to be some
 
     def run(
         self,
@@ -83,12 +85,12 @@ class Collecting:
 
         ``attributes`` are what the sink's store says of the run.
         """
-        shapes = shapes_of_draw(
+        shapes = self.shapes = shapes_of_draw(
             self.kernel, self.states, self.collect, self.rng_key, self.thin, self.layout
         )
         self.capacity = bucket(num_samples)
         if self.sink is not None or not spans_processes(self.layout.mesh):
-            self.capacity = capacity(shapes, self.capacity, self._num_shards(), device_bytes)
+            self.capacity = capacity(shapes, self.capacity, self.num_shards, device_bytes)
         if self.sink is not None:
             # Of two buffers, so that a sink takes no more memory than none would.
             self.capacity = max(1, min(self.capacity // 2, self.sink.buffer_rows(shapes)))
@@ -108,14 +110,15 @@ class Collecting:
         self._pins = Pins.of((self.states, self.buffers))
         if num_samples:
             report.phase("sampling", num_samples, self.num_draws)
-        run_chunks(
-            num_samples,
-            lambda done, n: self._run_chunk(done, n, report),
-            stop,
-            self.capacity,
-            after=after,
-            done=self.num_draws,
-        )
+        with marked("sampling"):
+            run_chunks(
+                num_samples,
+                lambda done, n: self._run_chunk(done, n, report),
+                stop,
+                self.capacity,
+                after=after,
+                done=self.num_draws,
+            )
 
     def counts(self) -> dict[str, int]:
         """Return the numbers that say where sampling is, for `put_back`."""
@@ -138,7 +141,7 @@ class Collecting:
             self.kernel, self.states, self.collect, self.rng_key, self.thin, self.layout
         )
         size = bucket(num_samples)
-        room, *_ = least(capacity(shapes, size, self._num_shards(), device_bytes))
+        room, *_ = least(capacity(shapes, size, self.num_shards, device_bytes))
         if room < size:
             raise ValueError(
                 f"num_samples={num_samples}: draws of several processes stay on their devices, which "
@@ -217,7 +220,9 @@ class Collecting:
         kept_layout = self.layout.of_kept(shapes[0], self.states.position) if keeps_position else None
         return _empty(_Shapes.of(shapes), self.capacity, self.layout, kept_layout)
 
-    def _num_shards(self) -> int:
+    @property
+    def num_shards(self) -> int:
+        """In how many parts the chains lie."""
         return self.layout.mesh.shape.get(CHAINS, 1) if self.layout.mesh else 1
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import importlib.metadata
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from gspmd_mcmc.sampling.encoding import encode
 from gspmd_mcmc.sampling.errors import CheckpointNotSaved, Preempted
 from gspmd_mcmc.sampling.fingerprint import fingerprint, plates
 from gspmd_mcmc.sampling.moving import describe_mesh, write_spec
+from gspmd_mcmc.sampling.observing import LOGGER, ChunkReport, marked
 from gspmd_mcmc.sampling.progress import Report, Stop, stop_on_interrupt
 from gspmd_mcmc.sampling.run import Run
 from gspmd_mcmc.sampling.sinks import ZarrSink
@@ -69,7 +70,14 @@ def reserved(sink: ZarrSink | None, *, is_resumed: bool = False) -> Iterator[Zar
         sink.close()
 
 
-def carry_out(run: Run, checkpoints: Checkpoints | None, every: float, *, progress: bool) -> Draws:
+def carry_out(
+    run: Run,
+    checkpoints: Checkpoints | None,
+    every: float,
+    *,
+    progress: bool,
+    callback: Callable[[ChunkReport], Any] | None,
+) -> Draws:
     """Run to the end, or to a stop, and save the run on the way.
 
     Raises
@@ -82,7 +90,8 @@ def carry_out(run: Run, checkpoints: Checkpoints | None, every: float, *, progre
     in_company = spans_processes(run.layout.mesh)
     is_shown = progress and not (in_company and jax.process_index())
     handled = stop_on_interrupt(in_company, is_kept=checkpoints is not None)
-    with naming_lost(), handled as stop, Report(is_shown=is_shown) as report:
+    telling = Report(is_shown=is_shown, callback=callback)
+    with naming_lost(), handled as stop, telling as report:
         if checkpoints is None:
             return run.go(report, stop)
         keeper = Keeper(run, checkpoints, every, stop)
@@ -148,8 +157,10 @@ class Keeper:
     def save(self) -> None:
         """Save the run; draws first, so that those that the checkpoint counts are on disk."""
         self._saved_at = time.monotonic()
-        self.run.flush()
-        self.checkpoints.try_to_save(*self._content())
+        with marked("I/O"):
+            self.run.flush()
+            self.checkpoints.try_to_save(*self._content())
+        LOGGER.info("checkpoint in %s, after %d steps", self.checkpoints.path, self.run.phase.num_steps)
 
     def _is_due(self) -> bool:
         """Tell whether it is time, and the checkpoint before is whole; on every process the same."""

@@ -1,21 +1,34 @@
 """A progress bar for long runs, and Ctrl-C between chunks."""
 
 import contextlib
+import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gspmd_mcmc.placement.agreement import least
+from gspmd_mcmc.sampling.errors import SamplingWarning
+from gspmd_mcmc.sampling.observing import LOGGER, ChunkReport
 
 
 class Report:
-    """What the progress bar shows: phase, steps, leapfrogs per second, acceptance, divergences."""
+    """Tells of a run's chunks: to a progress bar, the log, and a callback.
 
-    def __init__(self, *, is_shown: bool):
+    Parameters
+    ----------
+    is_shown
+        Whether there is a bar.
+    callback
+        Called with each `ChunkReport`; if it raises, a warning says so, and it is called no more.
+    """
+
+    def __init__(self, *, is_shown: bool, callback: Callable[[ChunkReport], Any] | None = None):
         columns = (
             TextColumn("{task.description:>8}"),
             BarColumn(bar_width=6),
@@ -24,7 +37,8 @@ class Report:
             TimeRemainingColumn(),
         )
         self._progress = Progress(*columns, console=Console(stderr=True), disable=not is_shown)
-        self._task = None
+        self._task, self._callback = None, callback
+        self._phase, self._done, self._total = "", 0, 0
         self._last = time.perf_counter()
 
     def __enter__(self) -> "Report":
@@ -36,6 +50,8 @@ class Report:
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
         """Begin a phase of so many steps, or go on with it where some are done."""
+        LOGGER.info("%s: %d of %d steps are done", name, done, total)
+        self._phase, self._done, self._total = name, done, total
         self._task = self._progress.add_task(name, total=total, completed=done, numbers="compiling")
         self._last = time.perf_counter()
 
@@ -48,14 +64,50 @@ class Report:
         divergences: int,
         step_size: float,
     ) -> None:
-        """Show the numbers after one chunk: acceptance of the chunk, divergences of the phase."""
+        """Tell the numbers after one chunk: acceptance of the chunk, divergences of the phase."""
         now = time.perf_counter()
-        rate, self._last = leapfrogs / (now - self._last), now
+        seconds, self._last = now - self._last, now
+        self._done += steps
+        report = ChunkReport(
+            phase=self._phase,
+            done=self._done,
+            total=self._total,
+            seconds=seconds,
+            leapfrogs=leapfrogs,
+            acceptance_rate=acceptance_rate,
+            num_divergent=divergences,
+            step_size=step_size,
+        )
         numbers = (
-            f"{rate:.0f} leapfrogs/s acc {acceptance_rate:.2f} div {divergences} step {step_size:.2g}"
+            f"{report.leapfrogs_per_second:.0f} leapfrogs/s acc {acceptance_rate:.2f} "
+            f"div {divergences} step {step_size:.2g}"
         )
         if self._task is not None:
             self._progress.update(self._task, advance=steps, numbers=numbers)
+        LOGGER.log(
+            logging.INFO if self._done == self._total else logging.DEBUG,
+            "%s: %d of %d steps, %s",
+            self._phase,
+            self._done,
+            self._total,
+            numbers,
+        )
+        self._call_back(report)
+
+    def _call_back(self, report: ChunkReport) -> None:
+        if self._callback is None:
+            return
+        try:
+            self._callback(report)
+        except (
+            Exception
+        ) as error:  # Whatever a user's function raises; draws were made that it would cost.
+            self._callback = None
+            warnings.warn(
+                f"callback: it raised {type(error).__name__}: {error}. The run goes on without it",
+                SamplingWarning,
+                stacklevel=2,
+            )
 
 
 class Stop:

@@ -1,5 +1,6 @@
 """One call from a checkpoint to the draws of its run."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ from jax.sharding import Mesh
 
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved
+from gspmd_mcmc.sampling.memory import explained
+from gspmd_mcmc.sampling.observing import ChunkReport
 from gspmd_mcmc.sampling.rebuilding import rebuild
 from gspmd_mcmc.sampling.sample import common_mesh, warn_of
 
@@ -18,6 +21,7 @@ def resume(
     mesh: Mesh | None = None,
     num_samples: int | None = None,
     progress: bool = True,
+    callback: Callable[[ChunkReport], Any] | None = None,
 ) -> Draws:
     """Go on with a run from its newest checkpoint.
 
@@ -38,6 +42,8 @@ def resume(
         Draws in all, if they are to be more than the run was given.
     progress
         Whether to show a progress bar, on standard error.
+    callback
+        Called with a `ChunkReport` after each chunk, as in `sample`.
 
     Returns
     -------
@@ -59,10 +65,11 @@ def resume(
     if not Path(path).is_dir():
         raise FileNotFoundError(f"path: there is no folder {path}")
     mesh = common_mesh(mesh, target)
-    with kept_in(path, is_resumed=True) as checkpoints:
+    with explained(target) as known, kept_in(path, is_resumed=True) as checkpoints:
         assert checkpoints is not None
         run, document = rebuild(checkpoints, target, mesh, num_samples)
+        known.run = run
         with reserved(run.sink, is_resumed=True):
-            draws = carry_out(run, checkpoints, document["every"], progress=progress)
+            draws = carry_out(run, checkpoints, document["every"], progress=progress, callback=callback)
     warn_of(draws, run.plan.num_samples)
     return draws

@@ -21,7 +21,9 @@ from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.errors import SamplingWarning
 from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved, sink_of
 from gspmd_mcmc.sampling.layout import Layout, read_layout
+from gspmd_mcmc.sampling.memory import explained
 from gspmd_mcmc.sampling.mode import Mode
+from gspmd_mcmc.sampling.observing import ChunkReport
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.same_run import require_same_run
 from gspmd_mcmc.sampling.sinks import ZarrSink
@@ -49,6 +51,7 @@ def sample(
     checkpoint: str | Path | None = None,
     every: float = 60.0,
     progress: bool = True,
+    callback: Callable[[ChunkReport], Any] | None = None,
 ) -> Draws:
     """Sample a target: start the chains, tune the kernel, draw.
 
@@ -99,6 +102,10 @@ def sample(
         Seconds from one checkpoint to the next.
     progress
         Whether to show a progress bar, on standard error; of several processes, that of process 0.
+    callback
+        Called with a `ChunkReport` after each chunk, on every process; `JSONLines` writes them to a
+        file. One that raises is called no more, with a warning. The logger ``gspmd_mcmc`` tells of
+        phases, and at level DEBUG of chunks.
 
     Returns
     -------
@@ -118,6 +125,8 @@ def sample(
         If the run cannot be saved at its start. One that cannot be saved later warns, and goes on.
     Preempted
         After SIGTERM, if the run has checkpoints: it is saved first.
+    OutOfDeviceMemory
+        If the run's arrays do not fit on the devices; the message names the largest.
     ProcessesDisagree
         If the processes of a run on several are given different things; before anything is computed.
     ProcessLost
@@ -148,7 +157,8 @@ def sample(
         require_same_run(mesh, rng_key, target, given | {"collect": collect}, settings)
     first_step = earlier.num_steps if earlier is not None else 0
     start_key, step_key = jax.random.split(rng_key)
-    with kept_in(checkpoint) as checkpoints, reserved(sink_of(to, checkpoints)) as sink:
+    folder, memory = kept_in(checkpoint), explained(target)
+    with memory as known, folder as checkpoints, reserved(sink_of(to, checkpoints)) as sink:
         layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
         warmup = _adaptation(warmup, kernel, layout, states, initial_position)
         about: dict[str, Any] = counts
@@ -156,10 +166,10 @@ def sample(
             sink.check(shapes_of_draw(kernel, states, collect, step_key, thin, layout)[0])
             about = attributes_of(rng_key, mesh, kernel, warmup, collect, **counts)
         plan = Plan(warmup, collect, num_warmup, num_samples, int(thin), device_bytes, about)
-        run = Run(plan, kernel, states, step_key, first_step, layout, sink)
+        run = known.run = Run(plan, kernel, states, step_key, first_step, layout, sink)
         if in_company and sink is None:
             run.require_room()
-        draws = carry_out(run, checkpoints, every, progress=progress)
+        draws = carry_out(run, checkpoints, every, progress=progress, callback=callback)
     warn_of(draws, num_samples)
     return draws
 

@@ -18,6 +18,7 @@ from gspmd_mcmc.sampling import zarr_format
 from gspmd_mcmc.sampling.extras import need
 from gspmd_mcmc.sampling.lock import NAME as LOCK
 from gspmd_mcmc.sampling.lock import FolderLock, Locked
+from gspmd_mcmc.sampling.observing import marked
 from gspmd_mcmc.sampling.processes import of_all, on_first
 from gspmd_mcmc.sampling.saved import saved_arrays, saved_stats
 from gspmd_mcmc.sampling.zarr_arrays import ArrayOnDisk, Leaves, chosen, write_coordinates
@@ -299,7 +300,8 @@ class ZarrSink:
 
     def _save(self, buffers: PyTree, start: int, count: int, first: int) -> None:
         """Write draws, and let them count where no other process is to be waited for."""
-        self._leaves.write(self._arrays, buffers, start, count, first)
+        with marked("I/O"):
+            self._leaves.write(self._arrays, buffers, start, count, first)
         if jax.process_count() == 1:
             self._publish(first + count)
 

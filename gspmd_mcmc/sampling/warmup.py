@@ -21,6 +21,7 @@ from gspmd_mcmc.sampling.chunks import (
     tally,
 )
 from gspmd_mcmc.sampling.layout import Layout, Pins
+from gspmd_mcmc.sampling.observing import marked
 from gspmd_mcmc.sampling.progress import Report, Stop
 
 # Folded into a step's key, set what happens at a window's ends apart from the step's own two keys.
@@ -71,9 +72,10 @@ class Warmup:
         if not num_warmup:
             return
         report.phase("warm-up", num_warmup, self.num_done)
-        for number, window in enumerate(self.adaptation.windows(num_warmup)):
-            if number >= self.num_begun - 1 and not stop.is_asked:
-                self._run_window(number, window, report, stop, after)
+        with marked("warm-up"):
+            for number, window in enumerate(self.adaptation.windows(num_warmup)):
+                if number >= self.num_begun - 1 and not stop.is_asked:
+                    self._run_window(number, window, report, stop, after)
         self.kernel = self.adaptation.final(self.kernel, self.state)
 
     @property
@@ -116,12 +118,14 @@ class Warmup:
         self, number: int, window: Window, report: Report, stop: Stop, after: Callable[[], None]
     ) -> None:
         if number >= self.num_begun:
-            self._begin_window(window)
+            with marked("adaptation"):
+                self._begin_window(window)
         self._pins = Pins.of((self.states, self.state, self.traces))
         done, length = self.num_done - window.start, window.end - window.start
         run_chunks(length, lambda _, n: self._run_chunk(n, report), stop, after=after, done=done)
         if not stop.is_asked:
-            self._end_window(window)
+            with marked("adaptation"):
+                self._end_window(window)
 
     def _begin_window(self, window: Window) -> None:
         is_first = jnp.asarray(window.start == 0)

@@ -106,6 +106,10 @@ class Plate:
         visible = without(lay_out(self, params), hidden or [])
         return self.log_likelihood(visible, self.data)[: self.rows.num_rows]
 
+    def rows_of_tile(self, params: PyTree, hidden: Sequence[bool] | None = None) -> int:
+        """Return how many rows a tile has, for parameters of these shapes."""
+        return self._plan(params, hidden)[1]
+
     def local_rows(self, params: PyTree) -> list[Rows | None]:
         """Return for each leaf the plate's rows if it is local to the plate, else None."""
         num_leaves = len(jax.tree.leaves(params, is_leaf=is_padded))
