@@ -340,6 +340,17 @@ def test_there_is_nothing_to_resume_where_nothing_was_saved(tmp_path):
 # Damage.
 
 
+def test_what_a_killed_writer_left_in_the_store_does_no_harm(whole, tmp_path):
+    """TensorStore's files on the way, longer than what is written to them next."""
+    with killed_at(draws=8):
+        gm.sample(KEY, TARGET, START, checkpoint=tmp_path / "run", **hmc())
+    written = [p for p in (tmp_path / "run" / "draws").rglob("c/**/*") if p.is_file()]
+    assert written
+    for path in written:
+        path.with_name(f"{path.name}.__lock").write_bytes(bytes(100_000))
+    assert_equal(resume(tmp_path / "run"), whole)
+
+
 def newest(path: Path) -> Path:
     return max((path / "steps").iterdir(), key=lambda p: int(p.name))
 

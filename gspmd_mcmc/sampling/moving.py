@@ -101,9 +101,22 @@ class Move:
 
     @classmethod
     def of(cls, positions: PyTree, target: Any, layout: Layout) -> "Move":
-        """Read the move of positions that have the checkpoint's shapes, leaves [chains, ...]."""
+        """Read the move of positions that have the checkpoint's shapes, leaves [chains, ...].
+
+        Raises
+        ------
+        ValueError
+            If numbers of chains could be taken for those of rows.
+        """
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), positions)
-        return cls(Like.of(positions), tuple(rows_of(target, one)), layout)
+        rows = tuple(rows_of(target, one))
+        is_bare = jax.tree.structure(positions) == jax.tree.structure(0)
+        if is_bare and rows[0] is not None and positions.shape == (positions.shape[0],) * 2:
+            raise ValueError(
+                f"mesh: the position is one array of {rows[0]}, as many as there are chains, and what "
+                "belongs to which cannot be told; resume on a mesh of the shape that the run began with"
+            )
+        return cls(Like.of(positions), rows, layout)
 
     def shapes(self, tree: PyTree) -> PyTree:
         """Return the new shapes and shardings of a tree of shapes."""

@@ -250,6 +250,10 @@ class ZarrSink:
                 f"{self.path}: no draws can be written there, {error}; give a folder that this process "
                 "may write to"
             ) from error
+        # TensorStore writes to such a file, then renames it; into one that a killed writer has left it
+        # writes without cutting what is longer, and the chunk cannot be read any more.
+        for left in self.path.rglob("*.__lock"):
+            left.unlink()
         if not is_resumed and any(path.name != LOCK for path in self.path.iterdir()):
             self._lock.free()
             raise DrawsNotSaved(f"{self.path} exists already and {self._what_is_there()}")
