@@ -1,6 +1,6 @@
 """Markov chain Monte Carlo over a device mesh, on JAX."""
 
-import gspmd_mcmc.versions  # first: it says so if JAX is too old for the rest
+import gspmd_mcmc.versions  # noqa: F401  first: it says so if JAX is too old for the rest
 
 # isort: split
 from gspmd_mcmc.adaptation.chees import ChEESAdaptation
