@@ -24,6 +24,7 @@ def test_code_blocks_run_one_after_the_other(tmp_path):
     assert re.search(r"^fits: at most .* of a TPU v5e", done.stdout, re.MULTILINE)  # plan
     assert "(4, 100, 1001) P('chains', 'data')" in done.stdout
     assert "'rate': 'float32[4, 100, 1001]'" in done.stdout
+    assert "\n200 250\n" in done.stdout  # draws and steps of a run that went on from its checkpoint
     assert "P('data',) -" in done.stdout  # where a Sharded part's sample lies, and a log probability
     means = dict(re.findall(r"^w\[(\d)\]\s+(-?[\d.]+)", done.stdout, re.MULTILINE))  # the worst first
     assert {i: round(float(mean), 1) + 0.0 for i, mean in means.items()} == {"0": 1, "1": -0.5, "2": 0}

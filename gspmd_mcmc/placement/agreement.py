@@ -5,7 +5,7 @@ Every process has to call these, in the same order. A message is of one size: on
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,6 +62,30 @@ def counts_of_all(number: int) -> list[int]:
     message = np.zeros(MESSAGE_BYTES // 8, np.int64)
     message[0] = number
     return [int(np.frombuffer(x, np.int64)[0]) for x in _exchange(message.tobytes())]
+
+
+def of_all(flag: bool) -> np.ndarray:
+    """Return the flag of every process, shape [processes]; a process alone asks nobody."""
+    flags = [flag] if jax.process_count() == 1 else counts_of_all(int(flag))
+    return np.asarray(flags, bool)
+
+
+def on_first(act: Callable[[], Any], failure: Exception) -> None:
+    """Let the first process act, and all wait for it.
+
+    If it raises, so do the others: ``failure``.
+    """
+    error = None
+    if jax.process_index() == 0:
+        try:
+            act()
+        except Exception as raised:
+            error = raised
+    failed = of_all(error is not None)
+    if error is not None:
+        raise error
+    if failed.any():
+        raise failure
 
 
 @contextmanager
