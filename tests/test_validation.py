@@ -462,6 +462,19 @@ def test_the_table_has_a_row_for_what_fails_and_for_what_is_not_there():
     assert found == ["passes", "passes", "fails", "not there", "fails", "not run"]
 
 
+def test_the_table_names_the_commits_of_its_rows():
+    rows = [rows_of(commit="abc"), rows_of(commit="abc"), rows_of(commit="def")]
+    assert "commits abc (2 rows), def (1 rows)" in report.markdown(document_of(rows))
+    assert "commit abc" not in report.markdown(document_of([rows_of()]))
+
+
+def test_a_table_that_is_not_complete_says_so():
+    document = document_of([rows_of()])
+    assert "Not complete" not in report.markdown(document | {"num_planned": 1})
+    text = report.markdown(document | {"num_planned": 3})
+    assert "Not complete: 1 of 3 rows of posteriors so far" in text
+
+
 def test_other_sections_have_tables_of_their_own():
     of_nuts = {"section": "sbc", "kernel": "NUTS", "mesh": "8", "chains": 256, "bound": 1e-4}
     tests = [

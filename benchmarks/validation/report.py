@@ -60,17 +60,38 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 def _opening(document: Mapping[str, Any]) -> str:
     where = document["environment"]
-    commit = f"{where['commit']}{' (modified)' if where['modified'] else ''}"
     return f"""# Validation
 
 Written by `python -m benchmarks validate`. Draws of posteriors of posteriordb against its reference,
 kernels by simulation-based calibration and by Geweke's test, and shapes of known law.
 {_of_posteriors(document)}
-{where["cpu"]}, {where["cores"]} cores, Python {where["python"]}, commit {commit},
+{where["cpu"]}, {where["cores"]} cores, Python {where["python"]}, {_commits(document)},
 saved {document["saved"]}. Seconds hold compilation, and whatever else the machine did.
 
-{summary([*document["tests"], *document["rows"]])}.
+{summary([*document["tests"], *document["rows"]])}.{_missing(document)}
 """
+
+
+def _missing(document: Mapping[str, Any]) -> str:
+    """Say how many of posteriors' rows are still to be run, if any are."""
+    found, planned = len(document["rows"]), document.get("num_planned", 0)
+    if found >= planned:
+        return ""
+    return f"\n\nNot complete: {found} of {planned} rows of posteriors so far (`--resume` goes on)."
+
+
+def commit_of(where: Mapping[str, Any]) -> str:
+    """Name the commit that a row was run on, of the record of an environment."""
+    return f"{where['commit'][:12]}{' (modified)' if where['modified'] else ''}"
+
+
+def _commits(document: Mapping[str, Any]) -> str:
+    """Name the commits that rows are of: a table that is gone on with may have several."""
+    of_rows = [row.get("commit") for row in (*document["tests"], *document["rows"])]
+    counts = {commit: of_rows.count(commit) for commit in dict.fromkeys(of_rows) if commit}
+    if len(counts) < 2:
+        return f"commit {commit_of(document['environment'])}"
+    return "commits " + ", ".join(f"{commit} ({count} rows)" for commit, count in counts.items())
 
 
 def _of_posteriors(document: Mapping[str, Any]) -> str:

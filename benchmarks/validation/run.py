@@ -67,7 +67,8 @@ class Results:
 
     def keep(self, row: Configuration | Job, record: Mapping[str, Any]) -> None:
         """Add a row's record; of a section, all of its tests."""
-        found = [asdict(row) | test for test in record.get("tests", [record])]
+        commit = {"commit": report.commit_of(self.document["environment"])}
+        found = [asdict(row) | commit | test for test in record.get("tests", [record])]
         with self._lock:
             self.document["rows" if isinstance(row, Configuration) else "tests"] += found
             self.save()
@@ -93,15 +94,17 @@ def main(argv: list[str]) -> int:
     data_dir = None if options.data_dir is None else str(options.data_dir.expanduser().resolve())
     selection = _selection(options)
     num_parameters = count_parameters(selection.posteriors, data_dir)
+    planned = list(configurations(selection))
     document = {
         "environment": environment.record(),
         "num_parameters": num_parameters,
         "largest_z": threshold(num_parameters) if num_parameters else None,
+        "num_planned": len(planned),
         "rows": _earlier(options, "rows"),
         "tests": _earlier(options, "tests"),
     }
     results = Results(document, options.out, table, console)
-    rows = [row for row in configurations(selection) if not _is_done(row, document["rows"])]
+    rows = [row for row in planned if not _is_done(row, document["rows"])]
     jobs = sections.jobs(options.sections, options.kernels, options.quick)
     jobs = [job for job in jobs if not _is_done(job, document["tests"])]
     task = {"largest_z": document["largest_z"], "data_dir": data_dir}
