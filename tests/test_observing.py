@@ -133,7 +133,12 @@ def test_another_error_of_the_devices_is_left_alone(target):
         def fail(x):
             raise RuntimeError("not memory")
 
-        return jax.pure_callback(fail, jax.ShapeDtypeStruct((), jnp.float32), position["w"][0])
+        return jax.pure_callback(
+            fail,
+            jax.ShapeDtypeStruct((), jnp.float32),
+            position["w"][0],
+            vmap_method="sequential",
+        )
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="not memory"):
         run(target, collect=collect)
