@@ -3,7 +3,17 @@
 import importlib
 import sys
 
-NAMES = ("communication", "energy", "ess", "mnist", "movielens", "precision", "sink", "survival")
+NAMES = (
+    "communication",
+    "energy",
+    "ess",
+    "mnist",
+    "movielens",
+    "precision",
+    "sink",
+    "soak",
+    "survival",
+)
 BENCHMARKS = {name: f"benchmarks.{name}" for name in NAMES} | {"validate": "benchmarks.validation.run"}
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc import diagnostics
+from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.diagnostics.summary import summarise
 
 KEY = jax.random.key(0)
@@ -512,7 +512,7 @@ def test_an_axis_of_no_chains_is_refused():
     with pytest.raises(ValueError, match="num_chains: expected an integer of at least 1, got 0"):
         gm.sample(KEY, target, gm.per_chain(jnp.zeros((0, 3))), num_chains=0, progress=False)
     with pytest.raises(ValueError, match="with one chain or more"):
-        diagnostics.rhat(jnp.zeros((0, 10, 3)))
+        rhat(jnp.zeros((0, 10, 3)))
 
 
 def test_a_latent_without_variance_leaves_a_metric_and_no_warning_of_its_own():

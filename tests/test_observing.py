@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +34,10 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 10)
 
 
-def run(target, **options):
-    options = {"num_samples": DRAWS, "num_warmup": WARMUP, "num_chains": CHAINS} | options
-    kernel = gm.HMC(target, 0.3, 3)
-    return gm.sample(KEY, target, {"w": jnp.zeros(2)}, kernel=kernel, progress=False, **options)
+def run(target, **changes):
+    options: dict[str, Any] = {"num_samples": DRAWS, "num_warmup": WARMUP} | changes
+    options |= {"kernel": gm.HMC(target, 0.3, 3), "num_chains": CHAINS, "progress": False}
+    return gm.sample(KEY, target, {"w": jnp.zeros(2)}, **options)
 
 
 def test_a_callback_is_told_every_chunk(target, small_chunks):

@@ -45,9 +45,12 @@ def messages():
         ):
             continue
         for node in ast.walk(module):
+            if not isinstance(node, ast.Call | ast.Raise):
+                continue
             is_warning = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "warn"
-            is_error = isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
-            parts = texts(node) if is_warning or is_error else []
+            if not (is_warning or isinstance(getattr(node, "exc", None), ast.Call)):
+                continue
+            parts = texts(node)
             # One with no words of its own passes another message on.
             if max(map(len, parts), default=0) > 12 and not SAYS_ENOUGH.search(" ".join(parts)):
                 yield f"{path}:{node.lineno}", parts

@@ -1,0 +1,123 @@
+"""A long run on MNIST with a sink and checkpoints: whether memory and open files stay what they are.
+
+``python -m benchmarks soak --data-dir DIR [--minutes 30] [--every 60] [--out FILE.json]``. Logistic
+regression on all images, one chain, HMC. After each chunk the resident memory and the open files are
+noted; the run ends by itself (Ctrl-C's way) when the time is over. The slope is that of a line through
+the memory after the first fifth, by which time all is compiled and both buffers have been written.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import gspmd_mcmc as gm
+from benchmarks import environment, mnist_data
+from benchmarks.sink import log_likelihood, log_prior
+
+LEAPFROGS, MANY = 20, 1_000_000
+SETTLED = 0.2  # share of the run that is left out of the slope
+OPEN_FILES = Path("/proc/self/fd")
+
+
+class Watch:
+    """A callback that notes memory and open files, and ends the run in time.
+
+    Parameters
+    ----------
+    seconds
+        How long the run may take.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds, self.began = seconds, time.monotonic()
+        self.times: list[float] = []
+        self.rss: list[int] = []
+        self.files: list[int] = []
+
+    def __call__(self, report: gm.ChunkReport) -> None:
+        """Note what there is now."""
+        now = time.monotonic() - self.began
+        self.times.append(now)
+        self.rss.append(environment.rss_bytes() or 0)
+        self.files.append(len(list(OPEN_FILES.iterdir())) if OPEN_FILES.exists() else 0)
+        if now > self.seconds and len(self.times) > 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def main(argv: list[str]) -> int:
+    """Run, print, write JSON; return the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks soak", description=__doc__)
+    parser.add_argument("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"))
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--every", type=float, default=60.0, help="seconds between checkpoints")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    if not options.data_dir:
+        parser.error("--data-dir or GSPMD_MCMC_DATA must name the folder that holds mnist/")
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    watch = Watch(60 * options.minutes)
+    try:
+        num_draws = soak(options.data_dir, folder, options.every, watch)
+    finally:
+        shutil.rmtree(folder)
+    found = {"draws": num_draws, **trends(watch)}
+    print(
+        f"{found['draws']} draws in {found['minutes']:.1f} minutes: memory {found['rss_mb']:.0f} MB, "
+        f"slope {found['slope_mb_a_minute']:+.3f} MB a minute; open files {found['files'][0]} to "
+        f"{found['files'][1]}, at the end {found['files'][2]}"
+    )
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        series = {"seconds": watch.times, "rss_bytes": watch.rss, "open_files": watch.files}
+        document = {"benchmark": "soak", "machine": environment.record(), **found, **series}
+        options.out.write_text(json.dumps(document) + "\n")
+    return 0
+
+
+def soak(data_dir: str, folder: Path, every: float, watch: Watch) -> int:
+    """Sample until the watch says stop; return how many draws are on disk."""
+    data = mnist_data.load(data_dir)
+    arrays = {"image": data.images, "label": data.labels}
+    rows = gm.place(arrays, gm.make_mesh(data=1, devices=jax.devices()[:1]), PartitionSpec("data"))
+    kernel = gm.HMC(gm.Posterior(log_prior, gm.Plate(log_likelihood, rows)), 1e-3, LEAPFROGS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gm.SamplingWarning)  # that it was stopped
+        gm.sample(
+            jax.random.key(0),
+            kernel.target,
+            mnist_data.start_position(1),
+            kernel=kernel,
+            num_chains=1,
+            num_warmup=0,
+            num_samples=MANY,
+            to=gm.ZarrSink(folder / "draws", chunk_bytes=2**22, flush_seconds=5.0),
+            checkpoint=folder / "run",
+            every=every,
+            callback=watch,
+            progress=False,
+        )
+    return gm.open_draws(folder / "draws").num_draws
+
+
+def trends(watch: Watch) -> dict[str, object]:
+    """Return the slope of memory, and the least, most and last number of open files, once settled."""
+    times, rss = np.asarray(watch.times), np.asarray(watch.rss) / 1e6
+    files = np.asarray(watch.files)
+    late = times >= SETTLED * times[-1]
+    slope = np.polyfit(times[late] / 60, rss[late], 1)[0] if late.sum() > 1 else 0.0
+    return {
+        "minutes": float(times[-1] / 60),
+        "rss_mb": float(rss[late].mean()),
+        "slope_mb_a_minute": float(slope),
+        "files": [int(files[late].min()), int(files[late].max()), int(files[-1])],
+    }
