@@ -82,10 +82,7 @@ def run(data_dir: str, num_samples: int, leapfrogs: int, flush_seconds: float, h
 
     import gspmd_mcmc as gm
 
-    data = mnist_data.load(data_dir)
-    arrays = {"image": data.images, "label": data.labels}
-    rows = gm.place(arrays, gm.make_mesh(data=1), PartitionSpec("data"))
-    kernel = gm.HMC(gm.Posterior(log_prior, gm.Plate(log_likelihood, rows)), 1e-3, leapfrogs)
+    kernel = kernel_on_mnist(data_dir, leapfrogs)
     folder = Path(tempfile.mkdtemp(prefix="sink-"))
     to = gm.ZarrSink(folder / "draws", chunk_bytes=2**22, flush_seconds=flush_seconds)
     began = time.perf_counter()
@@ -104,6 +101,18 @@ def run(data_dir: str, num_samples: int, leapfrogs: int, flush_seconds: float, h
     seconds = time.perf_counter() - began
     shutil.rmtree(folder)
     return {"seconds": seconds, "peak_rss_bytes": environment.peak_rss_bytes(), "draws": num_samples}
+
+
+def kernel_on_mnist(data_dir: str, leapfrogs: int):
+    """Return HMC on the regression of all images, on one device."""
+    import jax
+
+    import gspmd_mcmc as gm
+
+    data = mnist_data.load(data_dir)
+    mesh = gm.make_mesh(data=1, devices=jax.devices()[:1])
+    rows = gm.place({"image": data.images, "label": data.labels}, mesh, PartitionSpec("data"))
+    return gm.HMC(gm.Posterior(log_prior, gm.Plate(log_likelihood, rows)), 1e-3, leapfrogs)
 
 
 def log_prior(params):

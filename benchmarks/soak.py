@@ -18,11 +18,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 import gspmd_mcmc as gm
 from benchmarks import environment, mnist_data
-from benchmarks.sink import log_likelihood, log_prior
+from benchmarks.sink import kernel_on_mnist
 
 LEAPFROGS, MANY = 20, 1_000_000
 SETTLED = 0.2  # share of the run that is left out of the slope
@@ -86,10 +85,7 @@ def main(argv: list[str]) -> int:
 
 def soak(data_dir: str, folder: Path, every: float, watch: Watch) -> int:
     """Sample until the watch says stop; return how many draws are on disk."""
-    data = mnist_data.load(data_dir)
-    arrays = {"image": data.images, "label": data.labels}
-    rows = gm.place(arrays, gm.make_mesh(data=1, devices=jax.devices()[:1]), PartitionSpec("data"))
-    kernel = gm.HMC(gm.Posterior(log_prior, gm.Plate(log_likelihood, rows)), 1e-3, LEAPFROGS)
+    kernel = kernel_on_mnist(data_dir, LEAPFROGS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gm.SamplingWarning)  # that it was stopped
         gm.sample(

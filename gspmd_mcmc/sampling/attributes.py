@@ -35,12 +35,12 @@ def attributes_of(
     found = {
         "creation_library": "gspmd_mcmc",
         "creation_library_language": "Python",
-        "creation_library_version": _version("gspmd_mcmc"),
+        "creation_library_version": version_of("gspmd_mcmc"),
         "inference_library": "gspmd_mcmc",
-        "inference_library_version": _version("gspmd_mcmc"),
+        "inference_library_version": version_of("gspmd_mcmc"),
         "created_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": [f"Python {platform.python_version()}"]
-        + [f"{name} {_version(name)}" for name in LIBRARIES],
+        + [f"{name} {version_of(name)}" for name in LIBRARIES],
         "platform": jax.default_backend(),
         "num_devices": jax.device_count(),
         "num_processes": jax.process_count(),
@@ -58,7 +58,8 @@ def attributes_of(
     return found
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """Return the version of an installed library."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,6 @@
 """When a run is saved, and what the document of a checkpoint says of it."""
 
 import contextlib
-import importlib.metadata
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ import jax
 
 from gspmd_mcmc.placement.agreement import least, naming_lost
 from gspmd_mcmc.placement.processes import spans_processes
+from gspmd_mcmc.sampling.attributes import version_of
 from gspmd_mcmc.sampling.checkpoint import Checkpoints
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.encoding import encode
@@ -179,7 +179,7 @@ class Keeper:
 def _facts(run: Run, every: float, folder: Path) -> dict[str, Any]:
     """Return what documents of all checkpoints of a run say."""
     return {
-        "versions": {name: _version(name) for name in LIBRARIES},
+        "versions": {name: version_of(name) for name in LIBRARIES},
         "every": every,
         "sink": _write_sink(run.sink, folder),
         "rng_impl": str(jax.random.key_impl(run.rng_key)),
@@ -208,10 +208,3 @@ def _write_sink(sink: ZarrSink | None, folder: Path) -> dict[str, Any]:
 def read_sink(written: dict[str, Any], folder: Path) -> ZarrSink:
     """Return the sink that a document describes."""
     return ZarrSink(**written | {"path": folder / written["path"]})
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
