@@ -502,10 +502,15 @@ def test_chains_that_diverge_at_every_step_stay_and_say_so(kernel):
     assert "no chain has moved" in str(draws.summary())
 
 
-def test_a_warm_up_in_which_nothing_can_move_ends_with_a_step_size_and_says_so():
+@pytest.mark.parametrize("kernel", [gm.NUTS, gm.MAMS, gm.MCLMC])
+def test_a_warm_up_in_which_nothing_can_move_ends_with_a_step_size_and_says_so(kernel):
+    """The gradient is zero where the chains are, so that none tells MAMS and MCLMC a first step."""
     target = gm.LogDensity(nowhere_but_at_zero)
-    draws = sample(target, gm.per_chain(jnp.zeros((4, 3))), num_warmup=30, num_samples=10)
-    assert not np.any(draws.position) and np.isfinite(draws.kernel.step_size)
+    kernel = kernel(target, 0.1) if kernel is gm.NUTS else kernel(target, 0.1, 1.0)
+    start = gm.per_chain(jnp.zeros((4, 3)))
+    with pytest.warns(gm.SamplingWarning, match="40 of 40 transitions after warm-up diverged"):
+        draws = sample(target, start, kernel=kernel, num_warmup=300, num_samples=10)
+    assert not np.any(draws.position) and 0 < draws.kernel.step_size < np.inf
     assert "no chain has moved" in str(draws.summary())
 
 

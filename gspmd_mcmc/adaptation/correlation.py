@@ -193,12 +193,16 @@ def steepness(kernel: Any, states: Any) -> jax.Array:
 
 
 def change_of_scale(kernel: Any, metric: Any, states: Any) -> jax.Array:
-    """Return the ratio of steps that turn directions alike, in a new metric and in the kernel's."""
+    """Return the ratio of steps that turn directions alike, in a new metric and in the kernel's.
+
+    It is 1 where no gradient turns one: chains that never left a mode.
+    """
     new = steepness(tree.replace(kernel, inverse_mass_matrix=metric), states)
-    return (steepness(kernel, states) / new).astype(kernel.step_size.dtype)
+    change = steepness(kernel, states) / new
+    return jnp.where(jnp.isfinite(change), change, 1).astype(kernel.step_size.dtype)
 
 
 def first_step_size(kernel: Any, states: Any, dimension: int) -> jax.Array:
-    """Return a step in which the gradient turns a direction by a quarter."""
-    turn = steepness(kernel, states) / (dimension - 1)
-    return (0.25 / turn).astype(kernel.step_size.dtype)
+    """Return a step in which the gradient turns a direction by a quarter; the kernel's if none turns it."""
+    step_size = 0.25 * (dimension - 1) / steepness(kernel, states)
+    return jnp.where(jnp.isfinite(step_size), step_size, kernel.step_size).astype(kernel.step_size.dtype)

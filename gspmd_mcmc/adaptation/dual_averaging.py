@@ -6,6 +6,7 @@ Nesterov, "Primal-dual subgradient methods for convex problems", Mathematical Pr
 Hoffman and Gelman, "The No-U-Turn Sampler", JMLR 15 (2014), section 3.2.
 """
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -17,6 +18,9 @@ GAMMA, T0, KAPPA = 0.05, 10.0, 0.75
 # Acceptance rates are taken in steps of 1/64: the recursion amplifies what rounding changes, and a mesh
 # sums in another order than one device does. So the step sizes of all meshes are the same.
 RESOLUTION = 64
+# Step sizes of chains that can make no step, or for which none is too long, go no further: float32 has
+# no positive number under 1e-38, and a step of 0 would be accepted.
+LEAST_STEP_SIZE, MOST_STEP_SIZE = 1e-30, 1e30
 
 
 @pytree
@@ -57,6 +61,7 @@ def update(
     shortfall = target_acceptance_rate - jnp.round(acceptance_rate * RESOLUTION) / RESOLUTION
     gradient_average = (1 - eta) * state.gradient_average + eta * shortfall
     log_step_size = state.mu - jnp.sqrt(t) / GAMMA * gradient_average
+    log_step_size = jnp.clip(log_step_size, math.log(LEAST_STEP_SIZE), math.log(MOST_STEP_SIZE))
     weight = t**-KAPPA
     return DualAveragingState(
         log_step_size=log_step_size,

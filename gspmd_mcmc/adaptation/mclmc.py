@@ -21,6 +21,7 @@ from gspmd_mcmc.adaptation import correlation, restart
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition
 from gspmd_mcmc.adaptation.approach import ApproachedAdaptation
 from gspmd_mcmc.adaptation.correlation import Length
+from gspmd_mcmc.adaptation.dual_averaging import LEAST_STEP_SIZE, MOST_STEP_SIZE
 from gspmd_mcmc.kernels.mclmc import MCLMC
 from gspmd_mcmc.tree import PyTree, pytree, static
 
@@ -222,5 +223,6 @@ def _updated(step_size: StepSize, info: Any, desired: jax.Array | float, recent:
     factor = jnp.where(total > 0, change ** (-1 / 6), 1)
     shrunk = step_size.value * (1 - refused / 2)
     most = jnp.where(refused > 0, shrunk, RECOVERY * step_size.most)
-    kept = StepSize(value=jnp.minimum(step_size.value * factor, most), weight=total, most=most)
+    value = jnp.clip(jnp.minimum(step_size.value * factor, most), LEAST_STEP_SIZE, MOST_STEP_SIZE)
+    kept = StepSize(value=value, weight=total, most=most)
     return jax.tree.map(lambda new, old: new.astype(old.dtype), kept, step_size)

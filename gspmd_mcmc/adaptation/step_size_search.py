@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates
+from gspmd_mcmc.adaptation.dual_averaging import LEAST_STEP_SIZE, MOST_STEP_SIZE
 
 MAX_DOUBLINGS = 60
 CROSSED_RATE = 0.8
@@ -54,4 +55,5 @@ def find_step_size(kernel: Any, rng_key: jax.Array, acceptance_rates: Acceptance
     step_size, grows, _, _ = jax.lax.while_loop(
         any_goes_on, try_one, (kernel.step_size, yes, yes, jnp.zeros((), jnp.int32))
     )
-    return jnp.where(grows, step_size / 2, step_size)
+    found = jnp.where(grows, step_size / 2, step_size)
+    return jnp.clip(found, LEAST_STEP_SIZE, MOST_STEP_SIZE)
