@@ -1,29 +1,33 @@
 """The suite runs on 8 virtual CPU devices; rank promotion and warnings are errors.
 
-Compiling is most of what tests take, so LLVM optimises nothing (``jax_disable_most_optimizations``).
-XLA's own passes run as ever: the HLO that tests read, its collectives and its memory, is what a user
-gets. Machine code is not, so tests that ask for equal bits, or for sums that a compiler might rewrite,
-are compiled as a user's programs are: whole files by `AS_A_USERS`, single tests by the fixture
-``compiled_as_a_users``.
+Compiling is most of what tests take, so LLVM optimises nothing (``jax_disable_most_optimizations``),
+and fusions become machine code by XLA's older way, which takes half the time; so too in processes that
+tests begin. XLA's own passes run as ever: the HLO that tests read, its collectives and its memory, is
+what a user gets. Machine code is not, so tests that ask for equal bits, or for sums that a compiler
+might rewrite, are compiled as a user's programs are: whole files by `AS_A_USERS`, single tests by the
+fixture ``compiled_as_a_users``.
 """
 
+import functools
 import gc
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax._src import compiler
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# TwoSum; random bits and samples of other programs.
-AS_A_USERS = ("test_energy", "test_positional", "test_sharded")
+# TwoSum; random bits and samples of other programs; every kind of line that the compiler writes.
+AS_A_USERS = ("test_energy", "test_positional", "test_sharded", "test_installed_hlo")
 
 # Files whose tests run whole demos or many chains: begun first, so that no process ends long after
 # the other.
@@ -37,10 +41,40 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
+OLDER_FUSIONS = {"xla_cpu_use_fusion_emitters": False}
+
+
+@functools.cache
+def has_older_fusions() -> bool:
+    """Whether this JAX lets them be chosen; XLA may drop them."""
+    try:
+        jax.jit(jnp.sin, compiler_options=OLDER_FUSIONS).lower(0.0).compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return callable(getattr(compiler, "get_compile_options", None))
+
+
 def pytest_collection_finish():
-    """Keep what was imported, hundreds of thousands of objects, out of each full garbage collection."""
+    """Set processes up that tests begin; what this one holds is left out of garbage collections."""
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+    if has_older_fusions():  # an unknown flag ends a process; this one has read its own by now
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # hundreds of thousands of objects that were imported
+
+
+@contextmanager
+def older_fusions() -> Iterator[None]:
+    """Compile fusions the older way, where no options say another."""
+
+    def options(*args, env_options_overrides=None, inner=compiler.get_compile_options, **named):
+        chosen = OLDER_FUSIONS | (env_options_overrides or {})
+        return inner(*args, env_options_overrides=chosen, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", options)
+        yield
 
 
 @contextmanager
@@ -52,7 +86,8 @@ def compiling(quickly: bool) -> Iterator[None]:
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", quickly)
     jax.clear_caches()
-    yield
+    with older_fusions() if quickly and has_older_fusions() else nullcontext():
+        yield
     jax.config.update("jax_disable_most_optimizations", before)
     jax.clear_caches()
 

@@ -568,7 +568,6 @@ SAMPLED_ON = {
     "two plates": "2",
     "varying effects": "2",
     "mixture by factor": "2",
-    "hidden Markov": "1",
 }
 
 

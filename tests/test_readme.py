@@ -1,6 +1,5 @@
 """The README's code runs as printed, in a fresh process."""
 
-import os
 import re
 import subprocess
 import sys
@@ -15,9 +14,7 @@ def test_code_blocks_run_one_after_the_other(tmp_path):
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks))
     command = [sys.executable, "-W", "error", str(script)]
-    # Compiling is half of it, as of the suite; see conftest.
-    quick = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=quick, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
     assert len(blocks) >= 3
     assert done.returncode == 0, done.stderr[-3000:]
     assert "20001 rows + 3 pad over data=4" in done.stdout
