@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -28,6 +28,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # TwoSum; random bits and samples of other programs; every kind of line that the compiler writes.
 AS_A_USERS = ("test_energy", "test_positional", "test_sharded", "test_installed_hlo")
+
+AS_A_USERS_PROCESS = dict(os.environ)
 
 # Files whose tests run whole demos or many chains: begun first, so that no process ends long after
 # the other.
@@ -64,16 +66,17 @@ def pytest_collection_finish():
     gc.freeze()  # hundreds of thousands of objects that were imported
 
 
-@contextmanager
-def older_fusions() -> Iterator[None]:
-    """Compile fusions the older way, where no options say another."""
+@pytest.fixture(autouse=True, scope="session")
+def _older_fusions():
+    """Compile fusions the older way wherever LLVM optimises nothing."""
 
     def options(*args, env_options_overrides=None, inner=compiler.get_compile_options, **named):
-        chosen = OLDER_FUSIONS | (env_options_overrides or {})
-        return inner(*args, env_options_overrides=chosen, **named)
+        chosen = OLDER_FUSIONS if jax.config.read("jax_disable_most_optimizations") else {}
+        return inner(*args, env_options_overrides=chosen | (env_options_overrides or {}), **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "get_compile_options", options)
+        if has_older_fusions():
+            patch.setattr(compiler, "get_compile_options", options)
         yield
 
 
@@ -86,8 +89,7 @@ def compiling(quickly: bool) -> Iterator[None]:
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", quickly)
     jax.clear_caches()
-    with older_fusions() if quickly and has_older_fusions() else nullcontext():
-        yield
+    yield
     jax.config.update("jax_disable_most_optimizations", before)
     jax.clear_caches()
 
@@ -108,10 +110,13 @@ def compiled_as_a_users():
 def run_quick_demo():
     """Give ``run(name, out, *options)``: a demo with --quick in a process of its own, as strict."""
 
-    def run(name: str, out: Path, *options: str) -> subprocess.CompletedProcess:
+    def run(
+        name: str, out: Path, *options: str, as_a_users: bool = False
+    ) -> subprocess.CompletedProcess:
         demo = Path(__file__).resolve().parent.parent / "demos" / f"{name}.py"
         command = [sys.executable, "-W", "error", str(demo), "--quick", "--out", str(out), *options]
-        strict = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUMPY_RANK_PROMOTION": "raise"}
+        environment = AS_A_USERS_PROCESS if as_a_users else dict(os.environ)
+        strict = environment | {"JAX_PLATFORMS": "cpu", "JAX_NUMPY_RANK_PROMOTION": "raise"}
         return subprocess.run(command, capture_output=True, text=True, env=strict, timeout=300)
 
     return run

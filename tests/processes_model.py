@@ -7,7 +7,9 @@ from jax.sharding import PartitionSpec as P
 import gspmd_mcmc as gm
 
 NUM_ROWS = 21  # On 8, 4 or 2 devices some hold pad.
-SHARED = ("slope", "spread")
+# A run in chunks of so many steps, of which one process does not see the end.
+CHUNK = 20
+LONG = {"num_warmup": 20, "num_samples": 120}
 
 
 def rows():

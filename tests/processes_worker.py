@@ -15,6 +15,7 @@ import processes_model as model
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.sampling import chunks
 from gspmd_mcmc.sampling.progress import Report
 
 case, port, num_processes, process = sys.argv[1], *map(int, sys.argv[2:5])
@@ -93,12 +94,12 @@ def errors(mesh):
 
 def stopped_at(mesh):
     """Have process 1 take a Ctrl-C in its third chunk; return how many draws this process made."""
-    advance, chunks = Report.advance, []
+    advance, sizes = Report.advance, []
 
     def interrupted(report, steps, **numbers):
         advance(report, steps, **numbers)
-        chunks.append(steps)
-        if process == 1 and len(chunks) == 3:
+        sizes.append(steps)
+        if process == 1 and len(sizes) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
     Report.advance = interrupted  # pyright: ignore[reportAttributeAccessIssue]
@@ -112,7 +113,7 @@ def stopped_at(mesh):
             **{"mesh": mesh, "kernel": kernel, "num_warmup": 0, "num_samples": 1 << 14},
         )
     Report.advance = advance
-    return {"draws": draws.num_draws, "chunks": chunks}
+    return {"draws": draws.num_draws, "chunks": sizes}
 
 
 def of_mean(params):
@@ -179,21 +180,50 @@ def pad_copies(effect):
 
 
 def dies(how):
-    """Have process 1 end in its third chunk; the others say when, and how they end."""
+    """Have process 1 end in its third chunk of draws; the others say when, and how they end.
+
+    What was saved of the one that is killed is for `goes_on`.
+    """
     join(1, HEARTBEAT)
-    advance, chunks = Report.advance, []
+    advance, sizes = Report.advance, []
 
     def ended(report, steps, **numbers):
         advance(report, steps, **numbers)
-        chunks.append(steps)
-        if process == 1 and len(chunks) == 3:
+        sizes.append(steps)
+        if process == 1 and sum(sizes) > model.LONG["num_warmup"] + 2 * model.CHUNK:
             (out / "died").write_text(str(time.time()))
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError("the disk of process 1 is full")
 
     Report.advance = ended  # pyright: ignore[reportAttributeAccessIssue]
-    model.sampled(gm.make_mesh(data=-1), gm.HMC, num_samples=1 << 16, num_warmup=0)
+    chunks.next_size = lambda count, seconds: model.CHUNK
+    saving = {"checkpoint": out / "run", "every": 0.0} if how == "killed" else {}
+    model.sampled(gm.make_mesh(data=-1), gm.HMC, **model.LONG, **saving)
+
+
+def goes_on():
+    """Resume what process 1 of `dies` has left, and make the same run without an end of it."""
+    join(1)
+    mesh = gm.make_mesh(data=-1)
+    chunks.next_size = lambda count, seconds: model.CHUNK
+    target = model.target_of(gm.place(model.rows(), mesh, P("data")))
+    other = {"num_samples": 7 + process, "progress": False}
+    found: dict[str, Any] = {"disagree": error_of(gm.resume, out / "run", target, **other)}
+    (out / f"part{process}").mkdir()
+    elsewhere = error_of(gm.resume, out / f"part{process}", target, progress=False)
+    found["elsewhere"] = elsewhere
+    found["before"] = gm.open_draws(out / "run" / "draws").num_draws
+    resumed = gm.resume(out / "run", target, progress=False)
+    whole = model.sampled(mesh, gm.HMC, **model.LONG)
+    found["draws"] = resumed.num_draws
+    names = ("slope", "spread", "effect")
+    values = {k: np.asarray(resumed.position[k][...]) for k in names}
+    wanted = {k: np.asarray(gm.to_host(whole.position[k])) for k in names}
+    wanted["effect"] = wanted["effect"][:, :, : model.NUM_ROWS]
+    found["equal"] = {k: bool(np.array_equal(values[k], wanted[k])) for k in names}
+    np.savez(out / f"values{process}.npz", allow_pickle=False, **values)
+    write(found)
 
 
 def alone():
@@ -209,6 +239,7 @@ CASES = {
     "four": of_four,
     "killed": lambda: dies("killed"),
     "raised": lambda: dies("raised"),
+    "goes_on": goes_on,
     "alone": alone,
 }
 CASES[case]()

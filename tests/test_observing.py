@@ -103,8 +103,10 @@ def test_the_log_tells_phases_and_at_debug_chunks(target, small_chunks, caplog):
 
 
 def test_a_profile_shows_the_parts_of_a_run(target, tmp_path):
-    with jax.profiler.trace(tmp_path, create_perfetto_trace=True):
-        run(target, to=gm.ZarrSink(tmp_path / "draws"))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # else every Python call is an event
+    with jax.profiler.trace(tmp_path, create_perfetto_trace=True, profiler_options=options):
+        run(target, to=gm.ZarrSink(tmp_path / "draws"), num_warmup=20, num_samples=2)
     (file,) = tmp_path.rglob("perfetto_trace.json.gz")
     with gzip.open(file) as trace:
         names = {event.get("name", "") for event in json.load(trace)["traceEvents"]}

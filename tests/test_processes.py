@@ -1,7 +1,9 @@
 """Several processes on one machine: they compute what one does, or say why not."""
 
+import functools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.placement.agreement import MESSAGE_BYTES
+from gspmd_mcmc.sampling import chunks
 
 WORKER = Path(__file__).parent / "processes_worker.py"
 TIMEOUT = 500  # of a busy machine; a quiet one needs a tenth
@@ -190,17 +193,51 @@ def test_pad_of_draws_copies_the_last_row(two):
         assert process["pad_copies"]
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Give ``ended(how)``: the folder of a run of two that lost one, their codes, what they said."""
+
+    @functools.cache
+    def run(how):
+        out = tmp_path_factory.mktemp(how)
+        codes, logs = launch(how, 2, out)
+        return out, codes, logs, time.time()
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("how", "code", "says"),
     [("killed", -9, ""), ("raised", 1, "process 1 of 2 ends by its error: OSError: the disk")],
 )
-def test_a_process_that_ends_ends_the_others_soon(how, code, says, tmp_path):
-    codes, (of_other, of_ended) = launch(how, 2, tmp_path)
-    ended = time.time()
+def test_a_process_that_ends_ends_the_others_soon(how, code, says, ended):
+    out, codes, (of_other, of_ended), at = ended(how)
     assert codes[1] == code and codes[0] not in (0, None)
-    assert ended - float((tmp_path / "died").read_text()) < BOUND
+    assert at - float((out / "died").read_text()) < BOUND
     assert "another process of this run has ended" in of_other or "another task died" in of_other
     assert says in of_ended
+
+
+def test_a_run_goes_on_from_what_a_killed_process_of_two_has_left(ended, monkeypatch):
+    """On two processes to the bit, on one to rounding; and only if all are given the same."""
+    out, *_ = ended("killed")
+    copied = shutil.copytree(out / "run", out / "copy")
+    found, values, _ = results_of("goes_on", 2, out)
+    num_draws = model.LONG["num_samples"]
+    for process in found:
+        assert 0 < process["before"] < num_draws == process["draws"]
+        assert process["equal"] == {"slope": True, "spread": True, "effect": True}
+        assert process["disagree"].startswith("ProcessesDisagree: resume: ")
+        assert "num_samples: process 0 has 7; process 1 has 8" in process["disagree"]
+        assert "part0'; process 1 has" in process["elsewhere"]
+    monkeypatch.setattr(chunks, "next_size", lambda count, seconds: model.CHUNK)
+    mesh = gm.make_mesh(data=2, devices=jax.devices()[:2])
+    target = model.target_of(gm.place(model.rows(), mesh, P("data")))
+    alone = gm.resume(copied, target, progress=False)
+    assert alone.num_draws == num_draws
+    for name, expected in values[0].items():
+        assert apart(np.asarray(alone.position[name][...]), expected) < 1e-3, name
+    assert apart(values[0]["slope"][0], values[0]["slope"][1]) > 1e-2  # another chain's, so measured
 
 
 def test_a_process_alone_stays_alone(tmp_path):

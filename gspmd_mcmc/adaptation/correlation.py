@@ -203,7 +203,7 @@ def change_of_scale(kernel: Any, metric: Any, states: Any) -> jax.Array:
 
 
 def first_step_size(kernel: Any, states: Any, dimension: int) -> jax.Array:
-    """Return a step in which the gradient turns a direction by a quarter, or the kernel's if it is zero."""
+    """Return a step in which the gradient turns a direction by a quarter; the kernel's if it is 0."""
     now = kernel.step_size
     found = 0.25 * (dimension - 1) / steepness(kernel, states)
     return jnp.where(jnp.isfinite(found), found, now).astype(now.dtype)

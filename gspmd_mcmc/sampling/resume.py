@@ -6,11 +6,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from gspmd_mcmc.placement.processes import spans_processes
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved
 from gspmd_mcmc.sampling.memory import explained
 from gspmd_mcmc.sampling.observing import ChunkReport
 from gspmd_mcmc.sampling.rebuilding import rebuild
+from gspmd_mcmc.sampling.same_run import require_same_run
 from gspmd_mcmc.sampling.sample import common_mesh, warn_of
 
 
@@ -61,10 +63,17 @@ def resume(
         If the folder cannot be written to, or another process that lives writes to it.
     Preempted
         After SIGTERM: the run is saved first.
+    ProcessesDisagree
+        If the processes of a run on several are given different things, or see no common folder.
     """
-    if not Path(path).is_dir():
-        raise FileNotFoundError(f"path: there is no folder {path}")
     mesh = common_mesh(mesh, target)
+    is_there = Path(path).is_dir()
+    if mesh is not None and spans_processes(mesh):
+        # A folder of one machine that the others do not share is no place for a run.
+        settings = {"path": str(path), "path is a folder": is_there, "num_samples": num_samples}
+        require_same_run("resume", mesh, target, {}, settings)
+    if not is_there:
+        raise FileNotFoundError(f"path: there is no folder {path}")
     with explained(target) as known, kept_in(path, is_resumed=True) as checkpoints:
         assert checkpoints is not None
         run, document = rebuild(checkpoints, target, mesh, num_samples)

@@ -18,7 +18,7 @@ PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def require_same_run(
-    mesh: Mesh, rng_key: jax.Array, target: Any, given: dict[str, Any], settings: dict[str, Any]
+    call: str, mesh: Mesh, target: Any, given: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     """Raise, on every process, unless all of them were given the same run.
 
@@ -27,23 +27,25 @@ def require_same_run(
 
     Parameters
     ----------
-    mesh, rng_key, target
-        As given to `sample`.
+    call
+        The function that was called.
+    mesh, target
+        As given to it.
     given
         Name of an argument to a position, kernel, adaptation or function.
     settings
-        Name of an argument to a number.
+        Name of an argument to a number, text or key.
 
     Raises
     ------
     ProcessesDisagree
         With each thing that differs, and where.
     """
-    facts = {"jax": jax.__version__, "mesh": str(dict(mesh.shape)), "rng_key": _value(rng_key)}
-    facts |= {name: repr(value) for name, value in settings.items()}
+    facts = {"jax": jax.__version__, "mesh": str(dict(mesh.shape))}
+    facts |= {name: _value(value) for name, value in settings.items()}
     for name, thing in ({"target": target} | given).items():
         facts |= _facts(name, thing)
-    require_agreement("sample", facts)
+    require_agreement(call, facts)
 
 
 def _facts(name: str, thing: Any) -> dict[str, str]:

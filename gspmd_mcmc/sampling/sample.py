@@ -153,8 +153,9 @@ def sample(
     in_company = spans_processes(mesh)
     if in_company and mesh is not None:
         given = {"initial_position": initial_position, "kernel": kernel, "warmup": warmup}
-        settings = counts | {"device_bytes": device_bytes}
-        require_same_run(mesh, rng_key, target, given | {"collect": collect}, settings)
+        settings = counts | {"rng_key": rng_key, "device_bytes": device_bytes, "every": every}
+        settings |= {"to": repr(to), "checkpoint": str(checkpoint)}
+        require_same_run("sample", mesh, target, given | {"collect": collect}, settings)
     first_step = earlier.num_steps if earlier is not None else 0
     start_key, step_key = jax.random.split(rng_key)
     folder, memory = kept_in(checkpoint), explained(target)
