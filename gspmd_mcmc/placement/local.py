@@ -120,9 +120,10 @@ def place_from_reader(reader: Reader, shape: tuple[int, ...], dtype: Any, mesh: 
 
         def read(start, stop):
             first, last = np.searchsorted(ends, [start, stop - 1], side="right")
-            table = file.read_row_groups(range(first, last + 1), columns=["x", "y"])
+            table = file.read_row_groups(list(range(first, last + 1)), columns=["x", "y"])
             skipped = start - (ends[first] - groups[first])
-            return table.slice(skipped, stop - start).to_pandas().to_numpy(np.float32)
+            rows = table.slice(skipped, stop - start)
+            return np.column_stack([rows["x"], rows["y"]]).astype(np.float32)
 
         place_from_reader(read, (int(ends[-1]), 2), np.float32, mesh, P("data"))
     """
