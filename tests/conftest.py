@@ -2,10 +2,10 @@
 
 Compiling is most of what tests take, so LLVM optimises nothing (``jax_disable_most_optimizations``),
 and fusions become machine code by XLA's older way, which takes half the time; so too in processes that
-tests begin. XLA's own passes run as ever: the HLO that tests read, its collectives and its memory, is
-what a user gets. Machine code is not, so tests that ask for equal bits, or for sums that a compiler
-might rewrite, are compiled as a user's programs are: whole files by `AS_A_USERS`, single tests by the
-fixture ``compiled_as_a_users``.
+tests begin. XLA's passes up to fusion run as ever: the collectives that tests count are those that a
+user gets. Machine code is not, nor is each fusion, so tests that ask for equal bits, for sums that a
+compiler might rewrite or for the text of programs are compiled as a user's programs are: whole files by
+`AS_A_USERS`, single tests by the fixture ``compiled_as_a_users``.
 """
 
 import functools
@@ -29,7 +29,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # TwoSum; random bits and samples of other programs; every kind of line that the compiler writes.
 AS_A_USERS = ("test_energy", "test_positional", "test_sharded", "test_installed_hlo")
 
-AS_A_USERS_PROCESS = dict(os.environ)
+AS_A_USERS_PROCESS = dict(os.environ)  # the variables of one
 
 # Files whose tests run whole demos or many chains: begun first, so that no process ends long after
 # the other.
