@@ -140,7 +140,7 @@ def test_processes_that_are_given_different_things_say_which(two):
             assert found[case].startswith("ProcessesDisagree: ")
         assert "leaf ['x']: process 0 has float32[8, 2]" in found["shape"]
         assert "process 1 has float32[9, 2]" in found["shape"]
-        assert "under P(); process 1" in found["spec"]
+        assert f"under {P()}; process 1" in found["spec"]
         assert "process 0 has int32 rows" in found["dtype"]
         assert "rng_key: process 0 has threefry2x32 key [0, 0]; process 1" in found["key"]
         assert "num_samples: process 0 has 5; process 1 has 6" in found["settings"]
