@@ -15,7 +15,8 @@ def record() -> dict[str, object]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "commit": _git("rev-parse", "HEAD"),
-        "modified": bool(_git("status", "--porcelain")),
+        # Code alone: a benchmark writes its results into the repository.
+        "modified": bool(_git("status", "--porcelain", "--", ":/*.py")),
     }
 
 
