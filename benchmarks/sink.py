@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -86,17 +87,7 @@ def run(data_dir: str, num_samples: int, leapfrogs: int, flush_seconds: float, h
     folder = Path(tempfile.mkdtemp(prefix="sink-"))
     to = gm.ZarrSink(folder / "draws", chunk_bytes=2**22, flush_seconds=flush_seconds)
     began = time.perf_counter()
-    draws = gm.sample(
-        jax.random.key(0),
-        kernel.target,
-        mnist_data.start_position(1),
-        kernel=kernel,
-        num_chains=1,
-        num_warmup=0,
-        num_samples=num_samples,
-        to=to if has_sink else None,
-        progress=False,
-    )
+    draws = sample_one_chain(kernel, num_samples=num_samples, to=to if has_sink else None)
     jax.block_until_ready(draws.state)
     seconds = time.perf_counter() - began
     shutil.rmtree(folder)
@@ -113,6 +104,16 @@ def kernel_on_mnist(data_dir: str, leapfrogs: int):
     mesh = gm.make_mesh(data=1, devices=jax.devices()[:1])
     rows = gm.place({"image": data.images, "label": data.labels}, mesh, PartitionSpec("data"))
     return gm.HMC(gm.Posterior(log_prior, gm.Plate(log_likelihood, rows)), 1e-3, leapfrogs)
+
+
+def sample_one_chain(kernel: Any, **options):
+    """Sample from the fixed start, without warm-up."""
+    import jax
+
+    import gspmd_mcmc as gm
+
+    given = {"kernel": kernel, "num_chains": 1, "num_warmup": 0, "progress": False} | options
+    return gm.sample(jax.random.key(0), kernel.target, mnist_data.start_position(1), **given)
 
 
 def log_prior(params):

@@ -1,9 +1,10 @@
 """A long run on MNIST with a sink and checkpoints: whether memory and open files stay what they are.
 
-``python -m benchmarks soak --data-dir DIR [--minutes 30] [--every 60] [--out FILE.json]``. Logistic
-regression on all images, one chain, HMC. After each chunk the resident memory and the open files are
-noted; the run ends by itself (Ctrl-C's way) when the time is over. The slope is that of a line through
-the memory after the first fifth, by which time all is compiled and both buffers have been written.
+``python -m benchmarks soak --data-dir DIR [--minutes 30] [--every 60] [--leapfrogs 20]
+[--out FILE.json]``. Logistic regression on all images, one chain, HMC. After each chunk the resident
+memory and the open files are noted; the run ends by itself (Ctrl-C's way) when the time is over. The
+slope is that of a line through the memory after the first fifth, by which time all is compiled and both
+buffers have been written.
 """
 
 import argparse
@@ -16,14 +17,13 @@ import time
 import warnings
 from pathlib import Path
 
-import jax
 import numpy as np
 
 import gspmd_mcmc as gm
-from benchmarks import environment, mnist_data
-from benchmarks.sink import kernel_on_mnist
+from benchmarks import environment
+from benchmarks.sink import kernel_on_mnist, sample_one_chain
 
-LEAPFROGS, MANY = 20, 1_000_000
+MANY = 1_000_000  # draws, more than there is time for
 SETTLED = 0.2  # share of the run that is left out of the slope
 OPEN_FILES = Path("/proc/self/fd")
 
@@ -59,6 +59,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"))
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between checkpoints")
+    parser.add_argument("--leapfrogs", type=int, default=20, help="of a draw")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     if not options.data_dir:
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     watch = Watch(60 * options.minutes)
     try:
-        num_draws = soak(options.data_dir, folder, options.every, watch)
+        num_draws = soak(options.data_dir, options.leapfrogs, folder, options.every, watch)
     finally:
         shutil.rmtree(folder)
     found = {"draws": num_draws, **trends(watch)}
@@ -83,24 +84,18 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def soak(data_dir: str, folder: Path, every: float, watch: Watch) -> int:
+def soak(data_dir: str, leapfrogs: int, folder: Path, every: float, watch: Watch) -> int:
     """Sample until the watch says stop; return how many draws are on disk."""
-    kernel = kernel_on_mnist(data_dir, LEAPFROGS)
+    kernel = kernel_on_mnist(data_dir, leapfrogs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gm.SamplingWarning)  # that it was stopped
-        gm.sample(
-            jax.random.key(0),
-            kernel.target,
-            mnist_data.start_position(1),
-            kernel=kernel,
-            num_chains=1,
-            num_warmup=0,
+        sample_one_chain(
+            kernel,
             num_samples=MANY,
             to=gm.ZarrSink(folder / "draws", chunk_bytes=2**22, flush_seconds=5.0),
             checkpoint=folder / "run",
             every=every,
             callback=watch,
-            progress=False,
         )
     return gm.open_draws(folder / "draws").num_draws
 

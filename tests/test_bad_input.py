@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.adaptation import dual_averaging
 from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.diagnostics.summary import summarise
 
@@ -512,6 +513,17 @@ def test_a_warm_up_in_which_nothing_can_move_ends_with_a_step_size_and_says_so(k
         draws = sample(target, start, kernel=kernel, num_warmup=300, num_samples=10)
     assert not np.any(draws.position) and 0 < draws.kernel.step_size < np.inf
     assert "no chain has moved" in str(draws.summary())
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_a_step_size_that_nothing_stops_stays_in_float32(rate):
+    def update(i, state):
+        return dual_averaging.update(state, jnp.float32(rate), 0.8)
+
+    state = jax.lax.fori_loop(0, 5000, update, dual_averaging.init(jnp.float32(1)))
+    bound = (dual_averaging.LEAST_STEP_SIZE, dual_averaging.MOST_STEP_SIZE)[int(rate)]
+    assert float(jnp.exp(state.log_step_size)) == pytest.approx(bound, rel=1e-3, abs=0)
+    assert float(dual_averaging.final_step_size(state)) == pytest.approx(bound, rel=1e-3, abs=0)
 
 
 def test_an_axis_of_no_chains_is_refused():
