@@ -20,7 +20,7 @@ def write_files(folder):
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (NUM_ROWS, 784), np.uint8)
     images.tofile(folder / "images.u8")
-    zarr.save_array(folder / "images.zarr", images)
+    zarr.create_array(folder / "images.zarr", data=images)
     columns = {name: rng.normal(size=NUM_ROWS).astype(np.float32) for name in ("x", "unread", "y")}
     table = pyarrow.table({name: pyarrow.array(x) for name, x in columns.items()})
     pyarrow.parquet.write_table(table, folder / "table.parquet", row_group_size=GROUP)
