@@ -14,7 +14,10 @@ NAMES = (
     "soak",
     "survival",
 )
-BENCHMARKS = {name: f"benchmarks.{name}" for name in NAMES} | {"validate": "benchmarks.validation.run"}
+BENCHMARKS = {name: f"benchmarks.{name}" for name in NAMES} | {
+    "compile": "benchmarks.compiling",
+    "validate": "benchmarks.validation.run",
+}
 
 
 def main(argv: list[str]) -> int:

@@ -1,10 +1,11 @@
 """A long run on MNIST with a sink and checkpoints: whether memory and open files stay what they are.
 
-``python -m benchmarks soak --data-dir DIR [--minutes 30] [--every 60] [--leapfrogs 20]
+``python -m benchmarks soak --data-dir DIR [--minutes 30] [--every 10] [--leapfrogs 20]
 [--out FILE.json]``. Logistic regression on all images, one chain, HMC. After each chunk the resident
-memory and the open files are noted; the run ends by itself (Ctrl-C's way) when the time is over. The
-slope is that of a line through the memory after the first fifth, by which time all is compiled and both
-buffers have been written.
+memory, what of it the allocator has in use, and the open files are noted; the run ends by itself
+(Ctrl-C's way) when the time is over. Slopes are those of lines through the sizes after the first fifth,
+by which time all is compiled, both buffers have been written, and some tens of checkpoints too, each in
+threads of its own, until the allocator's arenas, one a thread, have all grown as large as they get.
 """
 
 import argparse
@@ -41,6 +42,7 @@ class Watch:
         self.seconds, self.began = seconds, time.monotonic()
         self.times: list[float] = []
         self.rss: list[int] = []
+        self.heap: list[int] = []
         self.files: list[int] = []
 
     def __call__(self, report: gm.ChunkReport) -> None:
@@ -48,6 +50,7 @@ class Watch:
         now = time.monotonic() - self.began
         self.times.append(now)
         self.rss.append(environment.rss_bytes() or 0)
+        self.heap.append(environment.heap_bytes() or 0)
         self.files.append(len(list(OPEN_FILES.iterdir())) if OPEN_FILES.exists() else 0)
         if now > self.seconds and len(self.times) > 1:
             os.kill(os.getpid(), signal.SIGINT)
@@ -58,7 +61,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks soak", description=__doc__)
     parser.add_argument("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"))
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--every", type=float, default=60.0, help="seconds between checkpoints")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between checkpoints")
     parser.add_argument("--leapfrogs", type=int, default=20, help="of a draw")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
@@ -73,12 +76,18 @@ def main(argv: list[str]) -> int:
     found = {"draws": num_draws, **trends(watch)}
     print(
         f"{found['draws']} draws in {found['minutes']:.1f} minutes: memory {found['rss_mb']:.0f} MB, "
-        f"slope {found['slope_mb_a_minute']:+.3f} MB a minute; open files {found['files'][0]} to "
+        f"slope {found['slope_mb_a_minute']:+.3f} MB a minute, {found['heap_mb']:.0f} MB of it in use, "
+        f"slope {found['heap_slope_mb_a_minute']:+.3f}; open files {found['files'][0]} to "
         f"{found['files'][1]}, at the end {found['files'][2]}"
     )
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        series = {"seconds": watch.times, "rss_bytes": watch.rss, "open_files": watch.files}
+        series = {
+            "seconds": watch.times,
+            "rss_bytes": watch.rss,
+            "heap_bytes": watch.heap,
+            "open_files": watch.files,
+        }
         document = {"benchmark": "soak", "machine": environment.record(), **found, **series}
         options.out.write_text(json.dumps(document) + "\n")
     return 0
@@ -101,14 +110,21 @@ def soak(data_dir: str, leapfrogs: int, folder: Path, every: float, watch: Watch
 
 
 def trends(watch: Watch) -> dict[str, object]:
-    """Return the slope of memory, and the least, most and last number of open files, once settled."""
-    times, rss = np.asarray(watch.times), np.asarray(watch.rss) / 1e6
-    files = np.asarray(watch.files)
+    """Return means and slopes of memory, and the least, most and last open files, once settled."""
+    times, files = np.asarray(watch.times), np.asarray(watch.files)
     late = times >= SETTLED * times[-1]
-    slope = np.polyfit(times[late] / 60, rss[late], 1)[0] if late.sum() > 1 else 0.0
+
+    def line(sizes: list[int]) -> tuple[float, float]:
+        megabytes = np.asarray(sizes)[late] / 1e6
+        slope = np.polyfit(times[late] / 60, megabytes, 1)[0] if late.sum() > 1 else 0.0
+        return float(megabytes.mean()), float(slope)
+
+    (rss, rss_slope), (heap, heap_slope) = line(watch.rss), line(watch.heap)
     return {
         "minutes": float(times[-1] / 60),
-        "rss_mb": float(rss[late].mean()),
-        "slope_mb_a_minute": float(slope),
+        "rss_mb": rss,
+        "slope_mb_a_minute": rss_slope,
+        "heap_mb": heap,
+        "heap_slope_mb_a_minute": heap_slope,
         "files": [int(files[late].min()), int(files[late].max()), int(files[-1])],
     }

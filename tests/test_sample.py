@@ -594,12 +594,17 @@ def test_the_count_of_compilations_sees_a_new_program(compiled):
     assert len(beyond_one_operation(compiled)) > 0
 
 
-def test_other_numbers_compile_nothing(warm, compiled):
-    sample(rng_key=jax.random.key(9), num_warmup=490, num_samples=1000)
-    other = gm.LogDensity(
-        gaussian, *jax.tree.map(lambda x: jnp.asarray(np.asarray(x) + 1), TARGET.data)
-    )
-    sample(other, num_warmup=500, num_samples=1000)
+@pytest.fixture
+def others():
+    """Another key, and a target of the same form with other data: making them compiles programs too."""
+    data = jax.tree.map(lambda x: jnp.asarray(np.asarray(x) + 1), TARGET.data)
+    return jax.random.key(9), gm.LogDensity(gaussian, *data)
+
+
+def test_other_numbers_compile_nothing(warm, others, compiled):
+    rng_key, target = others
+    sample(rng_key=rng_key, num_warmup=490, num_samples=1000)
+    sample(target, num_warmup=500, num_samples=1000)
     assert compiled == []
 
 
