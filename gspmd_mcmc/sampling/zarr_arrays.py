@@ -154,7 +154,7 @@ class ArrayOnDisk:
     """
 
     def __init__(self, folder: Path, path: str, document: Document):
-        self._store = zarr_format.open_array(folder / path, document)
+        self._store = zarr_format.open_array(folder / path, document, is_written=True)
         self.shape, self.dtype = tuple(document["shape"]), np.dtype(document["data_type"])
 
     def write(self, buffer: jax.Array, start: int, count: int, first: int) -> None:
@@ -185,5 +185,5 @@ def write_coordinates(folder: Path, documents: dict[str, Document]) -> None:
     """Write 0, 1, 2, ... to the coordinates, ahead of the draws."""
     for path, document in documents.items():
         if path.endswith(("/chain", "/draw")):
-            store = zarr_format.open_array(folder / path, document)
+            store = zarr_format.open_array(folder / path, document, is_written=True)
             store.write(np.arange(document["shape"][0])).result()

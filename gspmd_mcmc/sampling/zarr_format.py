@@ -7,6 +7,7 @@ Chunks that it does not cover yet are on disk, and nobody sees them.
 """
 
 import copy
+import functools
 import json
 import math
 import os
@@ -247,14 +248,27 @@ def difference(there: dict[str, Document], here: dict[str, Document]) -> str:
     return ""
 
 
-def open_array(where: Path, document: Document) -> Any:
+def open_array(where: Path, document: Document, *, is_written: bool = False) -> Any:
     """Open an array by the document given, whatever its own says of its length."""
     spec = {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": f"{where}/"},
         "metadata": {key: document[key] for key in document if key not in ("zarr_format", "node_type")},
     }
-    return need("tensorstore", "storage").open(spec, open=True, assume_metadata=True).result()
+    tensorstore = need("tensorstore", "storage")
+    context = _few_threads() if is_written else None
+    return tensorstore.open(spec, open=True, assume_metadata=True, context=context).result()
+
+
+@functools.cache
+def _few_threads() -> Any:
+    """Return the context of all writes: a thread that packs and a thread that writes.
+
+    Writes go beside the run, and have its time. Each further thread would keep memory of its own for
+    good, as C's allocator gives it: about 20 MB, which grow in the first thousands of writes.
+    """
+    limits = {name: {"limit": 1} for name in ("data_copy_concurrency", "file_io_concurrency")}
+    return need("tensorstore", "storage").Context(limits)
 
 
 def steps_of(path: jax.tree_util.KeyPath) -> list[list]:
