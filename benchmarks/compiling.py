@@ -58,7 +58,7 @@ def calls(data_dir: str, kernel: str, mesh: str, rows: int) -> dict:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     compiling, names = Compiling(), []
 
-    def listen(event: str, duration: float, **details: object) -> None:
+    def listen(event: str, duration_secs: float, **details: str | int) -> None:
         if event == COMPILED:
             names.append(str(details.get("fun_name", event)))
 
