@@ -93,7 +93,7 @@ def test_windows_follow_each_other(num_warmup):
     ends = [w.end for w in windows]
     assert [w.start for w in windows] == [0, *ends][:-1] and all(w.start < w.end for w in windows)
     assert ends[-1:] == [num_warmup][: len(ends)]
-    assert [w.learns_metric for w in windows] == ([False, True, True, True, False])[: len(ends)]
+    assert [w.learns_metric for w in windows] == [False, *[True] * 5, False][: len(ends)]
 
 
 # The criteria, on the exact flow of a Gaussian, against finite differences and NumPy

@@ -27,12 +27,14 @@ from gspmd_mcmc.kernels.hmc import HMC
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.tree import PyTree, pytree, static
 
-# Where windows end, in parts of warm-up. The first finds the posterior, with no metric yet; three learn
-# a metric each; the last, with that metric, the step size and the trajectory length.
-WINDOW_ENDS = (0.05, 0.1, 0.2, 0.5, 1.0)
+# Where windows end, in parts of warm-up. The first finds the posterior, with no metric yet; five learn
+# a metric each; the last, with that metric, the step size and the trajectory length. Where coefficients
+# are strongly correlated chains come together only with a metric that knows it, and that is learned
+# only from chains that have: each of many short windows mixes better than the one before.
+WINDOW_ENDS = (0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0)
 # The mean number of leapfrogs that the first trajectories have, and the first ones with a metric; and
 # the most that any has until there is one.
-FIRST_LEAPFROGS, FIRST_MAX_LEAPFROGS = 4, 32
+FIRST_LEAPFROGS, FIRST_MAX_LEAPFROGS = 4, 128
 # A step's acceptance rates count as this much at least in their harmonic mean: one alone could else
 # bring it to zero.
 LEAST_RATE = 0.05
