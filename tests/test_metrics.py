@@ -15,7 +15,7 @@ import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.dense import Dense, DenseBlock
 from gspmd_mcmc.adaptation.low_rank import LowRank, slot_of
-from gspmd_mcmc.adaptation.metrics import Diagonal
+from gspmd_mcmc.adaptation.metrics import AGREEMENT, Diagonal
 from gspmd_mcmc.adaptation.rotated import Rotated
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.metrics_dense import DenseMetric
@@ -321,6 +321,19 @@ def test_a_chain_that_is_stuck_far_away_stretches_no_direction(estimator):
     x[:, 3] = 1000
     spread = relative_spread(inverse_of(learn(estimator, split(x))), np.eye(SIZE))
     assert spread < 1.3
+
+
+def test_chains_that_agree_in_some_elements_only_stretch_nothing_that_is_stiff():
+    axes = an_orthogonal(SIZE, np.random.default_rng(4))
+    covariance = (axes * np.logspace(-5, 0, SIZE)) @ axes.T
+    x, slow = draws_of(covariance), axes[:, -1]
+    shifts = np.linspace(-1, 1, CHAINS)
+    x = x + 1.2 * shifts[None, :, None] * slow
+    within, between = x.var(axis=0).mean(axis=0), x.mean(axis=0).var(axis=0, ddof=1)
+    do_agree = within + between < AGREEMENT**2 * within
+    assert do_agree.any() and not do_agree.all()
+    inverse = inverse_of(learn(Dense(), split((x - 3.0).astype(np.float32))))
+    assert np.linalg.eigvals(np.linalg.solve(inverse, covariance)).real.min() > 0.5
 
 
 @jax.jit

@@ -13,7 +13,6 @@ from gspmd_mcmc.adaptation.metrics import (
     agrees,
     deviation,
     like,
-    own_variance,
     regularised_variance,
     weight_of_draws,
 )
@@ -97,7 +96,7 @@ class DenseBlock:
             _factor(covariance, keep, freedom * len(mean)).astype(groups.dtype)
             for covariance, mean in zip(pooled, means, strict=True)
         ]
-        own = groups.vectors(own_variance(moments.moments))
+        own = [_own_variance(covariance) for covariance in pooled]
         variances = groups.replace(regularised_variance(moments.moments), own)
         return DenseMetric(like(variances, positions), factors, self._names(positions))
 
@@ -137,13 +136,24 @@ def _outer(x: jax.Array) -> jax.Array:
 def _pooled_covariance(covariances: jax.Array, means: jax.Array) -> jax.Array:
     """Covariance [d, d] over chains, from those within chains [chains, d, d] and means [chains, d].
 
-    That of the chains' means is added for elements in which they agree, as in `pooled_variance`.
+    That of the chains' means is added where the chains agree, as in `pooled_variance`, but only if they
+    do in every element: some elements' part of it would have other correlations than the whole, and so
+    stretch what should be stiff.
     """
     within, chains = jnp.mean(covariances, axis=0), means.shape[0]
     spread = deviation(means)
-    between = jnp.sum(spread**2, axis=0) / max(chains - 1, 1)
-    spread = jnp.where(agrees(jnp.diagonal(within), between)[None], spread, 0)
-    return within + spread.T @ spread / max(chains - 1, 1)
+    between = spread.T @ spread / max(chains - 1, 1)
+    do_agree = jnp.all(agrees(jnp.diagonal(within), jnp.diagonal(between)))
+    return within + jnp.where(do_agree, between, 0)
+
+
+def _own_variance(covariance: jax.Array) -> jax.Array:
+    """Return its diagonal as it is; where nothing has moved, what nothing is known to be.
+
+    A shrinkage of one scale for all would undo correlations of elements whose scale is smaller.
+    """
+    variances = jnp.diagonal(covariance)
+    return jnp.where(variances > 0, variances, PRIOR_VARIANCE)
 
 
 def _factor(covariance: jax.Array, keep: jax.Array, num_draws: jax.Array) -> jax.Array:
