@@ -245,6 +245,33 @@ def test_chains_are_stuck_by_recent_rates_and_never_most_of_them():
     assert not np.any(restart.are_stuck(jnp.asarray([0.0, 0.05, 0.5, 0.9])))
 
 
+def two_modes(x):
+    """A mode at 0, and one at 100 that is as wide and holds e^-1000 of the mass."""
+    return jnp.logaddexp(-0.5 * jnp.sum(x**2), -1000 - 0.5 * jnp.sum((x - 100) ** 2))
+
+
+def after_a_window(num_far):
+    """Where 8 chains that all accept are after a window's end, some of them far away before."""
+    start = jnp.ones((8, 3)).at[:num_far].set(100.0)
+    kernel = JitteredHMC(gm.LogDensity(two_modes), 0.1, 1.0)
+    states = jax.vmap(kernel.init)(start)
+    adaptation = ChEESAdaptation()
+    state = tree.replace(adaptation.init(kernel, states), rates=jnp.ones(8))
+    return adaptation.end(state, kernel, states, jax.random.key(0), False)[1].position
+
+
+def test_lost_chains_go_on_where_others_are(monkeypatch):
+    np.testing.assert_array_equal(after_a_window(3), jnp.ones((8, 3)))
+    assert int(jnp.sum(after_a_window(5)[:, 0] == 100)) == 5  # most chains are not lost
+    monkeypatch.setattr(restart, "LOST_AN_ELEMENT", 400.0)
+    assert int(jnp.sum(after_a_window(3)[:, 0] == 100)) == 3
+
+
+def test_no_chain_is_lost_within_fifty_nats_and_five_an_element():
+    below = jnp.asarray([0.0, 0.0, 0.0, 65.0, 66.0])
+    np.testing.assert_array_equal(restart.are_lost(-below, 3), [*[False] * 4, True])
+
+
 @jax.jit
 def step_size_with_a_stuck_chain():
     """Tune the step size of four chains: three accept exp(-step size), one needs a tiny step size."""

@@ -25,6 +25,7 @@ from gspmd_mcmc.adaptation.window import first_metric
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.hmc import HMC
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
+from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import PyTree, pytree, static
 
 # Where windows end, in parts of warm-up. The first finds the posterior, with no metric yet; five learn
@@ -89,7 +90,10 @@ class ChEESAdaptation:
     """Settings of a warm-up of `JitteredHMC` by many chains together; 32 or more are advised.
 
     Chains whose recent acceptance rate is under 0.1, while most others move, have no part in the shared
-    step size, and at the end of a window each takes the state of another, drawn at random.
+    step size, and at the end of a window each takes the state of another, drawn at random. So does a
+    chain that is lost: its log density is below the median of all by 50 nats and 5 for each element of
+    the position. Its place would have to be e⁵ = 148 times as wide as the others', in every direction,
+    to hold e⁻⁵⁰ of their mass.
 
     Parameters
     ----------
@@ -248,8 +252,10 @@ class ChEESAdaptation:
     def end(
         self, state: ChEESState, kernel: Any, states: Any, rng_key: jax.Array, learns_metric: bool
     ) -> tuple[ChEESState, Any]:
-        """End a window: restart stuck chains from others, and learn the metric."""
-        is_stuck = restart.are_stuck(state.rates)
+        """End a window: restart stuck and lost chains from others, and learn the metric."""
+        one = jax.tree.map(lambda x: x[0], states.position)
+        size = local.num_elements(kernel.target, one)
+        is_stuck = restart.are_stuck(state.rates) | restart.are_lost(states.log_density, size)
         moved = restart.restarted(rng_key, states, is_stuck)
         state = tree.replace(state, rates=jnp.where(is_stuck, restart.STUCK_RATE, state.rates))
         if not learns_metric:

@@ -1,7 +1,9 @@
-"""Stuck chains: told from the others by their acceptance rates, and restarted from them.
+"""Stuck and lost chains: told from the others, and restarted from them.
 
 A chain that starts in a bad place can reject everything that suits the rest. Were it to count, it would
-drive a shared step size down for all; left where it is, it would never join them.
+drive a shared step size down for all; left where it is, it would never join them. Or it wanders where
+there is next to no mass (a mixture whose one component has collapsed onto a datum), and the metric and
+the trajectory length that all share become what suits that place.
 """
 
 from typing import Any
@@ -12,6 +14,8 @@ import jax.numpy as jnp
 STUCK_RATE = 0.1
 # Weight of the newest step in a chain's recent acceptance rate: its memory is about ten steps.
 NEWEST = 0.1
+# How far below the others, in nats, a chain is lost: this, and this for each element of the position.
+LOST, LOST_AN_ELEMENT = 50.0, 5.0
 
 
 def no_rates(like: jax.Array) -> jax.Array:
@@ -38,8 +42,18 @@ def are_stuck(rates: jax.Array) -> jax.Array:
     return is_stuck & (2 * jnp.sum(is_stuck) < is_stuck.size)
 
 
+def are_lost(log_densities: jax.Array, num_elements: jax.Array | int) -> jax.Array:
+    """Tell of each chain whether it is lost: 50 nats and 5 an element below the median.
+
+    Where it is would have to be e⁵ = 148 times as wide as where the others are, in every direction, to
+    hold e⁻⁵⁰ of their mass; so a mode is not taken for a bad place. Fewer than half are lost.
+    """
+    below = jnp.median(log_densities) - log_densities
+    return below > LOST + LOST_AN_ELEMENT * num_elements
+
+
 def restarted(rng_key: jax.Array, states: Any, is_stuck: jax.Array) -> Any:
-    """Put each stuck chain where another one is, drawn from those that are not stuck.
+    """Put each stuck or lost chain where another one is, drawn from those that are neither.
 
     Parameters
     ----------

@@ -212,6 +212,12 @@ def zero_pad(target: Any, momentum: PyTree) -> PyTree:
     return _map_rows(target, momentum, lambda x, rows: jnp.where(rows.is_real(x.ndim), x, 0))
 
 
+def num_elements(target: Any, position: PyTree) -> int:
+    """Return how many numbers a position has, the pad of local leaves left out."""
+    pairs = zip(jax.tree.leaves(position), rows_of(target, position), strict=True)
+    return sum(x.size if r is None else x.size // r.num_padded * r.num_rows for x, r in pairs)
+
+
 def cut(target: Any, position: PyTree) -> PyTree:
     """Cut the pad of local leaves off, inside a program or outside."""
     return _map_rows(target, position, lambda x, rows: cut_rows(x, rows, 0))
