@@ -13,6 +13,7 @@ from gspmd_mcmc.adaptation.metrics import (
     agrees,
     deviation,
     like,
+    own_variance,
     regularised_variance,
     weight_of_draws,
 )
@@ -96,7 +97,7 @@ class DenseBlock:
             _factor(covariance, keep, freedom * len(mean)).astype(groups.dtype)
             for covariance, mean in zip(pooled, means, strict=True)
         ]
-        own = [_own_variance(covariance) for covariance in pooled]
+        own = [own_variance(jnp.diagonal(covariance)) for covariance in pooled]
         variances = groups.replace(regularised_variance(moments.moments), own)
         return DenseMetric(like(variances, positions), factors, self._names(positions))
 
@@ -145,15 +146,6 @@ def _pooled_covariance(covariances: jax.Array, means: jax.Array) -> jax.Array:
     between = spread.T @ spread / max(chains - 1, 1)
     do_agree = jnp.all(agrees(jnp.diagonal(within), jnp.diagonal(between)))
     return within + jnp.where(do_agree, between, 0)
-
-
-def _own_variance(covariance: jax.Array) -> jax.Array:
-    """Return its diagonal as it is; where nothing has moved, what nothing is known to be.
-
-    A shrinkage of one scale for all would undo correlations of elements whose scale is smaller.
-    """
-    variances = jnp.diagonal(covariance)
-    return jnp.where(variances > 0, variances, PRIOR_VARIANCE)
 
 
 def _factor(covariance: jax.Array, keep: jax.Array, num_draws: jax.Array) -> jax.Array:

@@ -21,7 +21,13 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import moments as streaming
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation.metrics import agrees, deviation, like, own_variance
+from gspmd_mcmc.adaptation.metrics import (
+    agrees,
+    deviation,
+    like,
+    own_variance,
+    pooled_variance,
+)
 from gspmd_mcmc.kernels.metrics_low_rank import LowRankMetric
 from gspmd_mcmc.moments import Moments
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
@@ -98,7 +104,8 @@ class LowRank:
         freedom = jnp.maximum(jax.tree.leaves(positions)[0].shape[0] * (count - 1), 1)
         whitened = _whiten(moments, count, freedom)
         residual, vectors, eigenvalues = fit_factors(whitened, freedom, self.rank)
-        variances = jax.tree.map(jnp.multiply, own_variance(moments.moments), residual)
+        own = own_variance(pooled_variance(moments.moments))
+        variances = jax.tree.map(jnp.multiply, own, residual)
         return LowRankMetric(
             variances=like(variances, positions),
             vectors=like(vectors, positions),

@@ -110,13 +110,13 @@ def regularised_variance(moments: Moments) -> PyTree:
     )
 
 
-def own_variance(moments: Moments) -> PyTree:
-    """Return the pooled variance as it is; where nothing has moved, what nothing is known to be.
+def own_variance(variances: PyTree) -> PyTree:
+    """Return variances as they are; where nothing has moved, what nothing is known to be.
 
     For metrics of correlations: a shrinkage of one scale for all elements would undo correlations of
     elements whose scale is smaller, and so stretch what should be stiff.
     """
-    return jax.tree.map(lambda v: jnp.where(v > 0, v, PRIOR_VARIANCE), pooled_variance(moments))
+    return jax.tree.map(lambda v: jnp.where(v > 0, v, PRIOR_VARIANCE), variances)
 
 
 def weight_of_draws(moments: Moments) -> jax.Array:

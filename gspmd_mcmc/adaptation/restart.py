@@ -42,7 +42,7 @@ def are_stuck(rates: jax.Array) -> jax.Array:
     return is_stuck & (2 * jnp.sum(is_stuck) < is_stuck.size)
 
 
-def are_lost(log_densities: jax.Array, num_elements: jax.Array | int) -> jax.Array:
+def are_lost(log_densities: jax.Array, num_elements: int) -> jax.Array:
     """Tell of each chain whether it is lost: 50 nats and 5 an element below the median.
 
     Where it is would have to be e⁵ = 148 times as wide as where the others are, in every direction, to
