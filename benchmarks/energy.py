@@ -78,7 +78,7 @@ def measure(watched: np.ndarray, num_steps: int) -> list[dict]:
             jax.random.split(rng_key)[0], kernel.inverse_mass_matrix, state.position
         )
         begin = PhasePoint(state.position, momentum, state.log_density_grad)
-        end = trajectory(kernel, begin)
+        end, _ = trajectory(kernel, begin)
         after, info = step(kernel, rng_key, state)
         naive = np.float32(_plain(target, end.position)) - np.float32(_plain(target, begin.position))
         kinetic = _kinetic(kernel, end.momentum) - _kinetic(kernel, momentum)

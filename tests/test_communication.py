@@ -191,12 +191,19 @@ def row_terms(params, block):
     return -0.5 * (block["x"] @ params) ** 2
 
 
+def plate_of_rows():
+    data = gm.place({"x": np.ones((64, 16), np.float32)}, MESH, P("data"))
+    return gm.Posterior(log_prior, gm.Plate(row_terms, data))
+
+
+def of_a_step(kernel):
+    state = kernel.init(jnp.zeros(16))
+    return communication(jax.jit(type(kernel).step), kernel, jax.random.key(0), state)
+
+
 @pytest.fixture(scope="module")
 def hmc_report():
-    data = gm.place({"x": np.ones((64, 16), np.float32)}, MESH, P("data"))
-    kernel = gm.HMC(gm.Posterior(log_prior, gm.Plate(row_terms, data)), 0.1, 5)
-    state = kernel.init(jnp.zeros(16))
-    return communication(jax.jit(gm.HMC.step), kernel, jax.random.key(0), state)
+    return of_a_step(gm.HMC(plate_of_rows(), 0.1, 5))
 
 
 def test_a_step_of_a_kernel_reduces_once_a_leapfrog(hmc_report):
@@ -205,8 +212,19 @@ def test_a_step_of_a_kernel_reduces_once_a_leapfrog(hmc_report):
     assert {c.kind for c in hmc_report.collectives} == {"all-reduce"}
     assert hmc_report.largest_constant_bytes < 1000
     assert [x.name for x in hmc_report.loops] == ["leapfrog"]
-    step = hmc_report.with_trips(leapfrog=5)
-    assert step.runs("all-reduce") == 5 + hmc_report.count("all-reduce") - 1
+
+
+def test_a_step_of_five_leapfrogs_reduces_five_times(hmc_report):
+    """The terms go with the last gradient, after the loop of the others."""
+    step = hmc_report.with_trips(leapfrog=4)
+    assert step.runs("all-reduce") == 5
+    assert step.sent_bytes() == 5 * 16 * 4 + 2 * 4  # a two-float sum of the terms
+
+
+def test_a_step_of_ten_gradients_of_mams_reduces_ten_times():
+    step = of_a_step(gm.MAMS(plate_of_rows(), 0.1, 0.5)).with_trips(leapfrog=9)
+    assert step.runs("all-reduce") == 10
+    assert step.sent_bytes() == 10 * 16 * 4 + 2 * 4
 
 
 def test_a_step_on_mnist_sends_its_gradient_once_a_leapfrog():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.integrators import PhasePoint, integrate, velocity_verlet
@@ -270,7 +271,8 @@ def as_vector(x):
 
 def run(log_density, position, momentum, num_steps):
     point = start(jax.grad(log_density), position, momentum)
-    return integrate(point, jnp.asarray(0.1), num_steps, jax.grad(log_density), lambda p: p)
+    target = gm.LogDensity(log_density)
+    return integrate(point, jnp.asarray(0.1), num_steps, target, lambda p: p)[0]
 
 
 @pytest.mark.parametrize("num_steps", [1, 7])
@@ -297,10 +299,13 @@ def test_each_leaf_keeps_its_dtype():
 
 def test_integrate_takes_as_many_steps_as_asked_though_their_number_is_traced():
     point, step_size = start(jax.grad(log_density)), jnp.asarray(0.1)
-    traced = jax.jit(lambda n: integrate(point, step_size, n, jax.grad(log_density), velocity))
-    for num_steps in (0, 1, 4):
+    target = gm.LogDensity(log_density)
+    traced = jax.jit(lambda n: integrate(point, step_size, n, target, velocity))
+    for num_steps in (1, 2, 5):
         expected = point
         for _ in range(num_steps):
             expected = velocity_verlet(expected, step_size, jax.grad(log_density), velocity)
-        for error in jax.tree.leaves(tree.sub(traced(num_steps), expected)):
+        end, terms = traced(num_steps)
+        np.testing.assert_allclose(terms, log_density(expected.position), rtol=1e-5)
+        for error in jax.tree.leaves(tree.sub(end, expected)):
             assert np.max(np.abs(error)) < 1e-5

@@ -112,22 +112,22 @@ def convert(kernel: gm.HMC, cls: type) -> Any:
 
 @pytree
 class AcceptsAlways(gm.HMC):
-    def _propose(self, state, start, end):
-        proposal, energy_error = super()._propose(state, start, end)
+    def _propose(self, state, start, end, terms):
+        proposal, energy_error = super()._propose(state, start, end, terms)
         return proposal, jnp.zeros_like(energy_error)
 
 
 @pytree
 class HalvesTheEnergyError(gm.HMC):
-    def _propose(self, state, start, end):
-        proposal, energy_error = super()._propose(state, start, end)
+    def _propose(self, state, start, end, terms):
+        proposal, energy_error = super()._propose(state, start, end, terms)
         return proposal, energy_error / 2
 
 
 @pytree
 class ForgetsKineticEnergy(gm.HMC):
-    def _propose(self, state, start, end):
-        return super()._propose(state, start, replace(end, momentum=start.momentum))
+    def _propose(self, state, start, end, terms):
+        return super()._propose(state, start, replace(end, momentum=start.momentum), terms)
 
 
 @pytree
@@ -141,8 +141,8 @@ class DrawsMomentaOfAnotherMass(gm.HMC):
     def trajectory(self, start):
         return self.moving().trajectory(start)
 
-    def _propose(self, state, start, end):
-        return self.moving()._propose(state, start, end)
+    def _propose(self, state, start, end, terms):
+        return self.moving()._propose(state, start, end, terms)
 
 
 BROKEN_KERNELS = [

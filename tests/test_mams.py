@@ -110,7 +110,7 @@ def ours(z, u, splitting, step_size, num_steps, scale=DIAGONAL):
         metric = DenseMetric(jnp.asarray(scale @ scale.T)) if is_dense else split_leaves(VARIANCES)
         x, p = split_leaves(scale @ z), split_leaves(np.linalg.solve(scale.T, u))
         scalars = (jnp.asarray(step_size), jnp.asarray(num_steps))
-        end, gain = integrate(jnp.asarray(PRECISION), metric, splitting, x, p, *scalars)
+        end, _, gain = integrate(jnp.asarray(PRECISION), metric, splitting, x, p, *scalars)
     z, u = np.linalg.solve(scale, joined(end.position)), scale.T @ joined(end.momentum)
     return z, u, float(gain)
 
@@ -272,8 +272,8 @@ def test_mams_leaves_it_invariant(problem, splitting):
 
 @pytree
 class CountsADimensionTooMany(MAMS):
-    def _propose(self, state, end, gain):
-        return super()._propose(state, end, gain * 3 / 2)
+    def _propose(self, state, end, terms, gain):
+        return super()._propose(state, end, terms, gain * 3 / 2)
 
 
 def test_a_broken_kernel_is_rejected():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -54,13 +55,18 @@ def integrate(
     point: PhasePoint,
     step_size: jax.Array,
     num_integration_steps: jax.Array,
-    grad: Callable,
+    target: Any,
     velocity: Callable,
-) -> PhasePoint:
-    """Take a number of leapfrogs, which may be traced; the program is the same for any number."""
+) -> tuple[PhasePoint, PyTree]:
+    """Take a number of leapfrogs, at least one; return where they end, and the target's terms there.
+
+    The number may be traced; the program is the same for any number. Terms come from the pass of the
+    last gradient: L leapfrogs are L passes over the data, and L reductions over a mesh.
+    """
 
     def leapfrog(_, point):
-        return velocity_verlet(point, step_size, grad, velocity)
+        return velocity_verlet(point, step_size, target.grad, velocity)
 
     with jax.named_scope("leapfrog"):  # reports of a program's communication name the loop so
-        return jax.lax.fori_loop(0, num_integration_steps, leapfrog, point)
+        point = jax.lax.fori_loop(0, num_integration_steps - 1, leapfrog, point)
+    return velocity_verlet_with_terms(point, step_size, target.terms_and_grad, velocity)

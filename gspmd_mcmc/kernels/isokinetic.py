@@ -188,28 +188,36 @@ def integrate(
     point: PhasePoint,
     step_size: jax.Array,
     num_steps: jax.Array,
-) -> tuple[PhasePoint, jax.Array]:
-    """Take a number of steps, which may be traced; return where they end, and ΔK of all of them.
+) -> tuple[PhasePoint, PyTree, jax.Array]:
+    """Take a number of steps, at least one; return where they end, the terms there, and ΔK of all.
 
     Where a step ends and the next begins, two kicks at one position are one of both times. So a turn of
-    the loop is a drift, a gradient and a kick.
+    the loop is a drift, a gradient and a kick. The last turn is apart: its kick is shorter, and its
+    gradient brings the target's terms.
     """
     count = dimension("integrate", target, point.position)
     num_drifts = len(splitting.drifts)
     drifts = jnp.asarray(splitting.drifts, step_size.dtype)
-    between = (*splitting.kicks[1:-1], 2 * splitting.kicks[-1])
-    kicks = jnp.asarray(between, step_size.dtype)
+    kicks = jnp.asarray((*splitting.kicks[1:-1], 2 * splitting.kicks[-1]), step_size.dtype)
+
+    def moved(point, length):
+        return drift(inverse_mass_matrix, point, step_size * length)
+
+    def kicked(position, momentum, grad, share):
+        point = PhasePoint(position, momentum, grad)
+        return kick(inverse_mass_matrix, point, step_size * share, count)
 
     def turn(i, carry):
         point, gain = carry
-        position = drift(inverse_mass_matrix, point, step_size * drifts[i % num_drifts])
+        position = moved(point, drifts[i % num_drifts])
         grad = target.grad(position)
-        is_last = i == num_steps * num_drifts - 1
-        share = jnp.where(is_last, splitting.kicks[-1], kicks[i % num_drifts])
-        moved = PhasePoint(position, point.momentum, grad)
-        point, more = kick(inverse_mass_matrix, moved, step_size * share, count)
+        point, more = kicked(position, point.momentum, grad, kicks[i % num_drifts])
         return point, gain + more
 
     start = kick(inverse_mass_matrix, point, step_size * splitting.kicks[0], count)
     with jax.named_scope("leapfrog"):  # reports of a program's communication name the loop so
-        return jax.lax.fori_loop(0, num_steps * num_drifts, turn, start)
+        point, gain = jax.lax.fori_loop(0, num_steps * num_drifts - 1, turn, start)
+    position = moved(point, splitting.drifts[-1])
+    terms, grad = target.terms_and_grad(position)
+    point, more = kicked(position, point.momentum, grad, splitting.kicks[-1])
+    return point, terms, gain + more

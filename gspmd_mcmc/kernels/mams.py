@@ -144,8 +144,8 @@ class MAMS(settings.Tunable):
         momentum = self.direction(direction_key, state)
         start = PhasePoint(state.position, momentum, state.log_density_grad)
         num_steps = self._num_steps()
-        end, gain = self.trajectory(start, num_steps)
-        proposal, energy_error = self._propose(state, end, gain)
+        end, terms, gain = self.trajectory(start, num_steps)
+        proposal, energy_error = self._propose(state, end, terms, gain)
 
         is_accepted = jnp.log(jax.random.uniform(accept_key, dtype=energy_error.dtype)) < -energy_error
         info = MAMSInfo(
@@ -164,8 +164,10 @@ class MAMS(settings.Tunable):
         span = Span.of(self.inverse_mass_matrix, local.zero_pad(self.target, noise))
         return span.combine(span.momentum())
 
-    def trajectory(self, start: PhasePoint, num_steps: jax.Array) -> tuple[PhasePoint, jax.Array]:
-        """Integrate isokinetic dynamics from a position and a unit momentum; return the end and ΔK."""
+    def trajectory(
+        self, start: PhasePoint, num_steps: jax.Array
+    ) -> tuple[PhasePoint, PyTree, jax.Array]:
+        """Integrate isokinetic dynamics from a unit momentum; return the end, its terms, and ΔK."""
         return isokinetic.integrate(
             self.target,
             self.inverse_mass_matrix,
@@ -180,12 +182,13 @@ class MAMS(settings.Tunable):
         # The clip is before the cast, which would wrap; a length of no number asks for one step.
         return jnp.where(steps >= 1, jnp.minimum(steps, MOST_STEPS), 1).astype(jnp.int32)
 
-    def _propose(self, state: HMCState, end: PhasePoint, gain: jax.Array) -> tuple[HMCState, jax.Array]:
+    def _propose(
+        self, state: HMCState, end: PhasePoint, terms: PyTree, gain: jax.Array
+    ) -> tuple[HMCState, jax.Array]:
         """Return the state at a trajectory's end, and ΔE = ΔK - Σ(terms′ - terms).
 
         Differences are taken term by term, before any sum, as in `HMC`.
         """
-        terms = self.target.terms(end.position)
         energy_error = gain - tree.total(tree.sub(terms, state.terms))
         proposal = HMCState(
             position=end.position,

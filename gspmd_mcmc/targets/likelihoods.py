@@ -54,7 +54,8 @@ def bernoulli_logits(logits: jax.Array, labels: jax.Array) -> jax.Array:
     jax.Array
         One term an element, in nats and in the dtype of the logits.
     """
-    labels = labels.astype(logits.dtype)
+    # Read once more than the gradient reads them: kept for both, they would be floats, one a chain.
+    labels = jax.lax.optimization_barrier(labels).astype(logits.dtype)
     # The first two cancel exactly where the label is the likelier one.
     return (labels * logits - jnp.maximum(logits, 0)) - jnp.log1p(jnp.exp(-jnp.abs(logits)))
 

@@ -26,9 +26,9 @@ TILE_BYTES_A_CORE = 3 << 20
 TILE_BYTES_ELSEWHERE = 256 << 20
 MOST_CORES = 2  # what was measured; more would only take more memory
 PROBE_ROWS = 127
-# What depends on latents is there for every chain. vmap does not tell how many there are: two of them,
-# and part of their cotangents, were measured.
-COPIES = 2.5
+# What depends on latents is there for every chain, and again as its cotangent, in part in its place: so
+# much two chains were measured to take. vmap does not tell how many there are.
+COPIES = 3.5
 
 
 @dataclass(frozen=True)
