@@ -103,7 +103,8 @@ class ChEESAdaptation:
         Of the log trajectory length: its step in units of the gradient's recent size.
     length_cost
         The criterion is divided by the trajectory's length to this power: with 0 it is the change of a
-        step, with 1 the change for the work.
+        step, with 1 the change for the work. Under a half it is so flat beyond its first maximum that
+        some runs settle on trajectories several times as long as others.
     metric
         The kind of metric that is learned (`Diagonal`, ...). None leaves the choice to `sample`; a
         warm-up that is driven without one keeps the kernel's own.
@@ -113,7 +114,7 @@ class ChEESAdaptation:
 
     target_acceptance_rate: float = 0.65
     learning_rate: float = 0.05
-    length_cost: float = 0.25
+    length_cost: float = 0.5
     metric: Any = None
     criterion: Criterion = static(default=ChangeOfSquares())
 
