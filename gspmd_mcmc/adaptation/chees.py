@@ -102,9 +102,9 @@ class ChEESAdaptation:
     learning_rate
         Of the log trajectory length: its step in units of the gradient's recent size.
     length_cost
-        The criterion is divided by the trajectory's length to this power: with 0 it is the change of a
-        step, with 1 the change for the work. Under a half it is so flat beyond its first maximum that
-        some runs settle on trajectories several times as long as others.
+        The criterion is divided by the number of leapfrogs to this power: with 0 it is the change of a
+        step, with 1 the change for the work. Well under a half it is so flat beyond its first maximum
+        that some runs settle on trajectories several times as long as others.
     metric
         The kind of metric that is learned (`Diagonal`, ...). None leaves the choice to `sample`; a
         warm-up that is driven without one keeps the kernel's own.
@@ -244,11 +244,14 @@ class ChEESAdaptation:
     def gains(self, kernel: HMC, change: jax.Array, rate: jax.Array) -> jax.Array:
         """Return what each trajectory would gain by being longer, [chains].
 
-        The derivative of change² / time^cost by the log of the trajectory length.
+        The derivative of change² / work^cost by the log of the trajectory length, the work being its
+        leapfrogs, in units of time: half a step more than the length.
         """
         # The number of leapfrogs was rounded up, by a half in the mean.
-        time = (kernel.num_integration_steps - 0.5).astype(rate.dtype) * kernel.step_size
-        return (2 * change * rate * time - self.length_cost * change**2) / time**self.length_cost
+        work = kernel.num_integration_steps.astype(rate.dtype) * kernel.step_size
+        time = work - kernel.step_size / 2
+        cost = self.length_cost * change**2 * time / work
+        return (2 * change * rate * time - cost) / work**self.length_cost
 
     def end(
         self, state: ChEESState, kernel: Any, states: Any, rng_key: jax.Array, learns_metric: bool
