@@ -1,4 +1,4 @@
-"""The README's code runs as printed, in a fresh process."""
+"""The code of the README and of its guides runs as printed, in a fresh process."""
 
 import re
 import subprocess
@@ -7,15 +7,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+GUIDE = re.compile(r"^\| \[.*?\]\((docs/\w+\.md)\)", re.MULTILINE)
+README = ROOT / "README.md"
+GUIDES = [ROOT / path for path in GUIDE.findall(README.read_text())]  # in the README's order
+
+
+def test_every_guide_is_named():
+    assert sorted(GUIDES) == sorted((ROOT / "docs").glob("*.md"))
 
 
 def test_code_blocks_run_one_after_the_other(tmp_path):
-    blocks = BLOCK.findall((ROOT / "README.md").read_text())
+    blocks = [block for page in (README, *GUIDES) for block in BLOCK.findall(page.read_text())]
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks))
     command = [sys.executable, "-W", "error", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
-    assert len(blocks) >= 3
+    assert len(blocks) >= 10
     assert done.returncode == 0, done.stderr[-3000:]
     assert "20001 rows + 3 pad over data=4" in done.stdout
     assert "1 all-reduce a leapfrog" in done.stdout
@@ -30,8 +37,11 @@ def test_code_blocks_run_one_after_the_other(tmp_path):
     assert {i: round(float(mean), 1) + 0.0 for i, mean in means.items()} == {"0": 1, "1": -0.5, "2": 0}
 
 
-def test_the_pictures_are_there():
-    pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", (ROOT / "README.md").read_text())
-    assert len(pictures) >= 8
-    missing = [picture for picture in pictures if not (ROOT / picture).is_file()]
-    assert missing == []
+def test_pictures_and_links_lead_somewhere():
+    found = [
+        (page.parent, target)
+        for page in (README, *GUIDES)
+        for target in re.findall(r"\]\(([^)]*)\)", page.read_text())
+    ]
+    assert len(found) >= 12
+    assert [target for folder, target in found if not (folder / target).is_file()] == []
