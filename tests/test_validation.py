@@ -529,16 +529,33 @@ def test_a_process_that_dies_is_a_failed_row_and_what_is_left_without_time_is_no
     assert kept[1:] == [{"not_run": "the time limit came first"}]
 
 
+def earlier(out, *argv):
+    return run._earlier(run._parse(["--out", str(out), *argv]))
+
+
 def test_going_on_keeps_results_and_not_rows_without_any(tmp_path):
     out = tmp_path / "rows.json"
     tests = [{"section": "sbc", "kernel": "HMC", "is_quick": False, "passed": False}]
     out.write_text(json.dumps({"rows": [rows_of(), rows_of(error="died")], "tests": tests}))
-    options = run._parse(["--out", str(out), "--resume"])
-    assert len(run._earlier(options, "rows")) == 1
+    found = earlier(out, "--resume")
+    assert len(found["rows"]) == 1
     jobs = list(sections.jobs(["sbc"], ["HMC", "NUTS"], is_quick=False))
-    found = run._earlier(options, "tests")
-    assert [run._is_done(job, found) for job in jobs] == [True, False]
-    assert run._earlier(run._parse(["--out", str(out)]), "rows") == []
+    assert [run._is_done(job, found["tests"]) for job in jobs] == [True, False]
+    assert earlier(out) == {"num_planned": 0, "rows": [], "tests": []}
+
+
+def test_going_on_with_less_keeps_the_bound_and_the_plan_of_the_rows_that_are_there(tmp_path):
+    """Other sections alone, say: the table still says what posteriors' rows are held to."""
+    write_posterior(tmp_path)
+    document = document_of([rows_of(posterior=NAME)]) | {"num_planned": 5}
+    document = run._opened((), 0, document, str(tmp_path))
+    assert document["num_parameters"] == len(CHAINS[0])
+    assert document["largest_z"] == threshold(len(CHAINS[0]))
+    document = run._opened((NAME,), 1, document, str(tmp_path))
+    assert document["num_parameters"] == len(CHAINS[0]), "a posterior counts once"
+    text = report.markdown(document | {"saved": ""})
+    assert f"held to {threshold(len(CHAINS[0])):.2f}" in text
+    assert "Not complete: 1 of 5 rows" in text
 
 
 # Posteriors that are known, sampled on a mesh and judged

@@ -93,16 +93,8 @@ def main(argv: list[str]) -> int:
     table = options.table or (options.out.with_suffix(".md") if _is_partial(options) else TABLE)
     data_dir = None if options.data_dir is None else str(options.data_dir.expanduser().resolve())
     selection = _selection(options)
-    num_parameters = count_parameters(selection.posteriors, data_dir)
     planned = list(configurations(selection))
-    document = {
-        "environment": environment.record(),
-        "num_parameters": num_parameters,
-        "largest_z": threshold(num_parameters) if num_parameters else None,
-        "num_planned": len(planned),
-        "rows": _earlier(options, "rows"),
-        "tests": _earlier(options, "tests"),
-    }
+    document = _opened(selection.posteriors, len(planned), _earlier(options), data_dir)
     results = Results(document, options.out, table, console)
     rows = [row for row in planned if not _is_done(row, document["rows"])]
     jobs = sections.jobs(options.sections, options.kernels, options.quick)
@@ -112,6 +104,22 @@ def main(argv: list[str]) -> int:
     found = document["tests"] + document["rows"]
     console.print(report.summary(found), f"Table: {table}", sep="\n")
     return 1 if any(report.outcome(row) == "fails" for row in found) else 0
+
+
+def _opened(
+    posteriors: tuple[str, ...], num_planned: int, earlier: dict[str, Any], data_dir: str | None
+) -> dict[str, Any]:
+    """Return the document to add to: with what it had, whose posteriors count as this run's do."""
+    had = (row["posterior"] for row in earlier["rows"])
+    num_parameters = count_parameters(tuple(dict.fromkeys((*posteriors, *had))), data_dir)
+    return {
+        "environment": environment.record(),
+        "num_parameters": num_parameters,
+        "largest_z": threshold(num_parameters) if num_parameters else None,
+        "num_planned": max(num_planned, earlier["num_planned"]),
+        "rows": earlier["rows"],
+        "tests": earlier["tests"],
+    }
 
 
 def _run_all(
@@ -224,9 +232,12 @@ def _is_done(row: Configuration | Job, results: list[dict[str, Any]]) -> bool:
     return any(asdict(row).items() <= record.items() for record in results)
 
 
-def _earlier(options: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
-    """Return the rows or tests to go on from: not those that had no result."""
-    if not (options.resume and options.out.exists()):
-        return []
-    rows = json.loads(options.out.read_text()).get(kind, [])
-    return [row for row in rows if not {"error", "missing", "not_run"} & row.keys()]
+def _earlier(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what to go on from: the plan's length, rows and tests but those that had no result."""
+    is_there = options.resume and options.out.exists()
+    document = json.loads(options.out.read_text()) if is_there else {}
+    found: dict[str, Any] = {"num_planned": document.get("num_planned", 0)}
+    for kind in ("rows", "tests"):
+        rows = document.get(kind, [])
+        found[kind] = [row for row in rows if not {"error", "missing", "not_run"} & row.keys()]
+    return found
