@@ -641,6 +641,7 @@ BAD = {
     "leaf of Dense": (lambda: DenseBlock("c").init(ONES), "DenseBlock: the position has no leaf 'c'"),
     "factor": (lambda: on_plain(DenseMetric(ONES, (jnp.eye(2),), ("b",))), r"expected shape \(3, 3\)"),
     "factors": (lambda: DenseMetric(ONES, (), ("b",)), "1 groups, but 0 factors"),
+    "oblong factor": (lambda: DenseMetric(ONES, (jnp.ones((3, 2)),), ("b",)), "expected a square matrix"),
     "twice": (lambda: DenseBlock(("w", "b"), ("b",)), "'b' is in more than one group"),
     "covariance": (lambda: DenseMetric.of_covariances(ONES, {("b",): np.ones((3, 3))}), "not positive"),
     "shape": (
@@ -714,3 +715,6 @@ def test_a_metric_of_shapes_is_laid_out_for_a_plan():
     eigenvalues: Any = jax.ShapeDtypeStruct((2,), np.float32)
     laid = on_hierarchy(LowRankMetric(shapes, vectors, eigenvalues)).vectors["effect"]
     assert laid.shape == (2, 16, 2) and laid.sharding.spec[:2] == (None, "data")
+    factor: Any = jax.ShapeDtypeStruct((2, 2), np.float32)
+    dense = on_hierarchy(DenseMetric(shapes, (factor,), (("mean", "log_sd"),)))
+    assert dense.inverses == (factor,)

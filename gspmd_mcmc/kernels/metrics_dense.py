@@ -46,13 +46,16 @@ class DenseMetric:
 
     variances: PyTree
     factors: tuple[jax.Array, ...]
+    inverses: tuple[jax.Array, ...]  # L⁻¹: every step draws a momentum, and solving takes long
     groups: tuple[tuple[str, ...], ...] = static()
 
     def __init__(self, variances: PyTree, factors: Sequence[Any], groups: Sequence[Sequence[str]]):
         groups = read_groups("DenseMetric", groups)
         if len(factors) != len(groups):
             raise ValueError(f"DenseMetric: {len(groups)} groups, but {len(factors)} factors")
-        set_fields(self, variances=variances, factors=tuple(factors), groups=groups)
+        factors = tuple(as_array(factor) for factor in factors)
+        inverses = tuple(_inverse(*pair) for pair in zip(groups, factors, strict=True))
+        set_fields(self, variances=variances, factors=factors, inverses=inverses, groups=groups)
 
     @classmethod
     def of_covariances(
@@ -91,9 +94,7 @@ class DenseMetric:
     def sample_momentum(self, rng_key: jax.Array, position: PyTree) -> PyTree:
         """Draw p = S⁻¹ L⁻ᵀ z ~ N(0, M)."""
         normals = tree.normal_like(rng_key, position)
-        solved = self._groups().map(
-            normals, self.factors, lambda z, factor: solve_triangular(factor, z, trans=1, lower=True)
-        )
+        solved = self._groups().map(normals, self.inverses, lambda z, inverse: z @ inverse)
         return jax.tree.map(lambda x, v: x * jax.lax.rsqrt(v), solved, self.variances)
 
     def laid_out(self, target: Any, what: str) -> "DenseMetric":
@@ -118,8 +119,7 @@ class DenseMetric:
                     f"{what}: factor {i}, of {group}: expected shape {(size, size)}, got "
                     f"{np.shape(factor)}"
                 )
-        factors = tuple(as_array(factor) for factor in self.factors)
-        return tree.replace(self, variances=variances, factors=factors)
+        return tree.replace(self, variances=variances)
 
     def check_fits(self, kernel: str, position: PyTree) -> None:
         """Raise unless the variances are a tree of shapes like the position's."""
@@ -198,6 +198,17 @@ def _factor_of(group: tuple[str, ...], size: int, covariance: np.ndarray) -> tup
         return np.linalg.cholesky(covariance / np.outer(scales, scales)), variances
     except np.linalg.LinAlgError as error:
         raise ValueError(f"DenseMetric: covariance of {group}: not positive definite") from error
+
+
+def _inverse(group: tuple[str, ...], factor: Any) -> Any:
+    """Return L⁻¹; of a shape that stands for a factor, a shape."""
+    if np.ndim(factor) != 2 or len(set(np.shape(factor))) != 1:
+        raise ValueError(
+            f"DenseMetric: factor of {group}: expected a square matrix, got shape {np.shape(factor)}"
+        )
+    if isinstance(factor, jax.ShapeDtypeStruct):
+        return factor
+    return solve_triangular(factor, jnp.eye(len(factor), dtype=factor.dtype), lower=True)
 
 
 def _check_whole(what: str, variances: PyTree, groups: Sequence[Sequence[str]]) -> None:
