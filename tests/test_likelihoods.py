@@ -138,3 +138,47 @@ def test_poisson_probabilities_sum_to_one():
     counts = jnp.arange(60)
     total = jnp.sum(jnp.exp(gm.poisson_log_rate(jnp.full(60, jnp.log(12.5)), counts)))
     np.testing.assert_allclose(total, 1, rtol=1e-5)
+
+
+# Memory: what a pass that returns terms and gradient holds of a tile
+
+ROWS, COLUMNS, CHAINS = 512, 1024, 2
+
+
+def kept_labels(logits, labels):
+    """As `bernoulli_logits`, but for the barrier before the labels."""
+    return kept_labels_of(logits, labels.astype(logits.dtype))
+
+
+@jax.custom_jvp
+def kept_labels_of(logits, labels):
+    return (labels * logits - jnp.maximum(logits, 0)) - jnp.log1p(jnp.exp(-jnp.abs(logits)))
+
+
+@kept_labels_of.defjvp
+def _(primals, tangents):
+    logits, labels = primals
+    return kept_labels_of(logits, labels), (labels - jax.nn.sigmoid(logits)) * tangents[0]
+
+
+def arrays_held(likelihood):
+    """Bytes of temporaries, in arrays of all chains' logits."""
+
+    def terms(params, watched):
+        return likelihood(gm.inner_products(params["U"], params["V"]), watched).sum(1)
+
+    watched = jnp.ones((ROWS, COLUMNS), jnp.uint8)
+    plate = gm.Plate(terms, watched, local="U", tile_rows=ROWS)
+    target = gm.Posterior(lambda params: -0.5 * params["V"] ** 2, plate)
+    position = {"U": jnp.ones((CHAINS, ROWS, 4)), "V": jnp.ones((CHAINS, COLUMNS, 4))}
+    of_chains = jax.jit(jax.vmap(gm.Posterior.terms_and_grad, (None, 0)))
+    report = gm.communication(of_chains, target, position)
+    return report.temporary_bytes / (CHAINS * ROWS * COLUMNS * 4)
+
+
+def test_terms_and_gradient_hold_two_arrays_of_logits_at_most():
+    assert arrays_held(gm.bernoulli_logits) < 2.2
+
+
+def test_labels_that_are_kept_as_floats_are_seen():
+    assert arrays_held(kept_labels) > 2.2
