@@ -12,6 +12,10 @@ from gspmd_mcmc.sampling.layout import Layout
 from gspmd_mcmc.sampling.progress import Stop
 
 CHUNK_SECONDS = 1.0
+# What a chunk may be expected to take that is more than `MOST_GROWTH` times as long as the one before:
+# were its steps a hundred times as slow, it would still end soon.
+SHORT_SECONDS = 0.05
+MOST_GROWTH = 8
 
 
 def run_chunks(
@@ -22,6 +26,7 @@ def run_chunks(
     *,
     after: Callable[[], None],
     done: int = 0,
+    size: int = 1,
 ) -> int:
     """Run steps in chunks sized to about a second, until done or asked to stop.
 
@@ -39,13 +44,14 @@ def run_chunks(
         Called when a chunk has ended.
     done
         Steps that were taken before.
+    size
+        Steps of the first chunk: one, or what `run_chunks` has returned of steps like these.
 
     Returns
     -------
     int
-        Steps that are taken now.
+        What the size of the next chunk would be.
     """
-    size = 1
     while done < num_steps and not stop.is_asked:
         room = num_steps if capacity is None else capacity - done % capacity
         count = min(size, num_steps - done, room)
@@ -54,12 +60,14 @@ def run_chunks(
         done += count
         size = stop.agreed(next_size(count, time.perf_counter() - began))
         after()
-    return done
+    return size
 
 
 def next_size(count: int, seconds: float) -> int:
-    """Size the next chunk by what the last one took; grow by eight times at most."""
-    return max(1, min(int(count * CHUNK_SECONDS / max(seconds, 1e-9)), 8 * count))
+    """Size the next chunk by what the last one took; a long one grows by `MOST_GROWTH` at most."""
+    in_a_second = count / max(seconds, 1e-9)
+    most = max(MOST_GROWTH * count, int(SHORT_SECONDS * in_a_second))
+    return max(1, min(int(CHUNK_SECONDS * in_a_second), most))
 
 
 def bucket(count: int) -> int:

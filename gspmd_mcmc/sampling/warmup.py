@@ -12,6 +12,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, Window
 from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.sampling.chunks import (
+    MOST_GROWTH,
     advance,
     bucket,
     draw_kernel,
@@ -61,6 +62,7 @@ class Warmup:
         self.traces: dict[str, jax.Array] | None = None
         self.first_step = self.num_steps = first_step
         self.num_begun = 0  # windows
+        self._chunk_size = 1
         num_chains = states.log_density.shape[0]
         self.num_divergent = np.zeros(num_chains, int)
         self.leapfrogs = 0
@@ -122,7 +124,15 @@ class Warmup:
                 self._begin_window(window)
         self._pins = Pins.of((self.states, self.state, self.traces))
         done, length = self.num_done - window.start, window.end - window.start
-        run_chunks(length, lambda _, n: self._run_chunk(n, report), stop, after=after, done=done)
+        self._chunk_size = run_chunks(
+            length,
+            lambda _, n: self._run_chunk(n, report),
+            stop,
+            after=after,
+            done=done,
+            # Steps with another metric may take longer.
+            size=max(1, self._chunk_size // MOST_GROWTH),
+        )
         if not stop.is_asked:
             with marked("adaptation"):
                 self._end_window(window)
@@ -153,7 +163,7 @@ class Warmup:
         )
 
     def _key(self, event: int) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(self.rng_key, self.num_steps), event)
+        return _folded(self.rng_key, self.num_steps, event)
 
     def _run_chunk(self, count: int, report: Report) -> None:
         (self.states, self.state, self.traces), counts, step_size = _chunk(
@@ -188,12 +198,21 @@ def _chunk(adaptation, kernel, carry, rng_key, first_step, slot, count, *, layou
         states, state, info = _step(adaptation, tuned, rng_key, first_step + i, states, state, layout)
         seen = {name: getattr(tuned, name) for name in adaptation.traced}
         seen |= {"acceptance_rate": info.acceptance_rate, "log_density": states.log_density}
-        traces = {name: traces[name].at[..., slot + i].set(x) for name, x in seen.items()}
+        traces = {name: _write(traces[name], x, slot + i) for name, x in seen.items()}
         return (states, state, traces), tally(counts, info)
 
     with jax.named_scope("steps"):
         carry, counts = jax.lax.fori_loop(0, count, body, (carry, no_tally(carry[0])))
     return pins(carry), counts, jnp.mean(adaptation.tuned(kernel, carry[1]).step_size)
+
+
+def _write(trace: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(trace, value, slot, axis=trace.ndim - 1)
+
+
+@jax.jit
+def _folded(rng_key: jax.Array, step: int, event: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(rng_key, step), event)
 
 
 def _step(adaptation, tuned, rng_key, step, states, state, layout):
