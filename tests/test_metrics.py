@@ -641,7 +641,10 @@ BAD = {
     "leaf of Dense": (lambda: DenseBlock("c").init(ONES), "DenseBlock: the position has no leaf 'c'"),
     "factor": (lambda: on_plain(DenseMetric(ONES, (jnp.eye(2),), ("b",))), r"expected shape \(3, 3\)"),
     "factors": (lambda: DenseMetric(ONES, (), ("b",)), "1 groups, but 0 factors"),
-    "oblong factor": (lambda: DenseMetric(ONES, (jnp.ones((3, 2)),), ("b",)), "expected a square matrix"),
+    "oblong factor": (
+        lambda: DenseMetric(ONES, (jnp.ones((3, 2)),), ("b",)),
+        "expected a square matrix",
+    ),
     "twice": (lambda: DenseBlock(("w", "b"), ("b",)), "'b' is in more than one group"),
     "covariance": (lambda: DenseMetric.of_covariances(ONES, {("b",): np.ones((3, 3))}), "not positive"),
     "shape": (
