@@ -43,5 +43,6 @@ def test_pictures_and_links_lead_somewhere():
         for page in (README, *GUIDES)
         for target in re.findall(r"\]\(([^)]*)\)", page.read_text())
     ]
-    assert len(found) >= 12
+    assert sum(target.endswith(".png") for _, target in found) >= 8
+    assert len(found) >= 8 + len(GUIDES)
     assert [target for folder, target in found if not (folder / target).is_file()] == []

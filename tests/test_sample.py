@@ -460,6 +460,29 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 5)
 
 
+@pytest.mark.parametrize(
+    ("count", "seconds", "size"),
+    [
+        (1, 1e-4, 500),  # of 50 ms
+        (10, 1e-2, 80),  # eight times as many, as those of 50 ms are fewer
+        (500, 0.05, 4000),
+        (4000, 0.8, 5000),  # of a second
+        (5000, 50.0, 100),
+        (1, 30.0, 1),
+    ],
+)
+def test_a_chunk_is_of_a_second_but_grows_eightfold_at_most_unless_it_is_short(count, seconds, size):
+    assert chunks.next_size(count, seconds) == size
+
+
+def test_a_window_of_warm_up_begins_with_an_eighth_of_the_chunk_before(monkeypatch):
+    """Windows end at 75, 100, 150 and 200."""
+    monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 40)
+    done = []
+    sample(num_warmup=200, num_samples=0, callback=lambda report: done.append(report.done))
+    assert done == [1, 41, 75, 80, 100, 105, 145, 150, 155, 195, 200]
+
+
 @pytest.fixture
 def handler():
     """A handler of Ctrl-C of the caller's own, which is to be in place again afterwards."""
