@@ -2,6 +2,7 @@
 
 import blackjax
 import jax
+import jax.numpy as jnp
 import optax
 
 from benchmarks.contenders.ess_program import EssProgram, Problem, Sampled, by_chain
@@ -61,12 +62,23 @@ def _arrays(parameters):
 
 
 def chees(task) -> EssProgram:
-    """Jittered HMC tuned by `chees_adaptation`, with its diagonal metric where that can be held."""
-    log_density, data, start = Problem.of(task).for_peers()
+    """Jittered HMC tuned by `chees_adaptation`, with its diagonal metric where that can be held.
+
+    Its criterion takes no matrices: latents of more than one axis are vectors to it.
+    """
+    log_density_of, data, given = Problem.of(task).for_peers()
+    shapes = {name: x.shape[1:] for name, x in given.items()}
+    start = {name: x.reshape(len(x), -1) if x.ndim > 2 else x for name, x in given.items()}
     latents = sum(x[0].size for x in start.values())
     metric = "diagonal" if latents <= MOST_LATENTS else None
     # Functions that the adaptation returns with its numbers; both programs are traced from them.
     functions = {}
+
+    def log_density(position, data):
+        return log_density_of(shaped(position), data)
+
+    def shaped(position, *leading):
+        return {name: jnp.reshape(x, (*leading, *shapes[name])) for name, x in position.items()}
 
     def adaptation(data):
         return blackjax.chees_adaptation(
@@ -100,7 +112,7 @@ def chees(task) -> EssProgram:
         def body(states, key):
             keys = jax.random.split(key, task.chains)
             states, info = jax.vmap(step)(keys, states)
-            return states, (states.position, info.num_integration_steps)
+            return states, (shaped(states.position, task.chains), info.num_integration_steps)
 
         return by_chain(jax.lax.scan(body, states, jax.random.split(key, task.num_samples))[1])
 
