@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.sampling import chunks
+from gspmd_mcmc.sampling import checkpoint, chunks
 from gspmd_mcmc.sampling.checkpoint import Checkpoints
 from gspmd_mcmc.sampling.encoding import decode, encode
 from gspmd_mcmc.sampling.keeping import Keeper
@@ -328,6 +328,16 @@ def test_a_run_with_a_function_that_cannot_be_imported_again_is_refused(tmp_path
 def test_every_is_a_number_of_seconds(every, tmp_path):
     with pytest.raises(ValueError, match="every: expected a number of seconds, got"):
         gm.sample(KEY, TARGET, START, checkpoint=tmp_path / "run", every=every, **hmc())
+
+
+def test_a_run_that_another_version_has_saved_is_refused_and_left_as_it_is(killed, whole, monkeypatch):
+    saved = checkpoint.FORMAT
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "FORMAT", saved + 1)
+        with pytest.raises(ValueError, match=f"has format {saved}, .* reads format {saved + 1}"):
+            resume(killed)
+    assert not (killed / checkpoint.DAMAGED).exists()
+    assert_equal(resume(killed), whole)
 
 
 def test_there_is_nothing_to_resume_where_nothing_was_saved(tmp_path):
