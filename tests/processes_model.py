@@ -60,3 +60,37 @@ def values_of(draws):
     rhat["rhat_effect"] = rhat["rhat_effect"][:NUM_ROWS]
     stats = {k: np.asarray(draws.stats[k]) for k in ("log_density", "acceptance_rate")}
     return position | rhat | stats | {"step_size": draws.warmup["step_size"]}
+
+
+def further(mesh, draws):
+    """Go on from draws, look at some, climb to the mode, and sample a NumPyro model of the same rows.
+
+    Every process has to call this; what it returns is whole on each.
+    """
+    short = {"num_chains": 2, "num_warmup": 0, "num_samples": 6, "progress": False}
+    target = draws.kernel.target
+    more = gm.sample(jax.random.key(4), target, draws, **short)
+    assert len(gm.plots.overview(more).axes) > 4
+    shown = gm.plots.datatree(more, max_elements=3 + 1 + NUM_ROWS).posterior
+    mode = gm.find_mode(jax.random.key(5), target, start(jax.random.key(6)), num_probes=8)
+    assert mode.is_converged
+    at_mode = gm.sample(jax.random.key(6), target, mode, **short)
+    of_numpyro = gm.from_numpyro(numpyro_model, gm.place(rows(), mesh, P("data")), plates=PLATES)
+    theirs = gm.sample(jax.random.key(7), of_numpyro, kernel=gm.HMC(of_numpyro, 0.1, 4), **short)
+    leaves = {"more": more, "at_mode": at_mode, "numpyro": theirs}
+    found = {name: run.position["slope"] for name, run in leaves.items()}
+    found |= {"mode": mode.position["slope"], "curvature": mode.curvature["slope"]}
+    return gm.to_host(found) | {f"shown {name}": x.values for name, x in shown.items()}
+
+
+PLATES = {"rows": "data"}
+
+
+def numpyro_model(data):
+    import numpyro  # by the runs that need it
+    import numpyro.distributions as dist
+
+    slope = numpyro.sample("slope", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", NUM_ROWS):
+        effect = numpyro.sample("effect", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(data["x"] @ slope + effect, 1), obs=data["y"])

@@ -143,6 +143,7 @@ def of_two():
     }
     values = model.values_of(draws) | {"part": tree.posterior.effect.values}
     np.savez(out / f"values{process}.npz", allow_pickle=False, **values)
+    np.savez(out / f"further{process}.npz", allow_pickle=False, **model.further(mesh, draws))
     found["padded_rows"] = draws.padded_rows
     found["pad_copies"] = bool(pad_copies(draws.position["effect"]))
     found["errors"] = errors(mesh)

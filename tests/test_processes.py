@@ -62,8 +62,13 @@ def results_of(case, num_processes, out):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return results_of("two", 2, tmp_path_factory.mktemp("two"))
+def folder_of_two(tmp_path_factory):
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(folder_of_two):
+    return results_of("two", 2, folder_of_two)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +93,21 @@ def test_two_processes_draw_what_one_process_draws(two):
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-4)
     # Another chain is far away by the same measure.
     assert apart(values[0]["slope"][0], expected["slope"][1]) > 1e-2
+
+
+def test_two_processes_go_on_plot_climb_and_take_a_numpyro_model_as_one_does(two, folder_of_two):
+    mesh = gm.make_mesh(chains=2, data=2, devices=jax.devices()[:4])
+    expected = model.further(mesh, model.sampled(mesh))
+    shown = [name for name in expected if name.startswith("shown effect")]
+    assert len(shown) == model.NUM_ROWS  # and no pad
+    for process in range(2):
+        found = dict(np.load(folder_of_two / f"further{process}.npz"))
+        assert set(found) == set(expected)
+        for name, x in expected.items():
+            assert apart(found[name], x) < 1e-4, name
+    # By the same measure these are far from each other.
+    assert apart(expected["more"], expected["at_mode"]) > 1e-2
+    assert apart(expected["more"], expected["numpyro"]) > 1e-2
 
 
 def test_four_processes_draw_what_one_process_draws(four):

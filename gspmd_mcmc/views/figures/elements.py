@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.tree import name_of
 
 LOG_DENSITY = "log_density"
@@ -26,6 +27,13 @@ class Elements(NamedTuple):
 
     traces: dict[str, np.ndarray]
     note: str
+
+
+class _Source(NamedTuple):
+    """A leaf or a stat, [chains, draws, ...], and the shape of a draw of it: without pad."""
+
+    values: Any
+    shape: tuple[int, ...]
 
 
 class _Wanted(NamedTuple):
@@ -67,9 +75,10 @@ def choose(draws: Any, names: str | Sequence[str] | None, limit: int) -> Element
     counts = _counts(wanted, sizes, limit)
     traces: dict[str, np.ndarray] = {}
     for want, count in zip(wanted, counts, strict=True):
-        index = _spread(want.prefix, sources[want.leaf].shape[2:], count)
+        source = sources[want.leaf]
+        index = _spread(want.prefix, source.shape, count)
         labels = [_label(want.leaf, i) for i in index]
-        traces |= dict(zip(labels, _fetch(sources[want.leaf], index), strict=True))
+        traces |= dict(zip(labels, _fetch(source.values, index), strict=True))
     return Elements(traces, _note(wanted, sizes, counts))
 
 
@@ -82,13 +91,16 @@ def require_draws(draws: Any) -> None:
         )
 
 
-def _sources(draws: Any) -> dict[str, Any]:
-    """Name to array [chains, draws, ...]; a leaf keeps its name where a stat has the same."""
-    sources: dict[str, Any] = {}
+def _sources(draws: Any) -> dict[str, _Source]:
+    """Name to what is there of it; a leaf keeps its name where a stat has the same."""
+    sources: dict[str, _Source] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(draws.position):
-        sources[_free(name_of(path), sources)] = leaf
+        name = name_of(path)
+        rows = draws.padded_rows.get(name)
+        shape = leaf.shape[2:] if rows is None else (rows, *leaf.shape[3:])
+        sources[_free(name, sources)] = _Source(leaf, shape)
     for name, stat in draws.stats.items():
-        sources[_free(name, sources)] = stat
+        sources[_free(name, sources)] = _Source(stat, stat.shape[2:])
     return sources
 
 
@@ -97,34 +109,36 @@ def _free(name: str, taken: dict) -> str:
     return _free(f"{name}_", taken) if name in taken else name
 
 
-def _default(draws: Any, sources: dict[str, Any]) -> list[_Wanted]:
+def _default(draws: Any, sources: dict[str, _Source]) -> list[_Wanted]:
     """Return the log density and all leaves that can be drawn."""
     leaves = list(sources)[: len(sources) - len(draws.stats)]
-    log_density = next((n for n, x in sources.items() if x is draws.stats[LOG_DENSITY]), LOG_DENSITY)
-    drawn = [name for name in leaves if _is_real(sources[name]) and _size(sources[name])]
+    stat = draws.stats[LOG_DENSITY]
+    log_density = next((n for n, x in sources.items() if x.values is stat), LOG_DENSITY)
+    drawn = [name for name in leaves if _is_real(sources[name].values) and _size(sources[name])]
     return [_Wanted(log_density, is_single=True), *(_Wanted(name) for name in drawn)]
 
 
-def _named(names: str | Sequence[str], sources: dict[str, Any]) -> list[_Wanted]:
+def _named(names: str | Sequence[str], sources: dict[str, _Source]) -> list[_Wanted]:
     return [_parse(name, sources) for name in ([names] if isinstance(names, str) else names)]
 
 
-def _parse(name: str, sources: dict[str, Any]) -> _Wanted:
+def _parse(name: str, sources: dict[str, _Source]) -> _Wanted:
     """Read ``w``, ``w[3]`` or ``w[3, 2]``."""
     match = None if name in sources else re.fullmatch(r"(.+)\[(\s*-?\d+(?:\s*,\s*-?\d+)*\s*)\]", name)
     leaf, text = match.groups() if match else (name, "")
     if leaf not in sources:
-        there = ", ".join(f"{n}{list(x.shape[2:]) or ''}" for n, x in sources.items())
+        there = ", ".join(f"{n}{list(x.shape) or ''}" for n, x in sources.items())
         raise ValueError(f"names: expected names of leaves or stats, got {name!r}; there are {there}")
-    if not _is_real(sources[leaf]):
+    source = sources[leaf]
+    if not _is_real(source.values):
         raise TypeError(
-            f"names: {leaf} is of {sources[leaf].dtype}, expected real numbers; let `collect` return "
+            f"names: {leaf} is of {source.values.dtype}, expected real numbers; let `collect` return "
             "its real and imaginary part, or another real number of it"
         )
-    shape = sources[leaf].shape[2:]
+    shape = source.shape
     prefix = tuple(int(i) for i in text.split(",")) if text else ()
     fits = len(prefix) <= len(shape) and all(-n <= i < n for i, n in zip(prefix, shape, strict=False))
-    if not fits or not _size(sources[leaf]):
+    if not fits or not _size(source):
         raise ValueError(f"names: no element {name!r}; a draw of {leaf} has shape {list(shape)}")
     prefix = tuple(i % n for i, n in zip(prefix, shape, strict=False))
     return _Wanted(leaf, prefix, is_single=len(prefix) == len(shape))
@@ -136,9 +150,9 @@ def _is_real(leaf: Any) -> bool:
     )
 
 
-def _size(leaf: Any, num_fixed: int = 0) -> int:
-    """Return how many elements a draw of a leaf has, under some fixed indices."""
-    return int(np.prod(leaf.shape[2 + num_fixed :], dtype=int))
+def _size(source: _Source, num_fixed: int = 0) -> int:
+    """Return how many elements a draw has, under some fixed indices."""
+    return int(np.prod(source.shape[num_fixed:], dtype=int))
 
 
 def _counts(wanted: list[_Wanted], sizes: np.ndarray, limit: int) -> np.ndarray:
@@ -181,7 +195,7 @@ def _fetch(leaf: Any, index: np.ndarray) -> np.ndarray:
     """Copy elements of a leaf to the host, [elements, chains, draws]."""
     if not len(index):
         return np.zeros((0, *leaf.shape[:2]))
-    taken = np.asarray(jax.device_get(_take(leaf, index)))
+    taken = np.asarray(to_host(_take(leaf, index)))
     return np.moveaxis(taken.astype(np.float64), -1, 0)
 
 
