@@ -20,7 +20,7 @@ from gspmd_mcmc.adaptation.criterion import ChangeOfSquares, Trajectories
 from gspmd_mcmc.adaptation.snaper import ChangeAlongPrincipal, SNAPERAdaptation
 from gspmd_mcmc.diagnostics.mcse import mcse_mean
 from gspmd_mcmc.kernels.hmc import HMC
-from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC, van_der_corput
+from gspmd_mcmc.kernels.jittered_hmc import JITTER, JitteredHMC, van_der_corput
 from gspmd_mcmc.sampling.chunks import draw_kernel, step_chains
 from gspmd_mcmc.sampling.layout import Layout, read_layout
 from gspmd_mcmc.sampling.start import init_chains
@@ -54,19 +54,21 @@ def standard(x):
     return -0.5 * x**2
 
 
-def test_a_step_has_as_many_leapfrogs_as_its_number_says():
-    kernel = JitteredHMC(gm.LogDensity(standard), 0.1, 1.03, max_leapfrogs=18)
+@pytest.mark.parametrize(("jitter", "least"), [(1.0, 1), (0.75, 3), (0.0, 11)])
+def test_a_step_has_as_many_leapfrogs_as_its_number_says(jitter, least):
+    kernel = JitteredHMC(gm.LogDensity(standard), 0.1, 1.03, max_leapfrogs=18, jitter=jitter)
     draw: Any = jax.jit(JitteredHMC.drawn)
     key, other = jax.random.split(jax.random.key(0))
     drawn = [draw(kernel, key, i) for i in range(64)]
     counts = [int(k.num_integration_steps) for k in drawn]
-    expected = [np.ceil(2 * float(halton(i + 1)) * 1.03 / 0.1) for i in range(64)]
-    assert counts == [min(x, 18) for x in expected] and {1, 18} <= set(counts)
+    shares = [1 + jitter * (2 * float(halton(i + 1)) - 1) for i in range(64)]
+    assert counts == [min(np.ceil(share * 1.03 / 0.1), 18) for share in shares]
+    assert (min(counts), max(counts)) == (least, 18 if jitter else 11)
     assert type(drawn[0]) is HMC and drawn[5].jitter == 0
     # The number of the step alone matters, and other numbers are the same program.
     assert [int(draw(kernel, other, i).num_integration_steps) for i in range(64)] == counts
     longer = kernel.with_trajectory_length(0.32).with_step_size(0.2)
-    assert int(draw(longer, key, 2).num_integration_steps) == 3
+    assert int(draw(longer, key, 2).num_integration_steps) == np.ceil(1.6 * (1 + jitter / 2))
     assert int(draw(kernel.one_leapfrog(), key, 2).num_integration_steps) == 1
     assert draw._cache_size() == 1
 
@@ -77,6 +79,8 @@ def test_bad_settings_are_refused():
         JitteredHMC(target, 0.1, 0.0)
     with pytest.raises(ValueError, match="JitteredHMC: max_leapfrogs: expected at least 1 and whole"):
         JitteredHMC(target, 0.1, 1.0, max_leapfrogs=0)
+    with pytest.raises(ValueError, match="JitteredHMC: jitter: expected a number between 0 and 1"):
+        JitteredHMC(target, 0.1, 1.0, jitter=1.5)
     with pytest.raises(ValueError, match="SNAPERAdaptation: target_acceptance_rate"):
         SNAPERAdaptation(target_acceptance_rate=1.0)
     kernel = JitteredHMC(target, 0.1, 1.0)
@@ -246,6 +250,28 @@ def test_chains_are_stuck_by_recent_rates_and_never_most_of_them():
     assert not np.any(restart.are_stuck(jnp.asarray([0.0, 0.05, 0.5, 0.9])))
 
 
+def test_windows_after_the_first_metrics_begin_at_one_length():
+    """As long as chains come together; the first begins at a few leapfrogs, later ones where it was."""
+    kernel, states = gaussian_chains(1.0)
+    adaptation = ChEESAdaptation()
+    state = tree.replace(adaptation.init(kernel, states), log_trajectory_length=jnp.log(3.0))
+
+    def rates(kernel, key):
+        return jnp.full(NUM_CHAINS, jnp.exp(-kernel.step_size))
+
+    def begun(num_metrics, is_first):
+        seen = tree.replace(state, num_metrics=jnp.int32(num_metrics))
+        key = jax.random.key(0)
+        seen = adaptation.begin(seen, kernel, states, jnp.asarray(is_first), key, rates)
+        return [float(jnp.exp(x)) for x in (seen.log_trajectory_length, seen.step_size.log_step_size)]
+
+    lengths = [begun(num_metrics, False)[0] for num_metrics in range(6)]
+    early = chees.FIRST_LENGTH
+    np.testing.assert_allclose(lengths, [3, early, early, early, 3, 3], rtol=1e-5)
+    length, step_size = begun(0, True)
+    np.testing.assert_allclose(length, chees.FIRST_LEAPFROGS * step_size, rtol=1e-5)
+
+
 def two_modes(x):
     """A mode at 0, and one at 100 that is as wide and holds e^-1000 of the mass."""
     return jnp.logaddexp(-0.5 * jnp.sum(x**2), -1000 - 0.5 * jnp.sum((x - 100) ** 2))
@@ -346,7 +372,7 @@ def best_length(condition, cls):
     eigenvalues = np.linalg.eigvalsh(cov / np.outer(sd, sd))
     eigenvalues = eigenvalues[-1:] if cls is SNAPERAdaptation else eigenvalues
     lengths, h = np.linspace(0.2, 6, 1000), (np.arange(1000) + 0.5) / 1000
-    time = 2 * h[:, None, None] * lengths[:, None]
+    time = (1 + JITTER * (2 * h[:, None, None] - 1)) * lengths[:, None]
     change = np.sum(4 * eigenvalues**2 * np.sin(time / np.sqrt(eigenvalues)) ** 2, axis=2)
     return lengths[np.argmax(np.mean(change / time[:, :, 0] ** cls().length_cost, axis=0))]
 

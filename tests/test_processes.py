@@ -105,8 +105,8 @@ def test_two_processes_go_on_plot_climb_and_take_a_numpyro_model_as_one_does(two
         assert set(found) == set(expected)
         for name, x in expected.items():
             assert apart(found[name], x) < 1e-4, name
-    # By the same measure these are far from each other.
-    assert apart(expected["more"], expected["at_mode"]) > 1e-2
+    # By the same measure other draws are far away.
+    assert apart(expected["more"][0], expected["more"][1]) > 1e-2
     assert apart(expected["more"], expected["numpyro"]) > 1e-2
 
 

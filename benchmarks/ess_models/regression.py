@@ -123,7 +123,7 @@ def _digits(name: str, rows: int, few: Budget, many: Budget, left_out: tuple[str
 
 
 # Sixteen chains: a step of 64 takes four times as long on two cores, and the tuning as many steps.
-MNIST_SMALL = _digits("mnist_6000", SMALL_ROWS, Budget(4, 500, 500), Budget(16, 300, 200))
+MNIST_SMALL = _digits("mnist_6000", SMALL_ROWS, Budget(4, 500, 500), Budget(16, 1000, 1000))
 MNIST = _digits(
     "mnist_60000",
     60_000,

@@ -73,7 +73,7 @@ class ApproachHMC:
     def drawn(self, rng_key: jax.Array, step: jax.Array) -> Fall:
         """Return the kernel of one step: its number of leapfrogs drawn, for all chains at once."""
         length, most = self.trajectory_length, self.max_leapfrogs
-        hmc = JitteredHMC(self.target, self.step_size, length, self.inverse_mass_matrix, most)
+        hmc = JitteredHMC(self.target, self.step_size, length, self.inverse_mass_matrix, most, 1.0)
         return Fall(hmc.drawn(rng_key, step))
 
 

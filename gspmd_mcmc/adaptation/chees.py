@@ -33,9 +33,12 @@ from gspmd_mcmc.tree import PyTree, pytree, static
 # are strongly correlated chains come together only with a metric that knows it, and that is learned
 # only from chains that have: each of many short windows mixes better than the one before.
 WINDOW_ENDS = (0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0)
-# The mean number of leapfrogs that the first trajectories have, and the first ones with a metric; and
-# the most that any has until there is one.
+# The mean number of leapfrogs that the first trajectories have, and the most until there is a metric.
 FIRST_LEAPFROGS, FIRST_MAX_LEAPFROGS = 4, 128
+# Where the length begins in the windows after the first metrics: near the best one where a metric knows
+# all that there is to know. Chains that have not come together yet drive it far beyond, and it would
+# need more steps to come back than to grow where it has to.
+FIRST_LENGTH, NUM_FIRST_METRICS = 1.25, 3
 # A step's acceptance rates count as this much at least in their harmonic mean: one alone could else
 # bring it to zero.
 LEAST_RATE = 0.05
@@ -54,7 +57,7 @@ class ChEESState:
         Of this moment; averaged over the window, with weights that grow linearly; steps in it.
     ascent
         The optimiser's state.
-    max_leapfrogs
+    max_leapfrogs, jitter
         The kernel's.
     inverse_mass_matrix, moments
         The metric, and what this window has seen of positions.
@@ -75,6 +78,7 @@ class ChEESState:
     num_updates: jax.Array
     ascent: adam.AdamState
     max_leapfrogs: jax.Array
+    jitter: jax.Array
     inverse_mass_matrix: PyTree
     moments: PyTree
     num_metrics: jax.Array
@@ -103,8 +107,8 @@ class ChEESAdaptation:
         Of the log trajectory length: its step in units of the gradient's recent size.
     length_cost
         The criterion is divided by the number of leapfrogs to this power: with 0 it is the change of a
-        step, with 1 the change for the work. Well under a half it is so flat beyond its first maximum
-        that some runs settle on trajectories several times as long as others.
+        step, with 1 the change for the work. With 0 it is so flat beyond its first maximum that some
+        runs settle on trajectories several times as long as others.
     metric
         The kind of metric that is learned (`Diagonal`, ...). None leaves the choice to `sample`; a
         warm-up that is driven without one keeps the kernel's own.
@@ -112,9 +116,9 @@ class ChEESAdaptation:
         What trajectories are to change: `ChangeOfSquares` here.
     """
 
-    target_acceptance_rate: float = 0.65
+    target_acceptance_rate: float = 0.6
     learning_rate: float = 0.05
-    length_cost: float = 0.5
+    length_cost: float = 0.35
     metric: Any = None
     criterion: Criterion = static(default=ChangeOfSquares())
 
@@ -170,6 +174,7 @@ class ChEESAdaptation:
             num_updates=zero,
             ascent=adam.init(zero),
             max_leapfrogs=kernel.max_leapfrogs,
+            jitter=kernel.jitter,
             inverse_mass_matrix=kernel.inverse_mass_matrix,
             moments=self._no_moments(positions),
             num_metrics=jnp.zeros((), jnp.int32),
@@ -194,9 +199,9 @@ class ChEESAdaptation:
             return jnp.median(acceptance_rates(kernel, key))[None]
 
         found = find_step_size(self.final(kernel, state), rng_key, middle_rate)
-        # A metric that knows the scales for the first time makes another length of the one before it.
-        is_new = is_first | (state.num_metrics == 1)
-        length = jnp.where(is_new, jnp.log(FIRST_LEAPFROGS * found), state.log_trajectory_length)
+        is_early = (state.num_metrics > 0) & (state.num_metrics <= NUM_FIRST_METRICS)
+        length = jnp.where(is_early, jnp.log(FIRST_LENGTH), state.log_trajectory_length)
+        length = jnp.where(is_first, jnp.log(FIRST_LEAPFROGS * found), length)
         zero = jnp.zeros_like(found)
         return tree.replace(
             state,
@@ -308,11 +313,11 @@ def _with(kernel: Any, state: ChEESState, log_step_size: jax.Array, log_length: 
 
 
 def _within_bounds(state: ChEESState, log_step_size: jax.Array, log_length: jax.Array) -> jax.Array:
-    """Clip a log length: the longest trajectory, of twice the length, is one leapfrog to the most."""
+    """Clip a log length: the longest trajectory is one leapfrog to the most."""
     first_most = jnp.minimum(FIRST_MAX_LEAPFROGS, state.max_leapfrogs)
     most = jnp.where(state.num_metrics > 0, state.max_leapfrogs, first_most)
-    log_half = log_step_size - jnp.log(2.0)
-    return jnp.clip(log_length, log_half, log_half + jnp.log(most.astype(log_half.dtype)))
+    shortest = log_step_size - jnp.log1p(state.jitter)
+    return jnp.clip(log_length, shortest, shortest + jnp.log(most.astype(shortest.dtype)))
 
 
 def _over_chains(rates: jax.Array, gains: jax.Array, recent: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -26,7 +26,7 @@ from gspmd_mcmc.sampling.lock import FolderLock, Locked
 from gspmd_mcmc.sampling.moving import spec_of
 
 NUM_KEPT = 2
-FORMAT = 2  # 2: dense metrics hold the inverses of their factors
+FORMAT = 3  # 2: dense metrics hold the inverses of their factors; 3: jittered HMC, its jitter
 STEPS, SUMS, DAMAGED = "steps", "checksums", "damaged"
 
 

@@ -96,7 +96,7 @@ def _sources(draws: Any) -> dict[str, _Source]:
     sources: dict[str, _Source] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(draws.position):
         name = name_of(path)
-        rows = draws.padded_rows.get(name)
+        rows = getattr(draws, "padded_rows", {}).get(name)
         shape = leaf.shape[2:] if rows is None else (rows, *leaf.shape[3:])
         sources[_free(name, sources)] = _Source(leaf, shape)
     for name, stat in draws.stats.items():
