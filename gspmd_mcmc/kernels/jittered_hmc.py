@@ -19,8 +19,8 @@ from gspmd_mcmc.kernels import hmc, settings
 from gspmd_mcmc.kernels.hmc import HMC, HMCState
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
-# On a Gaussian, with the length that the criterion then finds, draws are less correlated for the same
-# work than with 1, in the slowest direction and, as to their squares, in the worst of all.
+# On a Gaussian, with the length that the criterion then finds, a step leaves less correlation than with
+# 1: in the slowest direction for the same work too, in the worst of all directions' squares a step alone.
 JITTER = 0.75
 
 
