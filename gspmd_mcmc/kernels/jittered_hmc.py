@@ -20,7 +20,7 @@ from gspmd_mcmc.kernels.hmc import HMC, HMCState
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
 # On a Gaussian, with the length that the criterion then finds, a step leaves less correlation than with
-# 1: in the slowest direction for the same work too, in the worst of all directions' squares a step alone.
+# 1: of the slowest direction for the same work too, of the worst direction's squares a step alone.
 JITTER = 0.75
 
 
