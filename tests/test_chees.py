@@ -253,13 +253,13 @@ def test_chains_are_stuck_by_recent_rates_and_never_most_of_them():
 def test_windows_after_the_first_metrics_begin_at_one_length():
     """As long as chains come together; the first begins at a few leapfrogs, later ones where it was."""
     kernel, states = gaussian_chains(1.0)
-    adaptation = ChEESAdaptation()
+    adaptation, own = ChEESAdaptation(metric=gm.Diagonal()), ChEESAdaptation()
     state = tree.replace(adaptation.init(kernel, states), log_trajectory_length=jnp.log(3.0))
 
     def rates(kernel, key):
         return jnp.full(NUM_CHAINS, jnp.exp(-kernel.step_size))
 
-    def begun(num_metrics, is_first):
+    def begun(num_metrics, is_first, adaptation=adaptation):
         seen = tree.replace(state, num_metrics=jnp.int32(num_metrics))
         key = jax.random.key(0)
         seen = adaptation.begin(seen, kernel, states, jnp.asarray(is_first), key, rates)
@@ -268,6 +268,8 @@ def test_windows_after_the_first_metrics_begin_at_one_length():
     lengths = [begun(num_metrics, False)[0] for num_metrics in range(6)]
     early = chees.FIRST_LENGTH
     np.testing.assert_allclose(lengths, [3, early, early, early, 3, 3], rtol=1e-5)
+    # The kernel's own metric, where none is learned, may have any units.
+    np.testing.assert_allclose([begun(n, False, own)[0] for n in range(6)], 3, rtol=1e-5)
     length, step_size = begun(0, True)
     np.testing.assert_allclose(length, chees.FIRST_LEAPFROGS * step_size, rtol=1e-5)
 
@@ -380,6 +382,34 @@ def best_length(condition, cls):
 @cache
 def tuned_kernel(name, cls):
     return tune(cls(), *gaussian_chains(CONDITIONS[name]))
+
+
+@pytest.mark.parametrize("jitter", [1.0, 0.5, 0.0])
+def test_the_longest_trajectory_is_one_leapfrog_to_the_most(jitter):
+    kernel, states = gaussian_chains(1.0)
+    kernel = JitteredHMC(kernel.target, 0.25, 1.0, max_leapfrogs=40, jitter=jitter)
+    adaptation = ChEESAdaptation()
+    state = tree.replace(adaptation.init(kernel, states), num_metrics=jnp.int32(1))
+    for length, most in ((1e-9, 1), (1e9, 40)):
+        at = tree.replace(state, log_trajectory_length=jnp.log(length))
+        longest = (1 + jitter) * float(adaptation.tuned(kernel, at).trajectory_length)
+        np.testing.assert_allclose(longest, most * 0.25, rtol=1e-5)
+
+
+def on_a_gaussian(jitter):
+    """A step's correlation along the slowest direction, of squares along the worst, and its time."""
+    lengths, h = np.linspace(0.2, 6, 1000), (np.arange(1000) + 0.5) / 1000
+    time = lengths[:, None] * (1 + jitter * (2 * h - 1))
+    gained = np.mean(np.sin(time) ** 2 / time ** ChEESAdaptation().length_cost, axis=1)
+    best = np.argmax(gained)
+    phases = time[best] / np.linspace(0.02, 1, 500)[:, None]
+    return np.cos(time[best]).mean(), (np.cos(phases) ** 2).mean(axis=1).max(), lengths[best]
+
+
+def test_less_jitter_is_worth_more_and_too_little_returns():
+    (full, squares, work), (less, less_squares, less_work) = map(on_a_gaussian, (1.0, JITTER))
+    assert (1 - less) / (1 + less) / less_work > 1.05 * (1 - full) / (1 + full) / work
+    assert less_squares < squares < on_a_gaussian(0.4)[1]
 
 
 @pytest.mark.parametrize("cls", BOTH)

@@ -200,6 +200,7 @@ class ChEESAdaptation:
 
         found = find_step_size(self.final(kernel, state), rng_key, middle_rate)
         is_early = (state.num_metrics > 0) & (state.num_metrics <= NUM_FIRST_METRICS)
+        is_early &= self.metric is not None  # the units of a kernel's own may be far from the scales
         length = jnp.where(is_early, jnp.log(FIRST_LENGTH), state.log_trajectory_length)
         length = jnp.where(is_first, jnp.log(FIRST_LEAPFROGS * found), length)
         zero = jnp.zeros_like(found)

@@ -98,8 +98,7 @@ class JitteredHMC(settings.Tunable):
 
     def drawn(self, rng_key: jax.Array, step: jax.Array) -> HMC:
         """Return the HMC of one step, for all chains at once; only the step's number matters."""
-        h = van_der_corput(jnp.asarray(step) + 1, self.trajectory_length.dtype)
-        length = (1 + self.jitter * (2 * h - 1)) * self.trajectory_length
+        length = spread(step, self.jitter) * self.trajectory_length
         count = jnp.ceil(length / self.step_size)
         # A length of no number asks for one leapfrog; the clip is before the cast, which would wrap.
         count = jnp.where(jnp.isnan(count), 1, jnp.clip(count, 1, self.max_leapfrogs))
@@ -114,6 +113,12 @@ class JitteredHMC(settings.Tunable):
     def init(self, position: PyTree) -> HMCState:
         """Evaluate the target at a position; errors are those of `HMC.init`."""
         return hmc.init("JitteredHMC", self.target, self.inverse_mass_matrix, position)
+
+
+def spread(step: jax.Array, jitter: jax.Array) -> jax.Array:
+    """Return what a step's length is times the mean: 2^k steps in a row spread it over 1 ± jitter."""
+    h = van_der_corput(jnp.asarray(step) + 1, jitter.dtype)
+    return 1 + jitter * (2 * h - 1)
 
 
 def van_der_corput(index: jax.Array, dtype: Any = float) -> jax.Array:

@@ -17,7 +17,7 @@ from gspmd_mcmc.kernels import hmc, isokinetic, metrics, settings
 from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR, HMCState
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.isokinetic import MINIMAL_NORM, Span, Splitting
-from gspmd_mcmc.kernels.jittered_hmc import van_der_corput
+from gspmd_mcmc.kernels.jittered_hmc import spread
 from gspmd_mcmc.targets import checks, local
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
@@ -121,9 +121,8 @@ class MAMS(settings.Tunable):
         It comes from the van der Corput sequence at the step's number, as in `JitteredHMC`: 2^k steps
         in a row see 2^k lengths evenly spread. The key is not used.
         """
-        h = van_der_corput(jnp.asarray(step) + 1, self.jitter.dtype)
-        factor = 1 + self.jitter * (2 * h - 1)
-        return tree.replace(self, trajectory_length=factor * self.trajectory_length)
+        length = spread(step, self.jitter) * self.trajectory_length
+        return tree.replace(self, trajectory_length=length)
 
     def init(self, position: PyTree) -> HMCState:
         """Evaluate the target at a position; errors are those of `HMC.init`.
