@@ -2,10 +2,11 @@
 
 Compiling is most of what tests take, so LLVM optimises nothing (``jax_disable_most_optimizations``),
 and fusions become machine code by XLA's older way, which takes half the time; so too in processes that
-tests begin. XLA's passes up to fusion run as ever: the collectives that tests count are those that a
-user gets. Machine code is not, nor is each fusion, so tests that ask for equal bits, for sums that a
-compiler might rewrite or for the text of programs are compiled as a user's programs are: whole files by
-`AS_A_USERS`, single tests by the fixture ``compiled_as_a_users``.
+tests begin, but that LLVM optimises the README's, which run for longer. XLA's passes up to fusion run
+as ever: the collectives that tests count are those that a user gets. Machine code is not, nor is each
+fusion, so tests that ask for equal bits, for sums that a compiler might rewrite or for the text of
+programs are compiled as a user's programs are: whole files by `AS_A_USERS`, single tests by the
+fixture ``compiled_as_a_users``.
 """
 
 import functools
