@@ -121,3 +121,17 @@ def run_quick_demo():
         return subprocess.run(command, capture_output=True, text=True, env=strict, timeout=300)
 
     return run
+
+
+@pytest.fixture
+def compiled():
+    """Names of the programs compiled since."""
+    names = []
+
+    def listen(event: str, duration_secs: float, **details: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(details.get("fun_name", event))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)

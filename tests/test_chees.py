@@ -448,7 +448,7 @@ def draws_of(cls, kernel, states):
         drawn, chains_key = draw_kernel(kernel, jax.random.key(0), i)
         metric = drawn.inverse_mass_matrix
         used = cls(drawn.target, drawn.step_size, drawn.num_integration_steps, metric)
-        states, info = step_chains(used, chains_key, states, NO_LAYOUT)
+        states, info = step_chains(used, chains_key, states, NO_LAYOUT, "step")
         return states, (states.position, info.acceptance_rate)
 
     positions, rates = jax.lax.scan(one, states, jnp.arange(300))[1]

@@ -593,20 +593,6 @@ def test_sampling_works_outside_the_main_thread(long_run):
 # Compilation.
 
 
-@pytest.fixture
-def compiled():
-    """Names of the programs compiled since."""
-    names = []
-
-    def listen(event: str, duration_secs: float, **details: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(details.get("fun_name", event))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def beyond_one_operation(names):
     """Leave out comparisons, to check numbers and metrics, and the cut of a buffer to its draws."""
     single = ("greater", "less", "equal", "reduce_all", "convert_element_type", "slice")

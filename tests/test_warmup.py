@@ -144,6 +144,16 @@ def test_chains_have_step_sizes_of_their_own(chains_apart):
     assert np.abs(chains_apart.acceptance_rate - 0.8).max() < 0.2
 
 
+def test_the_metrics_of_chains_lie_where_the_chains_do():
+    """Of every kind, the parts that are not like the position too."""
+    for metric in (gm.Dense(), gm.LowRank(2)):
+        warmup = gm.PerChainAdaptation(gm.WindowAdaptation(metric=metric))
+        draws = sample(kernel=gm.HMC(TARGET, 0.1, 4), warmup=warmup, mesh=MESH, num_samples=0)
+        leaves = jax.tree.leaves(draws.kernel.inverse_mass_matrix)
+        assert len(leaves) > 2
+        assert {x.sharding.spec[0] for x in leaves} == {"chains"}
+
+
 def test_draws_of_chains_with_own_settings_go_on(chains_apart):
     more = gm.sample(
         KEY, chains_apart.kernel.target, chains_apart, num_warmup=0, num_samples=5, progress=False
@@ -198,6 +208,61 @@ def test_other_numbers_compile_nothing_anew(caplog):
         run(1, 2 * SCALE, 0.9, 187, 96)
     compiled = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
     assert compiled == []
+
+
+WARM_UPS = {
+    "NUTS": lambda target: {},
+    "JitteredHMC": lambda target: {"kernel": gm.JitteredHMC(target, 0.1, 1.0)},
+    "each chain by itself": lambda target: {
+        "kernel": gm.HMC(target, 0.1, 4),
+        "warmup": gm.PerChainAdaptation(gm.WindowAdaptation(metric=gm.Dense())),
+    },
+}
+
+
+def new_target(before=lambda: None):
+    """A target whose programs nobody has compiled yet; ``before`` is called when it is traced."""
+
+    def log_density(x, scale):
+        before()
+        return gaussian(x, scale)
+
+    return gm.LogDensity(log_density, {"x": jnp.asarray(SCALE)})
+
+
+def programs_of(name, compiled):
+    """How many programs begin a window, take steps and end a window, in a run on a mesh."""
+    target = new_target()
+    compiled.clear()
+    sample(target, mesh=MESH, num_warmup=60, num_samples=20, **WARM_UPS[name](target))
+    return [sum(program in n for n in compiled) for program in ("_begin", "_chunk", "_end")]
+
+
+# Steps of warm-up and of draws; ends of windows that learn a metric and of those that do not.
+ONCE = [1, 2, 2]
+
+
+@pytest.mark.parametrize("name", WARM_UPS)
+def test_later_windows_run_the_programs_of_the_first(name, compiled):
+    assert programs_of(name, compiled) == ONCE
+
+
+@pytest.mark.parametrize("name", ["NUTS", "each chain by itself"])
+def test_windows_whose_carry_the_compiler_lays_out_compile_twice(name, compiled, monkeypatch):
+    monkeypatch.setattr(Layout, "pin_like", lambda self, tree, *args, **options: tree)
+    assert all(n > once for n, once in zip(programs_of(name, compiled), ONCE, strict=True))
+
+
+def test_drawing_traces_no_step_again():
+    """The steps of warm-up are those of sampling, but for what is done with them."""
+    seen, traced = [], []
+    sample(
+        new_target(lambda: traced.append(1)),
+        num_warmup=40,
+        callback=lambda report: seen.append((report.phase, len(traced))),
+    )
+    assert seen[0][1] > 0 and {phase for phase, _ in seen} == {"warm-up", "sampling"}
+    assert {count for _, count in seen} == {seen[0][1]}
 
 
 def test_between_steps_a_warm_up_is_its_data():

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -86,8 +87,13 @@ def draw_kernel(kernel: Any, rng_key: jax.Array, step: jax.Array) -> tuple[Any, 
     return kernel.drawn(shared_key, step), chains_key
 
 
-def step_chains(kernel: Any, rng_key: jax.Array, states: Any, layout: Layout, method: str = "step"):
-    """Step every chain, each with the key of its number, by that method of the kernel."""
+@partial(jax.jit, static_argnames=("layout", "method"), inline=True)
+def step_chains(kernel: Any, rng_key: jax.Array, states: Any, layout: Layout, method: str):
+    """Step every chain, each with the key of its number, by that method of the kernel.
+
+    A run's programs that step chains share one trace of a step, which `jax.jit` remembers; inlined, it
+    leaves the programs as they would be without.
+    """
     num_chains = states.log_density.shape[0]
     keys = jax.vmap(lambda c: jax.random.fold_in(rng_key, c))(jnp.arange(num_chains))
     return map_chains(getattr(type(kernel), method), kernel, keys, states, vmap=layout.vmap)
@@ -95,7 +101,7 @@ def step_chains(kernel: Any, rng_key: jax.Array, states: Any, layout: Layout, me
 
 def advance(kernel: Any, rng_key: jax.Array, step: jax.Array, states: Any, layout: Layout):
     """Take step number ``step`` of all chains; randomness depends on the key and numbers alone."""
-    return step_chains(*draw_kernel(kernel, rng_key, step), states, layout)
+    return step_chains(*draw_kernel(kernel, rng_key, step), states, layout, "step")
 
 
 def no_tally(states: Any) -> dict[str, jax.Array]:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -52,32 +53,44 @@ class Layout:
         ]
         return jax.tree.unflatten(treedef, pinned)
 
-    def pin_like(self, tree: PyTree, positions: PyTree) -> PyTree:
-        """Pin those parts of a tree that are like the positions; leave others to the compiler.
+    def pin_like(self, tree: PyTree, positions: PyTree, *, of_each_chain: bool = False) -> PyTree:
+        """Pin those parts of a tree that are like the positions or a number a chain; leave the others.
+
+        What a warm-up carries must lie in every window as it does in the first: were it the compiler's
+        choice, all programs of a window would be compiled twice.
 
         Parameters
         ----------
         tree
             Any tree. A part is like the positions when it has their structure and its leaves end in the
             shapes of one chain's position, [*leading, ...]. A first axis as long as there are chains is
-            theirs, but for metrics: all chains share them.
+            theirs, but for metrics: all chains share them. A vector as long as there are chains is
+            theirs too.
         positions
             Leaves [chains, ...].
+        of_each_chain
+            Whether every leaf has a first axis of chains, metrics too.
         """
         if self.mesh is None:
             return tree
         like = Like.of(positions)
 
-        def pin(part):
-            if is_metric(part):
-                return jax.tree.map(partial(self._pin_part, like, None), part, is_leaf=like.fits)
-            return self._pin_part(like, self.chain_axis, part)
+        def pin(chain_axis: str | None, part: PyTree) -> PyTree:
+            if like.fits(part):
+                return self._pin_part(like, chain_axis, part)
+            is_of_chains = of_each_chain or jnp.shape(part) == (like.num_chains,)
+            return self.pin_chains(part) if chain_axis and is_of_chains else part
 
-        return jax.tree.map(pin, tree, is_leaf=lambda part: is_metric(part) or like.fits(part))
+        def pin_all(part: PyTree) -> PyTree:
+            chain_axis = None if is_shared(part) else self.chain_axis
+            return jax.tree.map(partial(pin, chain_axis), part, is_leaf=like.fits)
+
+        def is_shared(part: PyTree) -> bool:
+            return is_metric(part) and not of_each_chain
+
+        return jax.tree.map(pin_all, tree, is_leaf=lambda part: is_shared(part) or like.fits(part))
 
     def _pin_part(self, like: "Like", chain_axis: str | None, part: PyTree) -> PyTree:
-        if not like.fits(part):
-            return part
         num_leading, first = like.leading(part)
         leads = chain_axis if first == like.num_chains else None
         return self.pin(part, *((leads, *(None,) * (num_leading - 1)) if num_leading else ()))

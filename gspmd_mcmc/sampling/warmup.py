@@ -10,6 +10,7 @@ import numpy as np
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, Window
+from gspmd_mcmc.adaptation.per_chain import is_per_chain
 from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.sampling.chunks import (
     MOST_GROWTH,
@@ -24,6 +25,7 @@ from gspmd_mcmc.sampling.chunks import (
 from gspmd_mcmc.sampling.layout import Layout, Pins
 from gspmd_mcmc.sampling.observing import marked
 from gspmd_mcmc.sampling.progress import Report, Stop
+from gspmd_mcmc.tree import PyTree
 
 # Folded into a step's key, set what happens at a window's ends apart from the step's own two keys.
 BEGIN, END = 2, 3
@@ -236,13 +238,13 @@ def _no_traces(traced, states, size: int, *, layout: Layout) -> dict[str, jax.Ar
 @partial(jax.jit, static_argnames="layout")
 def _prepare(adaptation, kernel, states, *, layout: Layout) -> dict[str, Any]:
     kernel = adaptation.prepare(kernel, states)
-    metric = layout.pin_like(kernel.inverse_mass_matrix, states.position)
+    metric = _pinned(layout, kernel, kernel.inverse_mass_matrix, states)
     return {"step_size": kernel.step_size, "inverse_mass_matrix": metric}
 
 
 @partial(jax.jit, static_argnames="layout")
 def _init(adaptation, kernel, states, *, layout: Layout):
-    return layout.pin_like(adaptation.init(kernel, states), states.position)
+    return _pinned(layout, kernel, adaptation.init(kernel, states), states)
 
 
 @partial(jax.jit, static_argnames="layout")
@@ -251,7 +253,7 @@ def _begin(adaptation, kernel, states, state, is_first, rng_key, *, layout: Layo
         return advance(kernel, key, jnp.zeros((), jnp.int32), states, layout)[1].acceptance_rate
 
     state = adaptation.begin(state, kernel, states, is_first, rng_key, acceptance_rates)
-    return layout.pin_like(state, states.position)
+    return _pinned(layout, kernel, state, states)
 
 
 @partial(
@@ -261,4 +263,9 @@ def _begin(adaptation, kernel, states, state, is_first, rng_key, *, layout: Layo
 )
 def _end(adaptation, kernel, states, state, rng_key, *, learns_metric: bool, layout: Layout, pins):
     state, moved = adaptation.end(state, kernel, states, rng_key, learns_metric)
-    return layout.pin_like(state, states.position), pins(moved)
+    return _pinned(layout, kernel, state, states), pins(moved)
+
+
+def _pinned(layout: Layout, kernel: Any, tree: PyTree, states: Any) -> PyTree:
+    """Lay out what a kernel is tuned with, or a part of it."""
+    return layout.pin_like(tree, states.position, of_each_chain=is_per_chain(kernel))
