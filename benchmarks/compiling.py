@@ -97,7 +97,7 @@ def _sample(target, name: str, call: int) -> None:
         target,
         mnist_data.start_position(CHAINS),
         num_chains=CHAINS,
-        num_warmup=14 - call // 2,
+        num_warmup=24 - call // 2,  # with a window in which the metric is learned
         num_samples=4,
         kernel=kernel,
         progress=False,

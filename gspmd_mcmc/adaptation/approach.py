@@ -18,7 +18,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import correlation
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition, Window
 from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState, first_metric
-from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState
+from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState, OneLeapfrog
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.tree import PyTree, pytree, static
 
@@ -53,13 +53,12 @@ class ApproachHMC:
     target: Any
     step_size: jax.Array
     inverse_mass_matrix: PyTree
-    max_leapfrogs: jax.Array
+    has_one: bool = static(default=False)  # leapfrog, of which programs then know
 
     @classmethod
     def of(cls, kernel: Any) -> "ApproachHMC":
         """Return the one for the target and the metric of another kernel, its step size to be tuned."""
-        most = jnp.asarray(2 * MEAN_LEAPFROGS, jnp.int32)
-        return cls(kernel.target, kernel.step_size, kernel.inverse_mass_matrix, most)
+        return cls(kernel.target, kernel.step_size, kernel.inverse_mass_matrix)
 
     @property
     def trajectory_length(self) -> jax.Array:
@@ -68,11 +67,13 @@ class ApproachHMC:
 
     def one_leapfrog(self) -> "ApproachHMC":
         """Return the kernel whose steps are one leapfrog: what a first step size is tried with."""
-        return tree.replace(self, max_leapfrogs=jnp.ones_like(self.max_leapfrogs))
+        return tree.replace(self, has_one=True)
 
     def drawn(self, rng_key: jax.Array, step: jax.Array) -> Fall:
         """Return the kernel of one step: its number of leapfrogs drawn, for all chains at once."""
-        length, most = self.trajectory_length, self.max_leapfrogs
+        if self.has_one:
+            return Fall(OneLeapfrog.of(self))
+        length, most = self.trajectory_length, 2 * MEAN_LEAPFROGS
         hmc = JitteredHMC(self.target, self.step_size, length, self.inverse_mass_matrix, most, 1.0)
         return Fall(hmc.drawn(rng_key, step))
 

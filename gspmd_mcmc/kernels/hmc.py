@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import metrics, settings
-from gspmd_mcmc.kernels.integrators import PhasePoint, integrate
+from gspmd_mcmc.kernels.integrators import PhasePoint, integrate, velocity_verlet_with_terms
 from gspmd_mcmc.targets import checks, local
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
@@ -113,9 +113,9 @@ class HMC(settings.Tunable):
         count = _num_integration_steps_of(num_integration_steps)
         return tree.replace(self, num_integration_steps=count)
 
-    def one_leapfrog(self) -> "HMC":
+    def one_leapfrog(self) -> "OneLeapfrog":
         """Return the kernel whose steps are one leapfrog: what a first step size is tried with."""
-        return tree.replace(self, num_integration_steps=jnp.ones_like(self.num_integration_steps))
+        return OneLeapfrog.of(self)
 
     def drawn(self, rng_key: jax.Array, step: jax.Array) -> "HMC":
         """Return the kernel of one step: its number of leapfrogs drawn, for all chains at once."""
@@ -169,8 +169,11 @@ class HMC(settings.Tunable):
             self.step_size,
             self.num_integration_steps,
             self.target,
-            lambda momentum: metrics.velocity(self.inverse_mass_matrix, momentum),
+            self._velocity,
         )
+
+    def _velocity(self, momentum: PyTree) -> PyTree:
+        return metrics.velocity(self.inverse_mass_matrix, momentum)
 
     def _propose(
         self, state: HMCState, start: PhasePoint, end: PhasePoint, terms: PyTree
@@ -193,6 +196,28 @@ class HMC(settings.Tunable):
         # A log density of +inf is as wrong as NaN, and would never be left again.
         energy_error = kinetic - gain
         return proposal, jnp.where(jnp.isfinite(energy_error), energy_error, jnp.inf)
+
+
+@pytree
+@dataclass(frozen=True, eq=False, init=False)
+class OneLeapfrog(HMC):
+    """HMC of one leapfrog a step, which a program knows: it has the gradient once, and no loop."""
+
+    @classmethod
+    def of(cls, kernel: Any) -> "OneLeapfrog":
+        """Return the one with the target, the step size and the metric of another kernel."""
+        values = {n: getattr(kernel, n) for n in ("target", "step_size", "inverse_mass_matrix")}
+        one, none = jnp.ones((), int), jnp.zeros((), kernel.step_size.dtype)
+        return tree.fill(cls, values | {"num_integration_steps": one, "jitter": none})
+
+    def drawn(self, rng_key: jax.Array, step: jax.Array) -> "OneLeapfrog":
+        """Return the kernel itself."""
+        return self
+
+    def trajectory(self, start: PhasePoint) -> tuple[PhasePoint, PyTree]:
+        """Take the leapfrog; return where it ends and the terms there."""
+        terms_and_grad = self.target.terms_and_grad
+        return velocity_verlet_with_terms(start, self.step_size, terms_and_grad, self._velocity)
 
 
 def init(kernel: str, target: Any, inverse_mass_matrix: PyTree | None, position: PyTree) -> HMCState:

@@ -92,9 +92,9 @@ class JitteredHMC(settings.Tunable):
         """Return the kernel with another mean trajectory length; nothing compiles anew."""
         return tree.replace(self, trajectory_length=_trajectory_length_of(trajectory_length))
 
-    def one_leapfrog(self) -> "JitteredHMC":
-        """Return the kernel whose steps are one leapfrog: what a first step size is tried with."""
-        return tree.replace(self, max_leapfrogs=jnp.ones_like(self.max_leapfrogs))
+    def one_leapfrog(self) -> hmc.OneLeapfrog:
+        """Return a kernel whose steps are one leapfrog: what a first step size is tried with."""
+        return hmc.OneLeapfrog.of(self)
 
     def drawn(self, rng_key: jax.Array, step: jax.Array) -> HMC:
         """Return the HMC of one step, for all chains at once; only the step's number matters."""

@@ -185,13 +185,9 @@ class NUTS(settings.Tunable):
             max_tree_depth=int(max_tree_depth),
         )
 
-    def one_leapfrog(self) -> hmc.HMC:
+    def one_leapfrog(self) -> hmc.OneLeapfrog:
         """Return a kernel whose steps are one leapfrog: what a first step size is tried with."""
-        return tree.replace(
-            hmc.HMC(self.target, 1.0, 1),
-            step_size=self.step_size,
-            inverse_mass_matrix=self.inverse_mass_matrix,
-        )
+        return hmc.OneLeapfrog.of(self)
 
     def drawn(self, rng_key: jax.Array, step: jax.Array) -> "NUTS":
         """Return the kernel of one step: nothing is drawn for all chains at once."""
