@@ -70,7 +70,7 @@ def test_a_step_has_as_many_leapfrogs_as_its_number_says(jitter, least):
     longer = kernel.with_trajectory_length(0.32).with_step_size(0.2)
     assert int(draw(longer, key, 2).num_integration_steps) == np.ceil(1.6 * (1 + jitter / 2))
     assert draw._cache_size() == 1
-    assert int(kernel.one_leapfrog().drawn(key, 2).num_integration_steps) == 1
+    assert int(kernel.one_leapfrog().drawn(key, jnp.int32(2)).num_integration_steps) == 1
 
 
 def test_bad_settings_are_refused():

@@ -53,7 +53,7 @@ class ApproachHMC:
     target: Any
     step_size: jax.Array
     inverse_mass_matrix: PyTree
-    has_one: bool = static(default=False)  # leapfrog, of which programs then know
+    takes_one: bool = static(default=False)  # leapfrog a step, as a program then knows
 
     @classmethod
     def of(cls, kernel: Any) -> "ApproachHMC":
@@ -67,11 +67,11 @@ class ApproachHMC:
 
     def one_leapfrog(self) -> "ApproachHMC":
         """Return the kernel whose steps are one leapfrog: what a first step size is tried with."""
-        return tree.replace(self, has_one=True)
+        return tree.replace(self, takes_one=True)
 
     def drawn(self, rng_key: jax.Array, step: jax.Array) -> Fall:
         """Return the kernel of one step: its number of leapfrogs drawn, for all chains at once."""
-        if self.has_one:
+        if self.takes_one:
             return Fall(OneLeapfrog.of(self))
         length, most = self.trajectory_length, 2 * MEAN_LEAPFROGS
         hmc = JitteredHMC(self.target, self.step_size, length, self.inverse_mass_matrix, most, 1.0)
