@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Transition
-from gspmd_mcmc.adaptation.approach import ApproachState
+from gspmd_mcmc.adaptation.approach import ApproachHMC, ApproachState
 from gspmd_mcmc.adaptation.mams import MAMSAdaptation, MAMSAdaptationState
 from gspmd_mcmc.adaptation.metrics import Diagonal
 from gspmd_mcmc.diagnostics.mcse import mcse_mean
@@ -346,6 +346,27 @@ def test_lengths_are_drawn_evenly_and_in_whole_steps():
     assert len(set(counts)) > 35
     held = MAMS(gm.LogDensity(steep), 0.01, 0.2, jitter=0.0).drawn(jax.random.key(0), jnp.int32(3))
     assert held._num_steps() == 20 and kernel.one_leapfrog()._num_steps() == 1
+
+
+def test_the_approach_tries_step_sizes_by_one_leapfrog_and_has_its_gradient_once():
+    traced = []
+
+    def log_density(x):
+        traced.append(1)
+        return steep(x)
+
+    kernel = MAMS(gm.LogDensity(log_density), 0.01, 0.2, jnp.ones(2))
+    state, approach = kernel.init(jnp.ones(2)), ApproachHMC.of(kernel)
+
+    def step(hmc, number):
+        traced.clear()
+        fall = hmc.drawn(jax.random.key(0), jnp.int32(number))
+        info = jax.jit(lambda fall: fall.step(jax.random.key(1), state)[1])(fall)
+        return int(info.num_integration_steps), len(traced)
+
+    assert step(approach.one_leapfrog(), 0) == (1, 1)
+    # The van der Corput sequence begins with a half: 16 of 1 to 32.
+    assert step(approach, 0) == (16, 2)
 
 
 @pytest.mark.parametrize(
