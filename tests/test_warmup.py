@@ -1,6 +1,5 @@
 """Warm-up as data: what `sample` chooses by itself, per-chain settings, stuck chains, programs."""
 
-import logging
 from typing import Any
 
 import jax
@@ -185,7 +184,7 @@ def test_a_stuck_chain_goes_on_where_another_is():
 # Programs.
 
 
-def test_other_numbers_compile_nothing_anew(caplog):
+def test_other_numbers_compile_nothing_anew(compiled):
     """Another key, other data, other counts, another target rate and first step size."""
 
     def run(seed, scale, rate, num_warmup, num_samples):
@@ -204,9 +203,9 @@ def test_other_numbers_compile_nothing_anew(caplog):
         )
 
     run(0, SCALE, 0.8, 192, 96)
-    with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        run(1, 2 * SCALE, 0.9, 187, 96)
-    compiled = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+    assert len(compiled) > 0
+    compiled.clear()
+    run(1, 2 * SCALE, 0.9, 187, 96)
     assert compiled == []
 
 
