@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -190,7 +189,7 @@ def _start(
 ) -> tuple[Layout, Any]:
     """Find what kind of start this is; return the layout, and the states in buffers of our own."""
     if isinstance(initial, Draws):
-        states = jax.tree.map(jnp.copy, initial.state)
+        states = starts.copied(initial.state)
         layout = read_layout(mesh, kernel.target, states.position, num_chains, has_chains=True)
         return layout, states
     if isinstance(initial, Mode):
@@ -216,7 +215,7 @@ def _start_from_position(
         start = starts.uniform_start(lay_out(kernel.target, position))
         return _start(kernel, rng_key, start, mesh, num_chains)
     layout = read_layout(mesh, kernel.target, position, num_chains, has_chains=True)
-    states = starts.init_chains(kernel, jax.tree.map(jnp.copy, position), layout=layout)
+    states = starts.init_chains(kernel, position, layout=layout)
     starts.require_finite(kernel, states)
     return layout, states
 
