@@ -119,12 +119,14 @@ def leaves_of(x):
     return {"a": jnp.asarray(x[..., :2]), "b": jnp.asarray(x[..., 2])}
 
 
-def squared(criterion, x, direction):
-    """The function whose change the criterion is about, in NumPy."""
+def functions(criterion, x, direction):
+    """The functions whose changes the criterion is about, in NumPy: [..., functions]."""
     z = (x - CENTRE) / np.sqrt(VARIANCES)
     if isinstance(criterion, ChangeOfSquares):
-        return np.sum(z**2, axis=-1)
-    return (z @ (direction / np.linalg.norm(direction))) ** 2
+        return np.sum(z**2, axis=-1)[..., None]
+    variance = np.linalg.norm(direction)  # of where the chains are, along the direction
+    along = z @ (direction / variance)
+    return np.stack([along**2, np.sqrt(variance) * along], axis=-1)
 
 
 def state_of(criterion, direction):
@@ -137,9 +139,9 @@ def state_of(criterion, direction):
 def gains(criterion, cost, start, end, velocity, direction):
     trajectories = Trajectories(*map(leaves_of, (start, end, velocity, VARIANCES)))
     adaptation = ChEESAdaptation(length_cost=cost, criterion=criterion)
-    _, change, rate = criterion.measure(state_of(criterion, direction), trajectories)
+    _, square, rate = criterion.measure(state_of(criterion, direction), trajectories)
     kernel = HMC(gm.LogDensity(standard), STEP_SIZE, LEAPFROGS)
-    return change, rate, adaptation.gains(kernel, change, rate)
+    return square, rate, adaptation.gains(kernel, square, rate)
 
 
 @pytest.mark.parametrize("cost", [0.0, 0.25, 1.0])
@@ -149,20 +151,21 @@ def test_gains_are_the_derivative_of_the_criterion(criterion, cost):
     start, direction = SCALES * rng.normal(size=(50, 3)), rng.normal(size=3)
     momentum = rng.normal(size=(50, 3)) / np.sqrt(VARIANCES)
 
-    def change_at(log_time):
+    def square_at(log_time):
         end = flow(start, momentum, np.exp(log_time))[0]
-        return squared(criterion, end, direction) - squared(criterion, start, direction)
+        changes = functions(criterion, end, direction) - functions(criterion, start, direction)
+        return np.sum(changes**2, axis=-1)
 
     def value(log_time):
         work = np.exp(log_time) + STEP_SIZE / 2  # leapfrogs are rounded up
-        return change_at(log_time) ** 2 / work**cost
+        return square_at(log_time) / work**cost
 
     with jax.enable_x64(True):
         found = gains(criterion, cost, start, *flow(start, momentum, TIME), direction)
-        change, rate, got = map(np.asarray, found)
+        square, rate, got = map(np.asarray, found)
     at, h = np.log(TIME), 1e-5
-    np.testing.assert_allclose(change, change_at(at), rtol=1e-9, atol=1e-9)
-    slope = (change_at(at + h) - change_at(at - h)) / (2 * h)
+    np.testing.assert_allclose(square, square_at(at), rtol=1e-9, atol=1e-9)
+    slope = (square_at(at + h) - square_at(at - h)) / (2 * h)
     np.testing.assert_allclose(rate * TIME, slope, rtol=1e-6, atol=1e-6)
     expected = (value(at + h) - value(at - h)) / (2 * h)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-5 * np.abs(expected).max())
@@ -192,9 +195,9 @@ def test_ends_that_are_not_finite_teach_a_criterion_nothing(criterion):
     for end in (good, bad):
         trajectories = Trajectories(before, end, velocity, leaves_of(VARIANCES))
         state = state_of(criterion, direction)
-        measured, change, _ = criterion.measure(state, trajectories)
+        measured, square, _ = criterion.measure(state, trajectories)
         states.append(criterion.update(state, measured, trajectories, target))
-    assert not np.any(np.isfinite(change[1:3])) and np.all(np.isfinite(change[3:]))
+    assert not np.any(np.isfinite(square[1:3])) and np.all(np.isfinite(square[3:]))
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
@@ -368,14 +371,19 @@ def tune(adaptation, kernel, states):
 
 
 def best_length(condition, cls):
-    """Maximise what the exact flow gains: 4 λ² sin²(t / √λ) / t^cost of each whitened eigenvector."""
+    """Maximise what the exact flow gains by whitened eigenvectors, over its time^cost.
+
+    Along each 4 λ² sin²(t / √λ) for the squares, and with SNAPER 2 λ² (1 - cos(t / √λ)) for λ^½ q·z.
+    """
     cov = covariance(condition)
     sd = np.sqrt(np.diag(cov))
     eigenvalues = np.linalg.eigvalsh(cov / np.outer(sd, sd))
     eigenvalues = eigenvalues[-1:] if cls is SNAPERAdaptation else eigenvalues
     lengths, h = np.linspace(0.2, 6, 1000), (np.arange(1000) + 0.5) / 1000
     time = (1 + JITTER * (2 * h[:, None, None] - 1)) * lengths[:, None]
-    change = np.sum(4 * eigenvalues**2 * np.sin(time / np.sqrt(eigenvalues)) ** 2, axis=2)
+    squares = 4 * np.sin(time / np.sqrt(eigenvalues)) ** 2
+    means = 2 * (1 - np.cos(time / np.sqrt(eigenvalues))) if cls is SNAPERAdaptation else 0
+    change = np.sum(eigenvalues**2 * (squares + means), axis=2)
     return lengths[np.argmax(np.mean(change / time[:, :, 0] ** cls().length_cost, axis=0))]
 
 
@@ -396,20 +404,29 @@ def test_the_longest_trajectory_is_one_leapfrog_to_the_most(jitter):
         np.testing.assert_allclose(longest, most * 0.25, rtol=1e-5)
 
 
-def on_a_gaussian(jitter):
+def on_a_gaussian(cls, jitter):
     """A step's correlation along the slowest direction, of squares along the worst, and its time."""
     lengths, h = np.linspace(0.2, 6, 1000), (np.arange(1000) + 0.5) / 1000
     time = lengths[:, None] * (1 + jitter * (2 * h - 1))
-    gained = np.mean(np.sin(time) ** 2 / time ** ChEESAdaptation().length_cost, axis=1)
+    means = 2 * (1 - np.cos(time)) if cls is SNAPERAdaptation else 0
+    gained = np.mean((4 * np.sin(time) ** 2 + means) / time ** cls().length_cost, axis=1)
     best = np.argmax(gained)
     phases = time[best] / np.linspace(0.02, 1, 500)[:, None]
     return np.cos(time[best]).mean(), (np.cos(phases) ** 2).mean(axis=1).max(), lengths[best]
 
 
-def test_less_jitter_is_worth_more_and_too_little_returns():
-    (full, squares, work), (less, less_squares, less_work) = map(on_a_gaussian, (1.0, JITTER))
+@pytest.mark.parametrize("cls", BOTH)
+def test_less_jitter_is_worth_more_and_too_little_returns(cls):
+    full, squares, work = on_a_gaussian(cls, 1.0)
+    less, less_squares, less_work = on_a_gaussian(cls, JITTER)
     assert (1 - less) / (1 + less) / less_work > 1.05 * (1 - full) / (1 + full) / work
-    assert less_squares < squares < on_a_gaussian(0.4)[1]
+    assert less_squares < squares < on_a_gaussian(cls, 0.4)[1]
+
+
+def test_snapers_steps_leave_less_correlation_than_those_of_squares_alone():
+    alone, _, _ = on_a_gaussian(ChEESAdaptation, JITTER)
+    both, _, _ = on_a_gaussian(SNAPERAdaptation, JITTER)
+    assert 0 < both < 0.6 * alone
 
 
 @pytest.mark.parametrize("cls", BOTH)

@@ -223,8 +223,8 @@ class ChEESAdaptation:
         """Take in one step of all chains; what is summed over chains is summed here, once."""
         info, positions = transition.info, transition.after.position
         trajectories = self._trajectories(state, kernel, transition)
-        measured, change, rate = self.criterion.measure(state.criterion, trajectories)
-        gains = self.gains(kernel, change, rate)
+        measured, square, rate = self.criterion.measure(state.criterion, trajectories)
+        gains = self.gains(kernel, square, rate)
         rates = restart.recent_rates(state.rates, info.acceptance_rate)
         gradient, harmonic_rate = _over_chains(info.acceptance_rate, gains, rates)
 
@@ -247,17 +247,17 @@ class ChEESAdaptation:
             rates=rates,
         )
 
-    def gains(self, kernel: HMC, change: jax.Array, rate: jax.Array) -> jax.Array:
+    def gains(self, kernel: HMC, square: jax.Array, rate: jax.Array) -> jax.Array:
         """Return what each trajectory would gain by being longer, [chains].
 
-        The derivative of change² / work^cost by the log of the trajectory length, the work being its
+        The derivative of square / work^cost by the log of the trajectory length, the work being its
         leapfrogs, in units of time: half a step more than the length.
         """
         # The number of leapfrogs was rounded up, by a half in the mean.
         work = kernel.num_integration_steps.astype(rate.dtype) * kernel.step_size
         time = work - kernel.step_size / 2
-        cost = self.length_cost * change**2 * time / work
-        return (2 * change * rate * time - cost) / work**self.length_cost
+        cost = self.length_cost * square * time / work
+        return (rate * time - cost) / work**self.length_cost
 
     def end(
         self, state: ChEESState, kernel: Any, states: Any, rng_key: jax.Array, learns_metric: bool

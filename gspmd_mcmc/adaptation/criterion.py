@@ -1,7 +1,7 @@
 """What trajectories are to change, for the adaptations that tune their length by it.
 
-A criterion names a function of the position, f = g², whose expected squared change over a trajectory is
-to be large: E[(f' - f)²]. Positions are centred, and in units of their scales.
+A criterion names functions of the position whose expected squared change over a trajectory is to be
+large: E[|f' - f|²]. Positions are centred, and in units of their scales.
 """
 
 from dataclasses import dataclass
@@ -32,17 +32,14 @@ class Trajectories(NamedTuple):
 
 
 class Criterion(Protocol):
-    """What a trajectory is to change most: the square of something, f = |z|² or (q·z)²."""
+    """What a trajectory is to change most: functions f of where it is."""
 
     def init(self, target: Any, positions: PyTree) -> Any:
         """Return the state before any step."""
         ...
 
     def measure(self, state: Any, trajectories: Trajectories) -> tuple[Any, jax.Array, jax.Array]:
-        """Return each trajectory's change of f, and the rate of f at its end, [chains] both.
-
-        What comes first is for `update`.
-        """
+        """Return what is for `update`, and the trajectories' |f' - f|² and their rates, [chains]."""
         ...
 
     def update(self, state: Any, measured: Any, trajectories: Trajectories, target: Any) -> Any:
@@ -79,7 +76,7 @@ class ChangeOfSquares:
         return RunningMean.of(mean_of_chains(positions))
 
     def measure(self, state: RunningMean, trajectories: Trajectories) -> tuple[Any, Any, Any]:
-        """Return nothing, |z'|² - |z|², and 2 z'·ż'."""
+        """Return nothing, the square of |z'|² - |z|², and its rate at the end."""
         before, end, velocity, variances = trajectories
 
         def products(before, end, velocity):
@@ -87,7 +84,8 @@ class ChangeOfSquares:
             weigh = jax.tree.map(jnp.divide, (moved, velocity), (variances, variances))
             # Summed over differences, so that what stands still, as pads do, counts for nothing.
             both = tree.add(from_mean, tree.sub(before, state.mean))
-            return tree.dot(weigh[0], both), 2 * tree.dot(weigh[1], from_mean)
+            change, rate = tree.dot(weigh[0], both), 2 * tree.dot(weigh[1], from_mean)
+            return change**2, 2 * change * rate
 
         return ((), *jax.vmap(products)(before, end, velocity))
 
