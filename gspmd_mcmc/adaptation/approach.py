@@ -53,7 +53,6 @@ class ApproachHMC:
     target: Any
     step_size: jax.Array
     inverse_mass_matrix: PyTree
-    takes_one: bool = static(default=False)  # leapfrog a step, as a program then knows
 
     @classmethod
     def of(cls, kernel: Any) -> "ApproachHMC":
@@ -65,17 +64,25 @@ class ApproachHMC:
         """The mean time of a trajectory."""
         return MEAN_LEAPFROGS * self.step_size
 
-    def one_leapfrog(self) -> "ApproachHMC":
+    def one_leapfrog(self) -> "ApproachOfOneLeapfrog":
         """Return the kernel whose steps are one leapfrog: what a first step size is tried with."""
-        return tree.replace(self, takes_one=True)
+        return ApproachOfOneLeapfrog.of(self)
 
     def drawn(self, rng_key: jax.Array, step: jax.Array) -> Fall:
         """Return the kernel of one step: its number of leapfrogs drawn, for all chains at once."""
-        if self.takes_one:
-            return Fall(OneLeapfrog.of(self))
         length, most = self.trajectory_length, 2 * MEAN_LEAPFROGS
         hmc = JitteredHMC(self.target, self.step_size, length, self.inverse_mass_matrix, most, 1.0)
         return Fall(hmc.drawn(rng_key, step))
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class ApproachOfOneLeapfrog(ApproachHMC):
+    """The same with one leapfrog a step, as a program then knows."""
+
+    def drawn(self, rng_key: jax.Array, step: jax.Array) -> Fall:
+        """Return the kernel of any step."""
+        return Fall(OneLeapfrog.of(self))
 
 
 @pytree
