@@ -9,7 +9,7 @@ chains step with HMC, tuned as `WindowAdaptation` does, until there is a first m
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ class ApproachHMC:
     inverse_mass_matrix: PyTree
 
     @classmethod
-    def of(cls, kernel: Any) -> "ApproachHMC":
+    def of(cls, kernel: Any) -> Self:
         """Return the one for the target and the metric of another kernel, its step size to be tuned."""
         return cls(kernel.target, kernel.step_size, kernel.inverse_mass_matrix)
 
