@@ -12,7 +12,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.processes import to_host
-from gspmd_mcmc.sampling.layout import Layout, Pins
+from gspmd_mcmc.sampling.layout import Layout
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import cut, lay_out
@@ -107,20 +107,15 @@ def per_chain(position: PyTree) -> PerChain:
     return PerChain(position)
 
 
+@jax.jit
 def copied(states: Any) -> Any:
     """Return states in buffers of their own, laid out as they are."""
-    return _copied(states, pins=Pins.of(states))
-
-
-@partial(jax.jit, static_argnames="pins")
-def _copied(states: Any, *, pins: Pins) -> Any:
-    return pins(jax.tree.map(jnp.copy, states))
+    return jax.tree.map(jnp.copy, states)
 
 
 @partial(jax.jit, static_argnames="layout")
 def init_chains(kernel: Any, positions: PyTree, *, layout: Layout) -> Any:
     """Evaluate the kernel's state at each chain's position, in buffers of its own."""
-    positions = jax.tree.map(jnp.copy, positions)
     positions = layout.vmap(lay_out, (None, 0))(kernel.target, positions)
     positions = layout.pin(positions, layout.chain_axis)
     states = layout.vmap(type(kernel).init, (None, 0))(kernel, positions)
