@@ -23,6 +23,7 @@ from gspmd_mcmc.adaptation.metrics import pooled_variance
 from gspmd_mcmc.sampling import chunks
 from gspmd_mcmc.sampling.buffers import capacity
 from gspmd_mcmc.sampling.progress import Report
+from gspmd_mcmc.sampling.start import copied
 
 KEY = jax.random.key(0)
 MEAN = {"a": np.linspace(-2, 2, 50, dtype=np.float32), "b": np.float32(3)}
@@ -429,6 +430,21 @@ def test_the_state_of_draws_can_be_used_twice(long_run):
     once, twice = go_on(long_run, 37), go_on(long_run, 37)
     assert_equal(once.position, twice.position)
     assert_equal(long_run.state.position, jax.tree.map(lambda x: x[:, -1], long_run.position))
+
+
+def test_a_copy_of_states_lies_as_they_do(mesh_draws):
+    pairs = zip(*map(jax.tree.leaves, (mesh_draws.state, copied(mesh_draws.state))), strict=True)
+    for x, copy in pairs:
+        assert copy.sharding == x.sharding
+        assert_equal(copy, x)
+    assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(mesh_draws.state))
+
+
+def test_going_on_twice_on_a_mesh_compiles_nothing_the_second_time(mesh_draws, compiled):
+    more = sample(REGRESSION, mesh_draws, num_warmup=0, num_samples=20)
+    compiled.clear()
+    sample(REGRESSION, more, num_warmup=0, num_samples=20)
+    assert compiled == []
 
 
 @pytest.mark.parametrize("options", [{}, {"kernel": None, "num_warmup": 500, "num_samples": 1000}])

@@ -6,8 +6,8 @@ dimensions |z|² drowns the slow direction in the others' noise; (q·z)² does n
 
 To the paper's criterion λ E[(q·z' - q·z)²] is added, λ being the variance of q·z. Squares are forgotten
 best a quarter of a period later, means half of one. Of a Gaussian whose q·z' has correlation ρ with q·z
-both together are 2 λ² (3 - ρ - 2 ρ²), which is most at ρ = -1/4: beyond the quarter, where means gain
-more than squares lose. A posterior with heavy tails needs the longer trajectories to come together.
+both together are 2 λ² (3 - ρ - 2 ρ²), which is most at ρ = -1/4, beyond the quarter: a step is then
+worth two thirds more to means, and an eighth less to squares.
 
 References
 ----------
