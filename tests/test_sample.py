@@ -440,10 +440,12 @@ def test_a_copy_of_states_lies_as_they_do(mesh_draws):
     assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(mesh_draws.state))
 
 
-def test_going_on_twice_on_a_mesh_compiles_nothing_the_second_time(mesh_draws, compiled):
-    more = sample(REGRESSION, mesh_draws, num_warmup=0, num_samples=20)
+def test_going_on_on_a_mesh_runs_the_chunk_that_is_there(mesh_draws, compiled):
+    go_on = {"num_warmup": 0, "num_samples": mesh_draws.num_draws}
+    more = sample(REGRESSION, mesh_draws, **go_on)
+    assert "jit(_chunk)" not in compiled
     compiled.clear()
-    sample(REGRESSION, more, num_warmup=0, num_samples=20)
+    sample(REGRESSION, more, **go_on)
     assert compiled == []
 
 
