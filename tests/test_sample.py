@@ -440,12 +440,15 @@ def test_a_copy_of_states_lies_as_they_do(mesh_draws):
     assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(mesh_draws.state))
 
 
-def test_going_on_on_a_mesh_runs_the_chunk_that_is_there(mesh_draws, compiled):
-    go_on = {"num_warmup": 0, "num_samples": mesh_draws.num_draws}
-    more = sample(REGRESSION, mesh_draws, **go_on)
+def test_going_on_on_a_mesh_runs_the_chunk_that_is_there(compiled):
+    counts = {"num_warmup": 0, "num_samples": 20}
+    first = sample(REGRESSION, SHARDED_POSITION, **counts)
+    assert "jit(_chunk)" in compiled
+    compiled.clear()
+    second = sample(REGRESSION, first, **counts)
     assert "jit(_chunk)" not in compiled
     compiled.clear()
-    sample(REGRESSION, more, **go_on)
+    sample(REGRESSION, second, **counts)
     assert compiled == []
 
 
