@@ -441,7 +441,7 @@ def test_a_copy_of_states_lies_as_they_do(mesh_draws):
 
 
 def test_going_on_on_a_mesh_runs_the_chunk_that_is_there(compiled):
-    counts = {"num_warmup": 0, "num_samples": 20}
+    counts: dict[str, Any] = {"num_warmup": 0, "num_samples": 20}
     first = sample(REGRESSION, SHARDED_POSITION, **counts)
     assert "jit(_chunk)" in compiled
     compiled.clear()
