@@ -54,8 +54,9 @@ def on_divergences(stats: dict[str, np.ndarray]) -> str:
     shown = _chains(np.argsort(-by_chain, kind="stable")[: np.count_nonzero(by_chain)], by_chain, "d")
     return (
         f"{by_chain.sum()} of {stats['is_divergent'].size} transitions after warm-up diverged "
-        f"({shown}): the step is too large somewhere, and draws near there are missing. Raise "
-        "target_acceptance_rate; if they stay, reparameterise."
+        f"({shown}): the step is too large somewhere, and draws near there are missing. Sample with "
+        "a higher target_acceptance_rate, 0.95 or 0.99 (MCLMC has none: lower the energy_variance of "
+        "its warm-up); if they stay, reparameterize."
     )
 
 
@@ -67,8 +68,8 @@ def _on_depth(stats: dict[str, np.ndarray], max_tree_depth: int | None) -> str:
         return ""
     return (
         f"{share:.0%} of trajectories reached max_tree_depth={max_tree_depth} and had not turned yet: "
-        "draws are right, but dear. Warm up longer, or put latents on one scale; raise max_tree_depth "
-        "if that does not help."
+        "the draws are valid, but each costs more than it should. Warm up longer, or put latents on "
+        "one scale; if that does not help, sample with a larger max_tree_depth."
     )
 
 

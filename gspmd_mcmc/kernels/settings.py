@@ -33,11 +33,17 @@ class Tunable:
 
 def require_target(kernel: str, target: Any) -> None:
     """Raise unless a target answers what kernels ask."""
+    if isinstance(target, type):
+        raise TypeError(
+            f"{kernel}: expected a target (Posterior, LogDensity), got the class {target.__name__} "
+            "itself; build one of your functions and data"
+        )
     missing = [m for m in ("terms", "grad", "terms_and_grad") if not hasattr(target, m)]
     if missing:
         raise TypeError(
             f"{kernel}: expected a target (Posterior, LogDensity), got {type(target).__name__} without "
-            f"{missing}; wrap a function as gspmd_mcmc.LogDensity(fn, *data)"
+            f"{missing}; wrap a function as gspmd_mcmc.LogDensity(fn, *data), a NumPyro model by "
+            "gspmd_mcmc.from_numpyro(model, data)"
         )
 
 

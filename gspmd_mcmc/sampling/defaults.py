@@ -1,5 +1,6 @@
 """What `sample` does when it is not told: the kernel, how it is tuned, the kind of its metric."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -20,6 +21,7 @@ from gspmd_mcmc.kernels.mams import MAMS
 from gspmd_mcmc.kernels.mclmc import MCLMC
 from gspmd_mcmc.kernels.nuts import NUTS
 from gspmd_mcmc.sampling.layout import Layout
+from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.local import rows_of
 from gspmd_mcmc.tree import PyTree
 
@@ -36,9 +38,56 @@ WARMUPS: dict[type, Any] = {
 }
 
 
-def kernel_for(target: Any, num_chains: int) -> Any:
-    """Return the kernel for a target and a number of chains, its settings still to be tuned."""
-    return NUTS(target, 0.1) if num_chains < MANY_CHAINS else JitteredHMC(target, 0.1, 1.0)
+def chosen_kernel(kernel: Any, target: Any, num_chains: int, max_tree_depth: int | None) -> Any:
+    """Return the kernel given or the default one; raise unless it is a kernel on this target."""
+    if kernel is None:
+        return kernel_for(target, num_chains, max_tree_depth)
+    checks.require_instance("kernel", kernel, ("target", "init", "drawn"), "NUTS(target, step_size=0.1)")
+    if kernel.target is not target:
+        raise ValueError("kernel: it was built on another target; build it on the one given here")
+    if max_tree_depth is not None:
+        raise TypeError(
+            "max_tree_depth: it is a setting of the kernel, and a kernel is given; write "
+            f"kernel=NUTS(target, step_size=0.1, max_tree_depth={max_tree_depth})"
+        )
+    return kernel
+
+
+def chosen_warmup(warmup: Any, kernel: Any, num_warmup: int, settings: dict[str, Any]) -> Any:
+    """Return the warm-up given, or the kernel's with these settings; raise where both are given."""
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if "metric" in settings:
+        checks.require_instance("metric", settings["metric"], ("final", "identity"), "Diagonal()")
+    if settings and not num_warmup:
+        raise ValueError(f"{', '.join(settings)}: num_warmup=0 tunes nothing; warm up, or leave it out")
+    if warmup is None:
+        return with_settings(warmup_for(kernel), settings)
+    checks.require_instance("warmup", warmup, ("windows", "update"), "WindowAdaptation()")
+    for name, value in settings.items():
+        raise TypeError(
+            f"{name}: it is a setting of the warm-up, and a warm-up is given; write "
+            f"warmup={type(warmup).__name__}({name}={value!r})"
+        )
+    return warmup
+
+
+def kernel_for(target: Any, num_chains: int, max_tree_depth: int | None = None) -> Any:
+    """Return the kernel for a target and a number of chains, its settings still to be tuned.
+
+    Raises
+    ------
+    TypeError
+        If a depth is given, and so many chains have no trees.
+    """
+    depth = {} if max_tree_depth is None else {"max_tree_depth": max_tree_depth}
+    if num_chains < MANY_CHAINS:
+        return NUTS(target, 0.1, **depth)
+    if depth:
+        raise TypeError(
+            f"max_tree_depth: from {MANY_CHAINS} chains the default kernel is JitteredHMC, which has "
+            f"no trees; give kernel=NUTS(target, step_size=0.1, max_tree_depth={max_tree_depth})"
+        )
+    return JitteredHMC(target, 0.1, 1.0)
 
 
 def warmup_for(kernel: Any) -> Adaptation:
@@ -57,6 +106,24 @@ def warmup_for(kernel: Any) -> Adaptation:
     )
 
 
+def with_settings(warmup: Any, settings: dict[str, Any]) -> Any:
+    """Return the kernel's default warm-up with some of its settings.
+
+    Raises
+    ------
+    TypeError
+        If it has no such setting.
+    """
+    names = [field.name for field in dataclasses.fields(warmup)]
+    for name in settings:
+        if name not in names:
+            raise TypeError(
+                f"{name}: the kernel's warm-up is {type(warmup).__name__}, which has no such setting; "
+                f"it has {', '.join(names)}"
+            )
+    return dataclasses.replace(warmup, **settings)
+
+
 def with_metric(warmup: Any, kernel: Any, layout: Layout, positions: PyTree) -> Any:
     """Return the warm-up with a kind of metric, if it names none.
 
@@ -65,7 +132,10 @@ def with_metric(warmup: Any, kernel: Any, layout: Layout, positions: PyTree) -> 
     if isinstance(warmup, PerChainAdaptation):
         inner = with_metric(warmup.adaptation, kernel, layout, positions)
         return tree.replace(warmup, adaptation=inner)
-    if getattr(warmup, "metric", ()) is not None:
+    metric = getattr(warmup, "metric", ())
+    if metric is not None:
+        if isinstance(metric, type):
+            checks.require_instance("metric", metric, (), "Diagonal()")
         return warmup
     return tree.replace(warmup, metric=_metric_for(kernel, layout, positions))
 

@@ -44,6 +44,9 @@ def sample(
     thin: int = 1,
     kernel: Any = None,
     warmup: Adaptation | None = None,
+    target_acceptance_rate: float | None = None,
+    max_tree_depth: int | None = None,
+    metric: Any = None,
     collect: Callable = keep_position,
     to: ZarrSink | None = None,
     device_bytes: int | None = None,
@@ -84,6 +87,13 @@ def sample(
         for `JitteredHMC`, `MAMSAdaptation` and `MCLMCAdaptation` for theirs; where it names no kind of
         metric, dense for a position of at most a hundred numbers that is whole on every device, else
         diagonal.
+    target_acceptance_rate, metric
+        Settings of that default warm-up: the acceptance rate that the step size aims at, 0.8 for
+        `NUTS` (higher: shorter steps, fewer divergences), and the kind of metric (`Diagonal`,
+        `Dense`, ...). A warm-up that is given has its own.
+    max_tree_depth
+        Of the default `NUTS`, 10: at most 2^max_tree_depth - 1 leapfrogs a trajectory. A kernel that
+        is given has its own.
     collect
         ``collect(position, info)`` of one chain: what to keep instead of the position. A function at
         module level, or a ``Partial`` of one whose arrays enter the program as arguments.
@@ -135,15 +145,16 @@ def sample(
     num_chains, num_warmup, num_samples = int(num_chains), int(num_warmup), int(num_samples)
     _check_number("device_bytes", device_bytes, "of bytes or None")
     _check_number("every", every, "of seconds")
+    _check_number("target_acceptance_rate", target_acceptance_rate, "between 0 and 1, or None")
     _check_key(rng_key)
     mesh = common_mesh(mesh, target)
     earlier = initial_position if isinstance(initial_position, Draws) else None
     if earlier is not None:
         _check_goes_on(earlier, target, kernel, num_chains)
         kernel = earlier.kernel
-    kernel = defaults.kernel_for(target, num_chains) if kernel is None else kernel
-    if kernel.target is not target:
-        raise ValueError("kernel: it was built on another target; build it on the one given here")
+    kernel = defaults.chosen_kernel(kernel, target, num_chains, max_tree_depth)
+    tuning = {"target_acceptance_rate": target_acceptance_rate, "metric": metric}
+    adaptation = defaults.chosen_warmup(warmup, kernel, num_warmup, tuning)
     initial_position = _origin(target) if initial_position is None else initial_position
 
     collect = as_partial(collect)
@@ -151,37 +162,29 @@ def sample(
     counts["thin"] = int(thin)
     in_company = spans_processes(mesh)
     if in_company and mesh is not None:
-        given = {"initial_position": initial_position, "kernel": kernel, "warmup": warmup}
+        given = {"initial_position": initial_position, "kernel": kernel, "warmup": adaptation}
         settings = counts | {"rng_key": rng_key, "device_bytes": device_bytes, "every": every}
-        settings |= {"to": repr(to), "checkpoint": str(checkpoint)}
+        settings |= {"to": repr(to), "checkpoint": str(checkpoint), "metric": repr(metric)}
         require_same_run("sample", mesh, target, given | {"collect": collect}, settings)
     first_step = earlier.num_steps if earlier is not None else 0
     start_key, step_key = jax.random.split(rng_key)
     folder, memory = kept_in(checkpoint), explained(target)
     with memory as known, folder as checkpoints, reserved(sink_of(to, checkpoints)) as sink:
         layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
-        warmup = _adaptation(warmup, kernel, layout, states, initial_position)
+        if isinstance(initial_position, Mode) and hasattr(adaptation, "started_at_mode"):
+            adaptation = adaptation.started_at_mode()
+        adaptation = defaults.with_metric(adaptation, kernel, layout, states.position)
         about: dict[str, Any] = counts
         if sink is not None:
             sink.check(shapes_of_draw(kernel, states, collect, step_key, thin, layout)[0])
-            about = attributes_of(rng_key, mesh, kernel, warmup, collect, **counts)
-        plan = Plan(warmup, collect, num_warmup, num_samples, int(thin), device_bytes, about)
+            about = attributes_of(rng_key, mesh, kernel, adaptation, collect, **counts)
+        plan = Plan(adaptation, collect, num_warmup, num_samples, int(thin), device_bytes, about)
         run = known.run = Run(plan, kernel, states, step_key, first_step, layout, sink)
         if in_company and sink is None:
             run.require_room()
         draws = carry_out(run, checkpoints, every, progress=progress, callback=callback)
     warn_of(draws, num_samples)
     return draws
-
-
-def _adaptation(
-    warmup: Adaptation | None, kernel: Any, layout: Layout, states: Any, initial: Any
-) -> Adaptation:
-    """Return the warm-up to run: the one given or the kernel's, with a kind of metric."""
-    adaptation: Any = defaults.warmup_for(kernel) if warmup is None else warmup
-    if isinstance(initial, Mode) and hasattr(adaptation, "started_at_mode"):
-        adaptation = adaptation.started_at_mode()
-    return defaults.with_metric(adaptation, kernel, layout, states.position)
 
 
 def _start(

@@ -1,5 +1,7 @@
 """What a kernel asks before it starts: is the position one, are data arguments, is the start finite."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +77,17 @@ def _mesh_axes(leaf) -> set[str]:
 
 def _row_axes(target: PyTree) -> set[str]:
     return {axis for plate in getattr(target, "plates", ()) for axis in plate.rows.axes}
+
+
+def require_instance(name: str, value: Any, methods: tuple[str, ...], example: str) -> None:
+    """Raise unless an object answers what is asked of it, and is no class of such objects."""
+    if isinstance(value, type):
+        raise TypeError(
+            f"{name}: expected an object such as {example}, got the class {value.__name__} itself; "
+            "call it with its settings"
+        )
+    if not all(hasattr(value, method) for method in methods):
+        raise TypeError(f"{name}: expected an object such as {example}, got {type(value).__name__}")
 
 
 def check_key(rng_key: PyTree) -> None:
