@@ -18,7 +18,7 @@ from gspmd_mcmc.adaptation.metrics import (
     weight_of_draws,
 )
 from gspmd_mcmc.kernels.metrics_dense import DenseMetric, Groups, read_groups
-from gspmd_mcmc.kernels.metrics_leaves import names_of
+from gspmd_mcmc.kernels.metrics_leaves import names_of, product
 from gspmd_mcmc.moments import Moments
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
@@ -143,7 +143,7 @@ def _pooled_covariance(covariances: jax.Array, means: jax.Array) -> jax.Array:
     """
     within, chains = jnp.mean(covariances, axis=0), means.shape[0]
     spread = deviation(means)
-    between = spread.T @ spread / max(chains - 1, 1)
+    between = product(spread.T, spread, 1) / max(chains - 1, 1)
     do_agree = jnp.all(agrees(jnp.diagonal(within), jnp.diagonal(between)))
     return within + jnp.where(do_agree, between, 0)
 

@@ -28,6 +28,7 @@ from gspmd_mcmc.adaptation.metrics import (
     own_variance,
     pooled_variance,
 )
+from gspmd_mcmc.kernels.metrics_leaves import product
 from gspmd_mcmc.kernels.metrics_low_rank import LowRankMetric
 from gspmd_mcmc.moments import Moments
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
@@ -190,7 +191,7 @@ def fit_factors(draws: PyTree, freedom: jax.Array, rank: int) -> tuple[PyTree, P
 
 def _residual(stretch: jax.Array, vectors: jax.Array, residual: jax.Array) -> jax.Array:
     """Return what factors leave of the unit variance of a leaf's elements."""
-    explained = residual * jnp.tensordot(stretch, vectors[: len(stretch)] ** 2, 1)
+    explained = residual * product(stretch, vectors[: len(stretch)] ** 2, 1)
     return jnp.clip(1 - explained, LEAST_RESIDUAL, 1)
 
 
@@ -203,9 +204,9 @@ def _improve(
     """
     draws = jax.tree.map(lambda x, r: x * jax.lax.rsqrt(r)[None, None], draws, residual)
     along = _inner_products(draws, vectors)
-    vectors = _orthonormal(jax.tree.map(lambda x: jnp.tensordot(along, x, ((0, 1), (0, 1))), draws))
+    vectors = _orthonormal(jax.tree.map(lambda x: product(along, x, ((0, 1), (0, 1))), draws))
     along = _inner_products(draws, vectors)
-    covariance = jnp.tensordot(along, along, ((0, 1), (0, 1))) / freedom.astype(along.dtype)
+    covariance = product(along, along, ((0, 1), (0, 1))) / freedom.astype(along.dtype)
     eigenvalues, rotation = jnp.linalg.eigh(covariance)
     return _mix(rotation[:, ::-1].T, vectors), eigenvalues[::-1]
 
@@ -231,7 +232,7 @@ def _orthonormal(vectors: PyTree) -> PyTree:
 def _over_elements(x: jax.Array, y: jax.Array, batch: int = 1) -> jax.Array:
     """Return the inner products of x [*batch, ...] with y [rank, ...], shape [*batch, rank]."""
     axes = tuple(range(batch, x.ndim)), tuple(range(1, y.ndim))
-    return jnp.tensordot(x, y, axes)
+    return product(x, y, axes)
 
 
 def _sum(parts: list[jax.Array]) -> jax.Array:
@@ -239,7 +240,7 @@ def _sum(parts: list[jax.Array]) -> jax.Array:
 
 
 def _mix(matrix: jax.Array, vectors: PyTree) -> PyTree:
-    return jax.tree.map(lambda u: jnp.tensordot(matrix, u, 1), vectors)
+    return jax.tree.map(lambda u: product(matrix, u, 1), vectors)
 
 
 def _shrunk(eigenvalues: jax.Array, aspect: jax.Array) -> jax.Array:

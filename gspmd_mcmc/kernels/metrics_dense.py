@@ -19,6 +19,7 @@ from gspmd_mcmc.kernels.metrics_leaves import (
     is_known,
     local_names,
     names_of,
+    product,
 )
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
@@ -88,13 +89,15 @@ class DenseMetric:
     def velocity(self, momentum: PyTree) -> PyTree:
         """Return M⁻¹ p."""
         scaled = jax.tree.map(lambda p, v: p * jnp.sqrt(v), momentum, self.variances)
-        scaled = self._groups().map(scaled, self.factors, lambda x, factor: factor @ (x @ factor))
+        scaled = self._groups().map(
+            scaled, self.factors, lambda x, factor: product(factor, product(x, factor, 1), 1)
+        )
         return jax.tree.map(lambda x, v: x * jnp.sqrt(v), scaled, self.variances)
 
     def sample_momentum(self, rng_key: jax.Array, position: PyTree) -> PyTree:
         """Draw p = S⁻¹ L⁻ᵀ z ~ N(0, M)."""
         normals = tree.normal_like(rng_key, position)
-        solved = self._groups().map(normals, self.inverses, lambda z, inverse: z @ inverse)
+        solved = self._groups().map(normals, self.inverses, lambda z, inverse: product(z, inverse, 1))
         return jax.tree.map(lambda x, v: x * jax.lax.rsqrt(v), solved, self.variances)
 
     def laid_out(self, target: Any, what: str) -> "DenseMetric":

@@ -1,6 +1,7 @@
 """What metric objects have in common: leaves reached by name, and checks of what they are given."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,10 @@ from jax.tree_util import tree_leaves_with_path
 from gspmd_mcmc import tree
 from gspmd_mcmc.targets.local import rows_of
 from gspmd_mcmc.tree import PyTree
+
+# TPUs and GPUs round the factors of a product unless it asks for more: velocities would be of another
+# matrix than momenta, and energies of a third.
+product = partial(jnp.tensordot, precision=jax.lax.Precision.HIGHEST)
 
 
 def names_of(position: PyTree) -> list[str]:

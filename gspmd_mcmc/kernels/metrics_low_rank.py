@@ -10,7 +10,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels.metrics_leaves import as_array, check_positive, check_shapes, is_known
+from gspmd_mcmc.kernels.metrics_leaves import (
+    as_array,
+    check_positive,
+    check_shapes,
+    is_known,
+    product,
+)
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import PyTree, pytree
 
@@ -75,14 +81,14 @@ class LowRankMetric:
 def coefficients(vectors: PyTree, x: PyTree) -> jax.Array:
     """Return the inner products of vectors [rank, ...] with x, shape [rank]; one reduction."""
     dtype = jnp.result_type(*jax.tree.leaves(vectors))
-    parts = jax.tree.map(lambda u, xi: jnp.tensordot(u, xi, xi.ndim).astype(dtype), vectors, x)
+    parts = jax.tree.map(lambda u, xi: product(u, xi, xi.ndim).astype(dtype), vectors, x)
     return sum(jax.tree.leaves(parts), start=jnp.zeros((), dtype))
 
 
 def combine(vectors: PyTree, along: jax.Array, x: PyTree) -> PyTree:
     """Return x plus the combination of vectors [rank, ...] with coefficients [rank]."""
     return jax.tree.map(
-        lambda u, xi: xi + jnp.tensordot(along.astype(u.dtype), u, 1).astype(xi.dtype), vectors, x
+        lambda u, xi: xi + product(along.astype(u.dtype), u, 1).astype(xi.dtype), vectors, x
     )
 
 

@@ -16,6 +16,7 @@ from gspmd_mcmc.kernels.metrics_leaves import (
     is_known,
     local_names,
     names_of,
+    product,
 )
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
@@ -91,7 +92,7 @@ def _along_axes(rotations: Rotations, x: PyTree, batch: int, contracted: int) ->
     for i, name in enumerate(names_of(x)):
         for axis, matrix in enumerate(rotations.get(name, ()), start=batch):
             if matrix is not None:
-                turned = jnp.tensordot(leaves[i], matrix, ((axis,), (contracted,)))
+                turned = product(leaves[i], matrix, ((axis,), (contracted,)))
                 leaves[i] = jnp.moveaxis(turned, -1, axis)
     return jax.tree.unflatten(treedef, leaves)
 
@@ -117,7 +118,7 @@ def _read_rotation(what: str, matrix: Any) -> Any:
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
         raise ValueError(f"{what}: expected a square matrix, got shape {matrix.shape}")
     if is_known(matrix):
-        error = np.max(np.abs(np.asarray(matrix.T @ matrix) - np.eye(len(matrix))))
+        error = np.max(np.abs(np.asarray(product(matrix.T, matrix, 1)) - np.eye(len(matrix))))
         if not error < 1e-3:
             raise ValueError(f"{what}: expected an orthogonal matrix, but QᵀQ is off by {error:.2g}")
     return matrix
