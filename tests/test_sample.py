@@ -295,6 +295,18 @@ def test_dual_averaging_converges_where_acceptance_falls_with_the_step(target_ra
     assert float(dual_averaging.final_step_size(state)) == pytest.approx(-np.log(target_rate), rel=0.1)
 
 
+@pytest.mark.parametrize("target_rate", [0.98, 0.995, 0.999])
+def test_dual_averaging_reaches_targets_near_one(target_rate):
+    """Rates in 64ths, all of them 1 above 0.992, would leave targets beyond that out of reach."""
+
+    def update(i, state):
+        rate = jnp.exp(-jnp.exp(state.log_step_size))
+        return dual_averaging.update(state, rate, target_rate)
+
+    state = jax.lax.fori_loop(0, 500, update, dual_averaging.init(jnp.float32(0.3)))
+    assert float(dual_averaging.final_step_size(state)) == pytest.approx(-np.log(target_rate), rel=0.1)
+
+
 def test_dual_averaging_takes_the_steps_of_the_paper():
     """Hoffman and Gelman (2014), algorithm 6, written out: gamma 0.05, t0 10, kappa 0.75.
 

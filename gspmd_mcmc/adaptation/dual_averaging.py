@@ -18,6 +18,9 @@ GAMMA, T0, KAPPA = 0.05, 10.0, 0.75
 # Acceptance rates are taken in steps of 1/64: the recursion amplifies what rounding changes, and a mesh
 # sums in another order than one device does. So the step sizes of all meshes are the same.
 RESOLUTION = 64
+# So many of these steps lie between the target and 1 at least: nearer to 1 both are made finer, and the
+# shortfall is stretched as much, or the recursion would take thousands of steps to get there.
+LEAST_STEPS, MOST_SHORTFALL = 6, 1.0
 # Step sizes of chains that can make no step, or for which none is too long, go no further: float32 has
 # no positive number under 1e-38, and a step of 0 would be accepted.
 LEAST_STEP_SIZE, MOST_STEP_SIZE = 1e-30, 1e30
@@ -58,7 +61,7 @@ def update(
     """Move the log step size against the shortfall of the acceptance rate."""
     t = state.num_updates + 1
     eta = 1 / (t + T0)
-    shortfall = target_acceptance_rate - jnp.round(acceptance_rate * RESOLUTION) / RESOLUTION
+    shortfall = _shortfall(acceptance_rate, target_acceptance_rate)
     gradient_average = (1 - eta) * state.gradient_average + eta * shortfall
     log_step_size = state.mu - jnp.sqrt(t) / GAMMA * gradient_average
     log_step_size = jnp.clip(log_step_size, math.log(LEAST_STEP_SIZE), math.log(MOST_STEP_SIZE))
@@ -70,6 +73,14 @@ def update(
         num_updates=t,
         mu=state.mu,
     )
+
+
+def _shortfall(acceptance_rate: jax.Array, target_acceptance_rate: float) -> jax.Array:
+    """Return what the rate lacks, rounded; stretched by a power of two where the target is near 1."""
+    _, exponent = jnp.frexp(jnp.asarray(LEAST_STEPS / RESOLUTION / (1 - target_acceptance_rate)))
+    stretch = jnp.ldexp(jnp.ones_like(acceptance_rate), jnp.maximum(exponent, 0))
+    rate = jnp.round(acceptance_rate * stretch * RESOLUTION) / RESOLUTION
+    return jnp.minimum(stretch * target_acceptance_rate - rate, MOST_SHORTFALL)
 
 
 def final_step_size(state: DualAveragingState) -> jax.Array:
