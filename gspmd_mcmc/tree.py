@@ -4,6 +4,8 @@ Nothing here ravels: every result has the structure, the shapes and so the layou
 """
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -80,12 +82,33 @@ def path_str(path: KeyPath) -> str:
     return keystr(path) or "(the whole)"
 
 
-def name_of(path: KeyPath) -> str:
+def name_of(path: KeyPath, separator: str = "_") -> str:
     """Write a leaf's path as one plain name: ``w``, ``layers_0_bias``; ``x`` at a root."""
     parts = [
         str(k.key if isinstance(k, DictKey) else getattr(k, "name", getattr(k, "idx", k))) for k in path
     ]
-    return "_".join(parts) or "x"
+    return separator.join(parts) or "x"
+
+
+def unique_names(paths: Sequence[KeyPath]) -> list[str]:
+    """Write paths as plain names, no two of them alike.
+
+    Where one name would be of several leaves, the leaf at the top of the tree has it: beside a leaf
+    ``a_b`` the leaf ``b`` of ``a`` is ``a.b``, and ``['a']['b']`` if that is a name at the top too.
+    """
+    forms = [(name_of(path), name_of(path, "."), path_str(path)) for path in paths]
+    chosen = [0] * len(forms)
+    while True:
+        names = [form[i] for form, i in zip(forms, chosen, strict=True)]
+        claims = Counter(names)
+        at_top = Counter(name for name, path in zip(names, paths, strict=True) if len(path) <= 1)
+        more = [
+            claims[name] > 1 and i < 2 and not (len(path) <= 1 and at_top[name] == 1)
+            for name, path, i in zip(names, paths, chosen, strict=True)
+        ]
+        if not any(more):
+            return names
+        chosen = [i + m for i, m in zip(chosen, more, strict=True)]
 
 
 def add(x: PyTree, y: PyTree) -> PyTree:

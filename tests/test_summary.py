@@ -14,6 +14,7 @@ from rich.console import Console
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics.extremes import _extreme
+from gspmd_mcmc.diagnostics.rows import named_leaves
 from gspmd_mcmc.diagnostics.summary import summarise
 from gspmd_mcmc.diagnostics.summary_views import _rounded
 
@@ -303,9 +304,40 @@ def test_names_that_clash_are_all_there(draws):
     b = np.asarray(draws.position["b"])
     clashing = {"a": {"b": b}, "a_b": b[..., :2] + 1, "log_density": b[..., :2] + 2}
     found = dataclasses.replace(draws, position=clashing).summary().to_dict()
-    assert list(found) == ["a_b", "a_b_", "log_density", "log_density_"]
+    assert list(found) == ["a.b", "a_b", "log_density", "log_density_"]
     means = [x["mean"].ravel()[0] - b[..., 0].mean() for x in found.values()]
     assert means[:3] == pytest.approx([0, 1, 2], abs=1e-5)
+
+
+def test_a_name_that_two_leaves_could_have_is_that_of_the_leaf_at_the_top(draws):
+    """Else the values of ``a_b`` would be those of the other one, in the table and in the tree."""
+    pytest.importorskip("arviz_base")
+    b = np.asarray(draws.position["b"])[..., 0]
+    position = {"a": {"b": b, "c": b}, "a_b": b + 1, "chain": b + 2, "draw": b + 3, "w_dim_0": b + 4}
+    position |= {"w": np.asarray(draws.position["b"]), "W": b}
+    clashing = dataclasses.replace(draws, position=position)
+    assert {name: round(float(np.mean(x["mean"] - b.mean())), 4) for name, x in read(clashing)} == {
+        **{"a.b": 0, "a_c": 0, "a_b": 1, "chain": 2, "draw": 3, "w_dim_0": 4, "W": 0}
+    }
+    posterior = clashing.to_datatree()["posterior"].dataset
+    assert sorted(posterior.data_vars) == ["W", "a.b", "a_b", "a_c", "chain_", "draw_", "w", "w_dim_0_"]
+    for name, by in {"a.b": 0, "a_b": 1, "chain_": 2, "draw_": 3, "w_dim_0_": 4}.items():
+        np.testing.assert_array_equal(posterior[name], b + by)
+
+
+def read(draws):
+    return [
+        (name, x) for name, x in draws.summary().to_dict().items() if name not in ("w", "log_density")
+    ]
+
+
+def test_names_are_unique_however_they_clash():
+    """Of a.b, b of a, and a leaf of that name; without such company they stay plain."""
+    tree = {"a": {"b": 0, "b_c": 0, "b.c": 0}, "a_b": {"c": 0}, "a_b_c": 0, "a.b": 0, "a.b_c": 0}
+    names = list(named_leaves(tree))
+    assert names == sorted(set(names), key=names.index) and len(names) == 7
+    assert {"a_b_c", "a.b", "a.b_c"} <= set(names)
+    assert list(named_leaves([0, {"w": 0}])) == ["0", "1_w"] and list(named_leaves(0)) == ["x"]
 
 
 def test_half_precision_and_integer_draws_have_a_summary(draws):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from gspmd_mcmc.diagnostics.extremes import Extreme
-from gspmd_mcmc.tree import PyTree, name_of
+from gspmd_mcmc.tree import PyTree, unique_names
 
 SMALL_LEAF = 1000  # numbers
 
@@ -53,10 +53,9 @@ def free_name(name: str, taken: Iterable[str]) -> str:
 
 def named_leaves(tree: PyTree, is_leaf: Callable | None = None) -> dict[str, Any]:
     """Return the leaves of a tree by plain names, each of its own."""
-    named: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
-        named[free_name(name_of(path), named)] = leaf
-    return named
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    names = unique_names([path for path, _ in found])
+    return dict(zip(names, (leaf for _, leaf in found), strict=True))
 
 
 def element(name: str, index: tuple[int, ...]) -> str:

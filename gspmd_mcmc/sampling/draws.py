@@ -15,6 +15,7 @@ from gspmd_mcmc.kernels.nuts import NUTS
 from gspmd_mcmc.placement.processes import is_local
 from gspmd_mcmc.sampling.extras import need
 from gspmd_mcmc.sampling.parts import part_of_process
+from gspmd_mcmc.sampling.zarr_format import ARVIZ_NAMES, tree_names
 from gspmd_mcmc.tree import PyTree
 
 # Kernels whose energy is judged by E-BFMI, which supposes fresh momenta at each transition.
@@ -87,16 +88,21 @@ class Draws:
     def to_datatree(self):
         """Return an ArviZ / xarray ``DataTree`` with groups posterior and sample_stats.
 
+        Latents that have the name of a coordinate, ``chain`` say, get an underscore.
+
         On several processes it holds this process' part: its chains and its share of leaves that lie
         over processes, with their place in the whole as coordinates. Needs the extra ``arviz``.
         """
         arviz_base = need("arviz_base", "arviz")
-        renamed = {"is_divergent": "diverging", "log_density": "lp"}
-        stats = {renamed.get(name, name): np.asarray(x) for name, x in self.stats.items()}
+        stats = {ARVIZ_NAMES.get(name, name): np.asarray(x) for name, x in self.stats.items()}
         named = named_leaves(self.position)
+        names = dict(zip(named, tree_names(list(named)), strict=True))
+        renamed = {names[name]: leaf for name, leaf in named.items()}
         if all(is_local(leaf) for leaf in named.values()):
-            return arviz_base.from_dict({"posterior": self._named(), "sample_stats": stats})
-        part = part_of_process(named, stats, self.padded_rows)
+            posterior = {name: _on_host(leaf) for name, leaf in renamed.items()}
+            return arviz_base.from_dict({"posterior": posterior, "sample_stats": stats})
+        padded_rows = {names[name]: count for name, count in self.padded_rows.items()}
+        part = part_of_process(renamed, stats, padded_rows)
         groups = {"posterior": jax.tree.map(_on_host, part.posterior), "sample_stats": part.stats}
         return arviz_base.from_dict(groups, coords=part.coords)
 
@@ -139,9 +145,6 @@ class Draws:
     @property
     def _judges_energy(self) -> bool:
         return isinstance(self.kernel, DRAW_MOMENTA)
-
-    def _named(self) -> dict[str, np.ndarray]:
-        return {name: _on_host(leaf) for name, leaf in named_leaves(self.position).items()}
 
     def __layout_tree__(self) -> dict[str, Any]:
         """Return what `visualize` shows of a run: the draws and the last state."""

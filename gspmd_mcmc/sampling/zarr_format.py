@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,39 @@ class NotOurStore(ValueError):
     """A folder holds no draws that this library has written, or their document is damaged."""
 
 
+def tree_names(names: list[str]) -> list[str]:
+    """Return a name in a ``DataTree`` for each leaf: none is that of a coordinate, or taken twice.
+
+    Coordinates are ``chain``, ``draw``, and ``w_dim_0`` beside a leaf ``w``.
+    """
+    return _free_names(names, str)
+
+
 def disk_names(names: list[str]) -> list[str]:
-    """Return a name on disk for each leaf: no folder of its own, no coordinate, none taken twice.
+    """Return a name on disk for each leaf: as `tree_names`, and no folder of its own.
 
     Names that differ in case alone are one name on some file systems.
     """
-    taken, found = {"chain", "draw"}, []
+    plain = [name.replace("/", "_").lstrip("._") or "x" for name in names]
+    return _free_names(plain, str.casefold)
+
+
+def _free_names(names: list[str], key: Callable[[str], str]) -> list[str]:
+    """Lengthen names that are a coordinate's, or another's by the key."""
+    taken = {"chain", "draw", *(key(name) for name in names if _leaf_of_axis(name) in names)}
+    found = []
     for name in names:
-        plain = name.replace("/", "_").lstrip("._") or "x"
-        while plain.casefold() in taken:
-            plain += "_"
-        taken.add(plain.casefold())
-        found.append(plain)
+        while key(name) in taken:
+            name += "_"
+        taken.add(key(name))
+        found.append(name)
     return found
+
+
+def _leaf_of_axis(name: str) -> str:
+    """Return the leaf whose axis has this name, ``w`` of ``w_dim_0``; empty if it is no axis' name."""
+    leaf, _, number = name.rpartition("_dim_")
+    return leaf if number.isdigit() else ""
 
 
 def array_document(

@@ -4,12 +4,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd_mcmc.diagnostics.rows import free_name, named_leaves
 from gspmd_mcmc.placement.processes import to_host
-from gspmd_mcmc.tree import name_of
 
 LOG_DENSITY = "log_density"
 
@@ -94,19 +93,13 @@ def require_draws(draws: Any) -> None:
 def _sources(draws: Any) -> dict[str, _Source]:
     """Name to what is there of it; a leaf keeps its name where a stat has the same."""
     sources: dict[str, _Source] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(draws.position):
-        name = name_of(path)
+    for name, leaf in named_leaves(draws.position).items():
         rows = getattr(draws, "padded_rows", {}).get(name)
         shape = leaf.shape[2:] if rows is None else (rows, *leaf.shape[3:])
-        sources[_free(name, sources)] = _Source(leaf, shape)
+        sources[name] = _Source(leaf, shape)
     for name, stat in draws.stats.items():
-        sources[_free(name, sources)] = _Source(stat, stat.shape[2:])
+        sources[free_name(name, sources)] = _Source(stat, stat.shape[2:])
     return sources
-
-
-def _free(name: str, taken: dict) -> str:
-    """Lengthen a name that another leaf has already, as `Draws.to_datatree` does."""
-    return _free(f"{name}_", taken) if name in taken else name
 
 
 def _default(draws: Any, sources: dict[str, _Source]) -> list[_Wanted]:
