@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.tree_util import Partial
 
 import gspmd_mcmc as gm
 
@@ -88,3 +89,129 @@ def test_settings_of_a_warm_up_that_is_left_out_are_refused():
         sample(target_acceptance_rate=0.9, num_warmup=0)
     with pytest.raises(ValueError, match="expected a number between 0 and 1, got 90"):
         sample(target_acceptance_rate=90)
+
+
+# What is not finite, and what is to blame for it.
+
+
+def nan_prior(params):
+    return jnp.nan * params["w"]
+
+
+def scaled_prior(scale, params):
+    return -0.5 * (params["w"] / scale) ** 2
+
+
+def without_derivative(x):  # finite at 0, where its gradient is NaN
+    return -jnp.linalg.norm(x)
+
+
+NAN_DATA = {"x": X, "y": jnp.ones(20), "unread": jnp.full(20, jnp.nan)}
+
+
+def start_of(prior, data=NAN_DATA, likelihood=log_likelihood):
+    target = gm.Posterior(prior, gm.Plate(likelihood, data))
+    with pytest.raises(gm.NonFiniteStart) as raised:
+        sample(target)
+    return str(raised.value)
+
+
+def test_a_prior_that_is_not_finite_is_blamed_and_no_data():
+    message = start_of(nan_prior)
+    assert "log_prior (nan_prior): its summand ['prior'] has 3 values" in message
+    assert "unread" not in message
+
+
+def test_what_a_prior_binds_is_blamed_where_it_is_not_finite():
+    message = start_of(Partial(scaled_prior, jnp.float32(jnp.nan)))
+    assert "['prior'] has 3 values" in message
+    assert "data .log_prior" in message
+
+
+def test_data_are_blamed_for_the_row_that_reads_them():
+    message = start_of(log_prior, NAN_DATA | {"y": jnp.ones(20).at[7].set(jnp.nan)})
+    assert "1 rows have a term that is NaN or infinite, the first is row 7" in message
+    assert "data .plates[0].data['y'] has 1 values" in message
+
+
+def test_a_gradient_that_is_not_finite_is_named_and_no_run_begins():
+    target = gm.LogDensity(without_derivative)
+    message = r"finite, but its gradient at \(the whole\) has 3 values"
+    with pytest.raises(gm.NonFiniteStart, match=message):
+        gm.HMC(target, 0.1, 1).init(jnp.zeros(3))
+    with pytest.raises(gm.NonFiniteStart, match=r"chains \[2\] of 4 .* in chain 2 .*" + message):
+        sample(target, gm.per_chain(jnp.ones((4, 3)).at[2].set(0)))
+
+
+# Raw errors that get words.
+
+
+def closed_over(params, block):
+    return -0.5 * (block["y"] - block["x"] @ params["w"]) ** 2 + jnp.zeros(200)
+
+
+def reshaped(params, block):
+    return log_likelihood(params, block).reshape(200)
+
+
+@pytest.mark.parametrize("likelihood", [closed_over, reshaped])
+def test_a_number_of_rows_that_is_written_into_a_likelihood_is_named(likelihood):
+    rows = {"x": jnp.ones((200, 3)), "y": jnp.ones(200)}
+    message = f"{likelihood.__name__}: it takes all 200 rows at once, but not a block of 127 of them"
+    with pytest.raises(ValueError, match=message):
+        sample(gm.Posterior(log_prior, gm.Plate(likelihood, rows)))
+
+
+MATRIX = "A covariance matrix becomes a metric by .*of_covariances"
+MISTAKES = {
+    "int for a key": ({"rng_key": 42}, r"expected one typed key, jax.random.key\(42\), got int"),
+    "None in the position": ({"position": {"w": None}}, r"got no leaf \(None is no leaf\)"),
+    "text in the position": (
+        {"position": {"w": "0"}},
+        r"position \['w'\]: expected an array of fl.* str",
+    ),
+    "floats for counts": (
+        {"num_chains": 4.0},
+        "num_chains: expected an integer of at least 1, got 4.0",
+    ),
+    "path for a sink": ({"to": "draws"}, r"to: expected an object such as ZarrSink.*, got str"),
+    "text for a callback": ({"callback": "print"}, "callback: expected a function, got str"),
+    "collect without return": ({"collect": lambda x, info: None}, "collect: expected arrays to keep"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_have_words(mistake):
+    options, message = MISTAKES[mistake]
+    with pytest.raises((TypeError, ValueError), match=message):
+        sample(**options)
+
+
+@pytest.mark.parametrize("matrix", [jnp.eye(3), jnp.ones((3, 3)), gm.Dense()])
+def test_a_matrix_where_variances_are_meant_has_words(matrix):
+    with pytest.raises(ValueError, match=MATRIX):
+        gm.HMC(TARGET, 0.1, 1, inverse_mass_matrix=matrix).init(POSITION)
+
+
+@pytest.mark.parametrize("y", [np.array(["a"] * 20), np.array([None] * 20)])
+def test_labels_that_are_no_numbers_are_named(y):
+    with pytest.raises(TypeError, match=r"plate data \['y'\]: expected an array of numbers.*np.unique"):
+        gm.Plate(log_likelihood, {"x": X, "y": y})
+
+
+@pytest.mark.parametrize(
+    ("position", "error"), [({"weights": jnp.zeros(3)}, KeyError), ({"w": jnp.zeros(2)}, TypeError)]
+)
+def test_an_error_of_a_users_function_tells_what_it_was_called_with(position, error):
+    with pytest.raises(error) as raised:
+        sample(position=position)
+    name, leaf = next(iter(position.items()))
+    expected = f"log_likelihood was called with params {{'{name}': 'float32[{len(leaf)}]'}}, block "
+    assert any(note.startswith(expected) for note in raised.value.__notes__)
+
+
+def test_an_error_of_collect_comes_before_warm_up():
+    seen = []
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        sample(collect=lambda x: x, callback=seen.append)
+    assert not seen

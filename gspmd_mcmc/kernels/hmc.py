@@ -227,7 +227,7 @@ def init(kernel: str, target: Any, inverse_mass_matrix: PyTree | None, position:
     settings.check_metric_fits(kernel, inverse_mass_matrix, position)
     terms, log_density_grad = target.terms_and_grad(position)
     log_density = tree.total(terms)
-    checks.check_finite_start(target, position, log_density)
+    checks.check_finite_start(target, position, log_density, log_density_grad)
     return HMCState(
         position=position,
         log_density=log_density,

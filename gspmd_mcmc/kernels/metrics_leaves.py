@@ -16,6 +16,11 @@ from gspmd_mcmc.tree import PyTree
 # TPUs and GPUs round the factors of a product unless it asks for more: velocities would be of another
 # matrix than momenta, and energies of a third.
 product = partial(jnp.tensordot, precision=jax.lax.Precision.HIGHEST)
+NO_MATRIX = (
+    "A tree like the position holds a variance for each number. A covariance matrix becomes a metric "
+    "by gspmd_mcmc.kernels.metrics_dense.DenseMetric.of_covariances(variances, {names: matrix}); one "
+    "such as Dense() is learned: sample(metric=Dense())"
+)
 
 
 def names_of(position: PyTree) -> list[str]:
@@ -35,14 +40,16 @@ def check_shapes(what: str, given: PyTree, position: PyTree) -> None:
     """Raise unless a tree has the structure and the shapes of a position."""
     given, like = (jax.tree.map(np.shape, t) for t in (given, position))
     if given != like:
-        raise ValueError(f"{what}: expected a tree of shapes like the position's, {like}, got {given}")
+        raise ValueError(
+            f"{what}: expected a tree of shapes like the position's, {like}, got {given}. {NO_MATRIX}"
+        )
 
 
 def check_positive(what: str, variances: PyTree) -> None:
     """Raise unless all variances that are known now are positive."""
     for path, leaf in tree_leaves_with_path(variances):
         if is_known(leaf) and not jnp.all(leaf > 0):
-            raise ValueError(f"{what} {tree.path_str(path)}: expected positive variances")
+            raise ValueError(f"{what} {tree.path_str(path)}: expected positive variances. {NO_MATRIX}")
 
 
 def is_known(leaf: Any) -> bool:

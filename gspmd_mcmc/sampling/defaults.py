@@ -42,7 +42,8 @@ def chosen_kernel(kernel: Any, target: Any, num_chains: int, max_tree_depth: int
     """Return the kernel given or the default one; raise unless it is a kernel on this target."""
     if kernel is None:
         return kernel_for(target, num_chains, max_tree_depth)
-    checks.require_instance("kernel", kernel, ("target", "init", "drawn"), "NUTS(target, step_size=0.1)")
+    methods = ("target", "init", "drawn")
+    checks.require_instance("kernel", kernel, methods, "NUTS(target, step_size=0.1)")
     if kernel.target is not target:
         raise ValueError("kernel: it was built on another target; build it on the one given here")
     if max_tree_depth is not None:

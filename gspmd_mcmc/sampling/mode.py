@@ -100,7 +100,7 @@ def find_mode(
     position = checks.admit(target, position)
     optax = _optax()
     found, value, steps, gain = _climb(target, position, tolerance, max_steps, optimiser=optax.lbfgs)
-    checks.check_finite_start(target, found, value)
+    checks.check_finite_start(target, found, value, ())
     curvature = (
         _curvature(target, found, rng_key, num_probes=num_probes, pins=Pins.of(found))
         if num_probes

@@ -146,6 +146,10 @@ def sample(
     _check_number("device_bytes", device_bytes, "of bytes or None")
     _check_number("every", every, "of seconds")
     _check_number("target_acceptance_rate", target_acceptance_rate, "between 0 and 1, or None")
+    if to is not None:
+        checks.require_instance("to", to, ("reserve", "check"), 'ZarrSink("draws.zarr")')
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback: expected a function, got {type(callback).__name__}")
     _check_key(rng_key)
     mesh = common_mesh(mesh, target)
     earlier = initial_position if isinstance(initial_position, Draws) else None
@@ -175,8 +179,12 @@ def sample(
             adaptation = adaptation.started_at_mode()
         adaptation = defaults.with_metric(adaptation, kernel, layout, states.position)
         about: dict[str, Any] = counts
+        if sink is not None or collect.func is not keep_position:
+            shapes = shapes_of_draw(kernel, states, collect, step_key, thin, layout)[0]
+            if not jax.tree.leaves(shapes):
+                raise TypeError(f"collect: expected arrays to keep, got {shapes}; does it return them?")
         if sink is not None:
-            sink.check(shapes_of_draw(kernel, states, collect, step_key, thin, layout)[0])
+            sink.check(shapes)
             about = attributes_of(rng_key, mesh, kernel, adaptation, collect, **counts)
         plan = Plan(adaptation, collect, num_warmup, num_samples, int(thin), device_bytes, about)
         run = known.run = Run(plan, kernel, states, step_key, first_step, layout, sink)

@@ -1,5 +1,6 @@
 """Where chains start: positions as given, or drawn per chain until the log density is finite."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -138,9 +139,17 @@ def _draw(
     return layout.pin(layout.vmap(draw, (0,))(keys), layout.chain_axis)
 
 
+@jax.jit
+def _are_finite(states: Any) -> jax.Array:
+    """Tell of each chain whether its log density and all of its gradient are finite."""
+    grads = jax.tree.leaves(states.log_density_grad)
+    finite = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in grads]
+    return functools.reduce(jnp.logical_and, finite, jnp.isfinite(states.log_density))
+
+
 @partial(jax.jit, static_argnames="layout")
 def _keep_finite(states: Any, fresh: Any, *, layout: Layout) -> Any:
-    good = jnp.isfinite(states.log_density)
+    good = _are_finite(states)
     return layout.vmap(lambda g, a, b: jax.tree.map(lambda x, y: jnp.where(g, x, y), a, b), (0, 0, 0))(
         good, states, fresh
     )
@@ -149,7 +158,7 @@ def _keep_finite(states: Any, fresh: Any, *, layout: Layout) -> Any:
 def start_chains(
     kernel: Any, rng_key: jax.Array, start: Callable, num_chains: int, layout: Layout
 ) -> Any:
-    """Draw each chain's start until its log density is finite; return the kernel's states."""
+    """Draw each chain's start until its log density and gradient are finite; return the states."""
     start = as_partial(start)
     states = None
     for attempt in range(MAX_TRIES):
@@ -157,21 +166,21 @@ def start_chains(
         positions = _draw(kernel.target, start, key, layout=layout, num_chains=num_chains)
         fresh = init_chains(kernel, positions, layout=layout)
         states = fresh if states is None else _keep_finite(states, fresh, layout=layout)
-        if np.all(np.isfinite(to_host(states.log_density))):
+        if np.all(to_host(_are_finite(states))):
             return states
     require_finite(kernel, states)
     return states
 
 
 def require_finite(kernel: Any, states: Any) -> None:
-    """Raise where a chain's log density is not finite, naming the chain and the leaf or term."""
-    bad = np.flatnonzero(~np.isfinite(to_host(states.log_density)))
+    """Raise where a chain's log density or gradient is not finite, naming the chain and the cause."""
+    bad = np.flatnonzero(~np.asarray(to_host(_are_finite(states))))
     if not bad.size:
         return
     position = jax.tree.map(lambda x: x[bad[0]], states.position)
     raise checks.NonFiniteStart(
-        f"chains {bad.tolist()} of {len(states.log_density)} start where the log density is not "
-        f"finite: in chain {bad[0]} {checks.blame(kernel.target, position)}"
+        f"chains {bad.tolist()} of {len(states.log_density)} start where the log density or its "
+        f"gradient is not finite: in chain {bad[0]} {checks.blame(kernel.target, position)}"
     )
 
 

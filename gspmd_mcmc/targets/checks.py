@@ -1,16 +1,22 @@
 """What a kernel asks before it starts: is the position one, are data arguments, is the start finite."""
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.tree_util import GetAttrKey, KeyPath, SequenceKey
 
+from gspmd_mcmc import tree
 from gspmd_mcmc.placement.padding import Padded, is_padded, refuse_padded
 from gspmd_mcmc.placement.processes import to_host
+from gspmd_mcmc.targets.functions import name_of_function
 from gspmd_mcmc.targets.local import lay_out, rows_of
 from gspmd_mcmc.targets.posterior import Posterior
+from gspmd_mcmc.targets.tiling import is_live
 from gspmd_mcmc.tree import PyTree, is_staging, is_traced, path_str
 
 CONSTANT_BYTES = 1 << 20
@@ -47,7 +53,9 @@ def check_position(target: PyTree, position: PyTree) -> None:
     """
     leaves = jax.tree_util.tree_leaves_with_path(position, is_leaf=is_padded)
     if not leaves:
-        raise ValueError("position: expected a tree with at least one array, got no leaf")
+        raise ValueError(
+            "position: expected a tree with at least one array, got no leaf (None is no leaf)"
+        )
     for (path, leaf), rows in zip(leaves, rows_of(target, position), strict=True):
         if isinstance(leaf, Padded):
             if rows is None:
@@ -55,7 +63,7 @@ def check_position(target: PyTree, position: PyTree) -> None:
                     position, "position", "choose a mesh that divides it, or lay it out whole"
                 )
             leaf = leaf.values
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        if not jnp.issubdtype(_dtype_of(path, leaf), jnp.floating):
             raise TypeError(
                 f"position {path_str(path)}: expected a floating dtype, got {jnp.result_type(leaf)}. "
                 "HMC moves through continuous space; convert it, or sum a discrete latent out"
@@ -67,6 +75,15 @@ def check_position(target: PyTree, position: PyTree) -> None:
                 "of a plate lie over too. If its rows are the plate's, say so: Plate(..., local=...); "
                 "else lay it over another axis, or whole on every device: P()"
             )
+
+
+def _dtype_of(path: KeyPath, leaf: Any) -> Any:
+    try:
+        return jnp.result_type(leaf)
+    except TypeError as error:
+        raise TypeError(
+            f"position {path_str(path)}: expected an array of floats, got {type(leaf).__name__}"
+        ) from error
 
 
 def _mesh_axes(leaf) -> set[str]:
@@ -94,8 +111,9 @@ def check_key(rng_key: PyTree) -> None:
     """Raise unless this is one typed key."""
     dtype = getattr(rng_key, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng_key.shape:
+        seed = rng_key if isinstance(rng_key, int) else "seed"
         raise TypeError(
-            f"rng_key: expected one typed key, jax.random.key(seed), got {type(rng_key).__name__} "
+            f"rng_key: expected one typed key, jax.random.key({seed}), got {type(rng_key).__name__} "
             f"of dtype {dtype} and shape {np.shape(rng_key)}"
         )
 
@@ -120,40 +138,97 @@ def check_not_baked(target: PyTree) -> None:
         )
 
 
-def check_finite_start(target: PyTree, position: PyTree, log_density: jax.Array) -> None:
-    """Raise where a concrete log density is not finite, naming the leaf or term at fault."""
-    if is_traced(log_density) or np.all(np.isfinite(to_host(log_density))):
+def check_finite_start(
+    target: PyTree, position: PyTree, log_density: jax.Array, log_density_grad: PyTree
+) -> None:
+    """Raise where a concrete log density or its gradient is not finite, naming what is at fault."""
+    if is_traced(log_density):
         return
-    raise NonFiniteStart(
-        f"the log density at the start is {log_density}, not finite: {blame(target, position)}"
-    )
+    if not np.all(np.isfinite(to_host(log_density))):
+        raise NonFiniteStart(
+            f"the log density at the start is {log_density}, not finite: {blame(target, position)}"
+        )
+    if not to_host(_are_all_finite(log_density_grad)):
+        raise NonFiniteStart(f"at the start {blame(target, position)}")
 
 
 def blame(target: PyTree, position: PyTree) -> str:
-    """Say in words what makes the log density at a position not finite."""
-    for what, tree in (("position", position), ("the target's data", target)):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            count = _num_nonfinite(leaf)
-            if count:
-                return f"{what} {path_str(path)} has {count} values that are NaN or infinite"
-    for path, leaf in jax.tree_util.tree_leaves_with_path(target.terms(position)):
-        count = _num_nonfinite(leaf)
-        if count:
-            return _blame_term(target, position, path, count)
-    return "the terms are finite but their sum overflows; scale the log density"
+    """Say in words what makes the log density at a position, or its gradient, not finite."""
+    for path, count in _nonfinite(position):
+        return f"position {path_str(path)} has {count} values that are NaN or infinite"
+    terms = target.terms(position)
+    for path, count in _nonfinite(terms):
+        if isinstance(target, Posterior) and path[0].key == "plates":
+            return _blame_rows(target, position, path[1].idx)
+        return _blame_summand(target, path, count)
+    if not np.isfinite(to_host(tree.total(terms))):
+        return "the terms are finite but their sum overflows; scale the log density"
+    for path, count in _nonfinite(target.grad(position)):
+        return (
+            f"the log density is finite, but its gradient at {path_str(path)} has {count} values that "
+            "are NaN or infinite. Where a function has no derivative (sqrt or a norm at 0, a where() "
+            "whose other branch is not finite), write it so that it has one, or start elsewhere"
+        )
+    return "the log density and its gradient are finite when they are evaluated alone"
 
 
-def _blame_term(target: PyTree, position: PyTree, path, count: int) -> str:
-    if not (isinstance(target, Posterior) and path[0].key == "plates"):
-        return f"its summand {path_str(path)} has {count} values that are NaN or infinite there"
-    plate = target.plates[path[1].idx]
-    params = target.params(position)
-    rows = np.asarray(to_host(plate.log_likelihood_rows(params, target.hidden_from(plate, params))))
+def _blame_summand(target: PyTree, path: KeyPath, count: int) -> str:
+    """Name a summand of a log density or a prior, and what is not finite of the data it may read."""
+    found = f"its summand {path_str(path)} has {count} values that are NaN or infinite there"
+    own = target
+    if isinstance(target, Posterior):
+        own = tree.replace(target, plates=())
+        if path[0].key == "prior":
+            found = f"log_prior ({name_of_function(target.log_prior)}): {found}"
+    for data_path, data_count in _nonfinite(own):
+        return f"{found}; {_data(data_path, data_count)}"
+    return found
+
+
+def _blame_rows(target: Posterior, position: PyTree, index: int) -> str:
+    """Name the first row of a plate whose term is not finite, and its data if those are not."""
+    plate, params = target.plates[index], target.params(position)
+    hidden = target.hidden_from(plate, params)
+    rows = np.asarray(to_host(plate.log_likelihood_rows(params, hidden)))
     bad = np.flatnonzero(~np.isfinite(rows))
-    return f"{plate}: {bad.size} rows have a term that is NaN or infinite, the first is row {bad[0]}"
+    if not bad.size:
+        return f"{plate}: the terms of all rows are finite, but not their sum or a Jacobian"
+    found = f"{plate}: {bad.size} rows have a term that is NaN or infinite, the first is row {bad[0]}"
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(plate.data)
+
+    def terms(*leaves):
+        data = treedef.unflatten(leaves)
+        return tree.replace(plate, data=data).log_likelihood_rows(params, hidden)
+
+    are_read = is_live(jax.make_jaxpr(terms)(*(leaf for _, leaf in leaves)).jaxpr)
+    for (path, leaf), is_read in zip(leaves, are_read, strict=True):
+        if is_read and num_nonfinite(leaf[bad[0]]):
+            where = (GetAttrKey("plates"), SequenceKey(index), GetAttrKey("data"), *path)
+            return f"{found}; {_data(where, num_nonfinite(leaf))}"
+    return found
 
 
-def _num_nonfinite(leaf) -> int:
+def _data(path: KeyPath, count: int) -> str:
+    return f"the target's data {path_str(path)} has {count} values that are NaN or infinite"
+
+
+def _nonfinite(of: PyTree) -> Iterator[tuple[KeyPath, int]]:
+    """Yield the path of each leaf that has values that are not finite, and how many."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(of):
+        count = num_nonfinite(leaf)
+        if count:
+            yield path, count
+
+
+def num_nonfinite(leaf: Any) -> int:
+    """Count the values of an array that are NaN or infinite."""
     if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
         return 0
-    return int(jnp.sum(~jnp.isfinite(leaf)))
+    return int(to_host(jnp.sum(~jnp.isfinite(leaf))))
+
+
+@jax.jit
+def _are_all_finite(of: PyTree) -> jax.Array:
+    return functools.reduce(
+        jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(of)], jnp.asarray(True)
+    )

@@ -1,6 +1,7 @@
 """The functions that users write, as a target holds and checks them."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -36,3 +37,19 @@ def summands(function: Callable, value: PyTree) -> PyTree:
                 f"{tree.path_str(path)}"
             )
     return jax.tree.map(jnp.asarray, value)
+
+
+@contextlib.contextmanager
+def noting_shapes(function: Callable, **given: PyTree) -> Iterator[None]:
+    """Add to an error that a user's function raises what it was called with."""
+    try:
+        yield
+    except Exception as error:
+        shapes = {name: jax.tree.map(_shape, x) for name, x in given.items()}
+        told = ", ".join(f"{name} {x}" for name, x in shapes.items())
+        error.add_note(f"{name_of_function(function)} was called with {told}")
+        raise
+
+
+def _shape(leaf: PyTree) -> str:
+    return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"

@@ -8,7 +8,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.padding import refuse_padded
-from gspmd_mcmc.targets.functions import as_partial, name_of_function, summands
+from gspmd_mcmc.targets.functions import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
 
@@ -37,7 +37,9 @@ class LogDensity:
 
     def terms(self, position: PyTree) -> PyTree:
         """Return the summands of the log density."""
-        return summands(self.fn, self.fn(position, *self.data))
+        with noting_shapes(self.fn, position=position):
+            value = self.fn(position, *self.data)
+        return summands(self.fn, value)
 
     def grad(self, position: PyTree) -> PyTree:
         """Gradient of the log density, shaped like the position."""

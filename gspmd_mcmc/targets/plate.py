@@ -11,7 +11,7 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections, tiling
-from gspmd_mcmc.targets.functions import as_partial, name_of_function
+from gspmd_mcmc.targets.functions import as_partial, name_of_function, noting_shapes
 from gspmd_mcmc.targets.local import Local, lay_out, without
 from gspmd_mcmc.targets.rows import Rows, read_rows
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
@@ -124,7 +124,8 @@ class Plate:
         def terms_of(params, block):
             leaves = replace(split, leaves=jax.tree.leaves(params))
             visible, _ = leaves.visible(leaves.read, leaves.local, self.bijections)
-            return self.log_likelihood(visible, block)
+            with noting_shapes(self.log_likelihood, params=visible, block=block):
+                return self.log_likelihood(visible, block)
 
         name = name_of_function(self.log_likelihood)
         traced = tiling.probe(terms_of, name, params, is_local, self.data, self.rows)

@@ -15,7 +15,7 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections as bijective
-from gspmd_mcmc.targets.functions import as_partial, summands
+from gspmd_mcmc.targets.functions import as_partial, noting_shapes, summands
 from gspmd_mcmc.targets.local import cut, without, wrap
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.rows import Rows
@@ -167,7 +167,8 @@ class Posterior:
         if not jax.tree.leaves(shared):
             return ()
         try:
-            return summands(self.log_prior, self.log_prior(shared))
+            with noting_shapes(self.log_prior, params=shared):
+                value = self.log_prior(shared)
         except KeyError as error:
             if not any(is_local) or error.args[0] not in params:
                 raise
@@ -175,6 +176,7 @@ class Posterior:
                 f"log_prior: {error.args[0]!r} is local to a plate, and log_prior sees shared latents "
                 "only; write its prior in the plate's log_likelihood, a term a row"
             ) from error
+        return summands(self.log_prior, value)
 
     def _prior_and_grad(self, params: PyTree) -> tuple[PyTree, PyTree]:
         prior, pullback = jax.vjp(self._prior, params)

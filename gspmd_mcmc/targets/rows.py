@@ -129,6 +129,8 @@ def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
     nodes = jax.tree_util.tree_leaves_with_path(data, is_leaf=is_padded)
     if not nodes:
         raise ValueError("a plate needs data: expected a tree with at least one array, got no leaf")
+    for path, node in nodes:
+        _check_numbers(path_str(path), node)
     named = [(path_str(path), node, _array(node)) for path, node in nodes]
     for name, _, array in named:
         if not array.ndim:
@@ -157,6 +159,17 @@ def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
         )
     _check_countable(rows)
     return jax.tree.map(_array, data, is_leaf=is_padded), rows
+
+
+def _check_numbers(name: str, node: Any) -> None:
+    """Raise where there are texts or objects in the place of numbers."""
+    node = node.values if isinstance(node, Padded) else node
+    dtype = node.dtype if hasattr(node, "dtype") else np.asarray(node).dtype
+    if getattr(dtype, "kind", "") in ("O", "S", "U", "M", "m"):
+        raise TypeError(
+            f"plate data {name}: expected an array of numbers, got {type(node).__name__} of dtype "
+            f"{dtype}; number labels by np.unique(labels, return_inverse=True)"
+        )
 
 
 def _check_countable(rows: Rows) -> None:

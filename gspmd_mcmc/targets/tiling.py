@@ -60,16 +60,36 @@ def probe(
         If it does not return one floating term a row.
     """
     num = min(rows.block_rows, PROBE_ROWS)
-    tile = jax.tree.map(lambda a: _rows_like(a, num), data)
-    leaves, treedef = jax.tree.flatten(params)
-    shapes = [
-        _rows_like(a, num) if local else _like(a) for a, local in zip(leaves, is_local, strict=True)
-    ]
-    params = jax.tree.unflatten(treedef, shapes)
-    jaxpr, out = jax.make_jaxpr(terms_of, return_shape=True)(params, tile)
-    _check_terms(name, out, num, params)
-    is_read = tuple(is_live(jaxpr.jaxpr)[: len(leaves)])
-    return Likelihood(is_read, _row_bytes(jaxpr.jaxpr, len(leaves), num))
+
+    def block_of(num: int) -> tuple[PyTree, PyTree]:
+        leaves, treedef = jax.tree.flatten(params)
+        pairs = zip(leaves, is_local, strict=True)
+        shapes = [_rows_like(a, num) if local else _like(a) for a, local in pairs]
+        return treedef.unflatten(shapes), jax.tree.map(lambda a: _rows_like(a, num), data)
+
+    try:
+        jaxpr, out = jax.make_jaxpr(terms_of, return_shape=True)(*block_of(num))
+    except (TypeError, ValueError) as error:
+        if _is_traceable(terms_of, block_of(rows.num_rows)):
+            raise ValueError(
+                f"{name}: it takes all {rows.num_rows} rows at once, but not a block of {num} of them. "
+                "It is called with blocks of any number of rows, so neither that number may be written "
+                "into it (take it from the block: len(block[...])), nor may it read an array of rows "
+                "that is not among the plate's data"
+            ) from error
+        raise
+    _check_terms(name, out, num, block_of(num)[0])
+    num_leaves = len(is_local)
+    is_read = tuple(is_live(jaxpr.jaxpr)[:num_leaves])
+    return Likelihood(is_read, _row_bytes(jaxpr.jaxpr, num_leaves, num))
+
+
+def _is_traceable(terms_of: Callable, block: tuple[PyTree, PyTree]) -> bool:
+    try:
+        jax.eval_shape(terms_of, *block)
+    except Exception:  # whatever a user's function raises
+        return False
+    return True
 
 
 def _row_bytes(jaxpr: Any, num_latents: int, num: int) -> int:
