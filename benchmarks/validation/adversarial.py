@@ -7,7 +7,7 @@ R-hat over 1.01, or fewer effective draws than ours asks for.
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,9 @@ class Verdict:
 
     def __str__(self) -> str:
         words = "right" if self.is_right else f"wrong ({self.where} by {self.error:.2f})"
-        return f"{words}, {'warned' if self.warnings else 'silent' if not self.is_right else 'no warning'}"
+        return (
+            f"{words}, {'warned' if self.warnings else 'silent' if not self.is_right else 'no warning'}"
+        )
 
 
 def judge(found: Values, exact: Values, warned: Iterable[str]) -> Verdict:
@@ -62,7 +64,9 @@ def judge(found: Values, exact: Values, warned: Iterable[str]) -> Verdict:
         below = values[..., None] < np.quantile(exact[name], PROBABILITIES)
         errors = np.abs(np.where(np.isfinite(values).all(), below.mean(axis=(0, 1)), 1) - PROBABILITIES)
         # What never changes has no standard error: it is judged as if it had none.
-        size = np.nan_to_num(np.asarray(ess_mean(jnp.asarray(below, jnp.float32)), np.float64), nan=np.inf)
+        size = np.nan_to_num(
+            np.asarray(ess_mean(jnp.asarray(below, jnp.float32)), np.float64), nan=np.inf
+        )
         allowed = LEAST_ERROR + LARGEST_Z * np.sqrt(PROBABILITIES * (1 - PROBABILITIES) / size)
         is_right &= bool(np.all(errors < np.minimum(allowed, GROSS_ERROR)))
         if errors.max() > worst:
@@ -98,11 +102,7 @@ def by_numpyro(adversary: Adversary, seed: int) -> Verdict:
 
     num_warmup, num_samples = STEPS[FEW_CHAINS]
     density = adversary.density
-
-    def potential(position):
-        return -sum(jnp.sum(term) for term in jax.tree.leaves(density(position)))
-
-    kernel = NUTS(adversary.model) if density is None else NUTS(potential_fn=potential)
+    kernel = NUTS(adversary.model) if density is None else NUTS(potential_fn=_potential(density))
     run = MCMC(
         kernel,
         num_warmup=num_warmup,
@@ -116,6 +116,10 @@ def by_numpyro(adversary: Adversary, seed: int) -> Verdict:
     draws = run.get_samples(group_by_chain=True)
     num_divergent = int(np.sum(run.get_extra_fields()["diverging"]))
     return judge(adversary.read(draws), _exact(adversary), _said_by_numpyro(draws, num_divergent))
+
+
+def _potential(density: Callable) -> Callable:
+    return lambda position: -sum(jnp.sum(term) for term in jax.tree.leaves(density(position)))
 
 
 def _starts(adversary: Adversary, rng: np.random.Generator) -> Any:

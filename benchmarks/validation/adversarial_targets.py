@@ -13,7 +13,7 @@ from jax.scipy.special import logsumexp
 import gspmd_mcmc as gm
 from gspmd_mcmc.tree import PyTree
 
-Values = Mapping[str, np.ndarray]
+Values = dict[str, np.ndarray]
 FEW_CHAINS, MANY_CHAINS = 4, 64
 
 
@@ -49,9 +49,10 @@ class Adversary:
 
     def target(self) -> Any:
         """Build the target."""
-        if self.density is not None:
-            return gm.LogDensity(self.density)
-        return gm.from_numpyro(self.model)
+        if self.model is not None:
+            return gm.from_numpyro(self.model)
+        assert self.density is not None
+        return gm.LogDensity(self.density)
 
 
 def coordinates(draws: Any, which: tuple[int, ...] | None = None) -> Values:
@@ -99,7 +100,7 @@ def _mixture_values(draws) -> Values:
 
 
 def _in_second(share: float, centers, sds, rng, num_chains: int) -> PyTree:
-    """Start the first chains in the second mode, so large a share of all, and the others in the first."""
+    """Start a share of the chains in the second mode, and the others in the first."""
     which = (np.arange(num_chains) < share * num_chains).astype(int)
     centers, sds = np.asarray(centers), np.asarray(sds)
     x = centers[which] + sds[which, None] * rng.normal(size=(num_chains, centers.shape[1]))
@@ -403,9 +404,7 @@ def _far(distance: float, dims: int) -> tuple[tuple[float, ...], tuple[float, ..
 
 TWO_SEEDS = (0, 1, 2)
 ADVERSARIES: dict[str, Callable[[], Adversary]] = {
-    "two modes, sd 1 and 0.02": lambda: mixture(
-        _far(6, 2), (1, 0.02), share=0.25, seeds=TWO_SEEDS
-    ),
+    "two modes, sd 1 and 0.02": lambda: mixture(_far(6, 2), (1, 0.02), share=0.25, seeds=TWO_SEEDS),
     "two modes 10 apart": lambda: mixture(((-5.0, 0.0), (5.0, 0.0)), (1, 1), seeds=TWO_SEEDS),
     "two modes in 10 dimensions": lambda: mixture(_far(8, 10), (1, 1), share=0.25),
     "two modes that mix": lambda: mixture(_far(3, 2), (1, 1)),

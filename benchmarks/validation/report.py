@@ -18,6 +18,7 @@ TITLES = {
     "sbc": "Simulation-based calibration",
     "geweke": "Geweke's joint distribution test",
     "shapes": "Hard shapes",
+    "adversarial": "Adversarial targets",
 }
 OF_A_RUN = ("kernel", "mesh", "chains", "dtype")
 

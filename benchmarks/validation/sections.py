@@ -1,20 +1,23 @@
-"""Tests besides posteriors: calibration, Geweke's test and hard shapes; a job is one for one kernel."""
+"""Tests besides posteriors: calibration, Geweke's test, hard shapes, adversarial targets; a job is one
+for one kernel.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.validation import geweke, sbc, shapes
+from benchmarks.validation import adversarial, geweke, sbc, shapes
 from benchmarks.validation.kernels import SETTINGS
 
-SECTIONS = {"sbc": sbc, "geweke": geweke, "shapes": shapes}
+SECTIONS = {"sbc": sbc, "geweke": geweke, "shapes": shapes, "adversarial": adversarial}
 KERNELS = {
     "sbc": tuple(sbc.KERNELS),
     "geweke": tuple(sbc.KERNELS),
     # `default` is NUTS at the number of chains that shapes are sampled with.
     "shapes": tuple(name for name in SETTINGS if name != "default"),
+    "adversarial": ("default",),
 }
-QUICK_KERNELS = {"sbc": ("HMC",), "geweke": ("HMC",), "shapes": ("NUTS",)}
+QUICK_KERNELS = {"sbc": ("HMC",), "geweke": ("HMC",), "shapes": ("NUTS",), "adversarial": ("default",)}
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from gspmd_mcmc.sampling.sinks import ZarrSink
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import lay_out
+from gspmd_mcmc.targets.resolution import on_coarse_terms
 from gspmd_mcmc.tree import PyTree, path_str
 
 
@@ -311,6 +312,7 @@ def warn_of(draws: Draws, num_samples: int) -> None:
     if not draws.num_draws:
         return
     stats = {name: np.asarray(draws.stats[name]) for name in ("acceptance_rate", "is_divergent")}
-    for warning in (advice.on_acceptance(stats), advice.on_divergences(stats)):
+    coarse = on_coarse_terms(draws.kernel.target, draws.state)
+    for warning in (advice.on_acceptance(stats), advice.on_divergences(stats), coarse):
         if warning:
             warnings.warn(warning, SamplingWarning, stacklevel=3)

@@ -156,6 +156,10 @@ class Posterior:
         terms = {"prior": prior, "jacobians": log_jacobians, "plates": tuple(plates)}
         return terms, pullback(grads)
 
+    def single_floats(self, terms: PyTree) -> PyTree:
+        """Return the terms that are plain numbers: those of plates are two-float sums."""
+        return {name: value for name, value in terms.items() if name != "plates"}
+
     def hidden_from(self, plate: Plate, params: PyTree) -> list[bool]:
         """Mark the leaves that are local to other plates only: no function sees those."""
         of_any, own = self.local_rows(params), plate.local_rows(params)
