@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation import adam, chees, dual_averaging, restart
+from gspmd_mcmc.adaptation import adam, chees, dual_averaging, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import Transition
 from gspmd_mcmc.adaptation.chees import ChEESAdaptation
 from gspmd_mcmc.adaptation.criterion import ChangeOfSquares, Trajectories
@@ -220,38 +219,7 @@ def test_adam_steps_are_gradients_in_units_of_their_recent_size():
     assert step == 0 and adam.update(still, jnp.ones(()))[1] > 0
 
 
-# Stuck chains
-
-
-def states_of_chains():
-    rng = np.random.default_rng(2)
-    return {"x": jnp.asarray(rng.normal(size=(16, 3))), "y": jnp.arange(16.0)}
-
-
-def test_stuck_chains_take_the_states_of_others_on_every_mesh():
-    is_stuck = jnp.zeros(16, bool).at[jnp.asarray([0, 3, 7, 8])].set(True)
-    states = states_of_chains()
-    key = jax.random.key(0)
-    program = jax.jit(restart.restarted)
-    moved = program(key, states, is_stuck)
-    source = np.asarray(moved["y"], int)
-    np.testing.assert_array_equal(source[~is_stuck], np.flatnonzero(~is_stuck))
-    assert not np.any(is_stuck[source]) and len(set(source[is_stuck])) > 1
-    np.testing.assert_array_equal(moved["x"], np.asarray(states["x"])[source])
-    mesh = gm.make_mesh(chains=8)
-    sharded = jax.device_put((states, is_stuck), NamedSharding(mesh, P("chains")))
-    again = program(key, *sharded)
-    jax.tree.map(np.testing.assert_array_equal, again, moved)
-    stay = program(key, states, jnp.ones(16, bool))
-    jax.tree.map(np.testing.assert_array_equal, stay, states)
-
-
-def test_chains_are_stuck_by_recent_rates_and_never_most_of_them():
-    rates = restart.no_rates(jnp.zeros(4))
-    for _ in range(22):
-        rates = restart.recent_rates(rates, jnp.asarray([0.0, 0.12, 0.9, 1.0]))
-    np.testing.assert_array_equal(restart.are_stuck(rates), [True, False, False, False])
-    assert not np.any(restart.are_stuck(jnp.asarray([0.0, 0.05, 0.5, 0.9])))
+# Stuck chains; where they go is in test_stuck_chains.py
 
 
 def test_windows_after_the_first_metrics_begin_at_one_length():
@@ -278,33 +246,6 @@ def test_windows_after_the_first_metrics_begin_at_one_length():
     np.testing.assert_allclose(length, chees.FIRST_LEAPFROGS * step_size, rtol=1e-5)
 
 
-def two_modes(x):
-    """A mode at 0, and one at 100 that is as wide and holds e^-1000 of the mass."""
-    return jnp.logaddexp(-0.5 * jnp.sum(x**2), -1000 - 0.5 * jnp.sum((x - 100) ** 2))
-
-
-def after_a_window(num_far):
-    """Where 8 chains that all accept are after a window's end, some of them far away before."""
-    start = jnp.ones((8, 3)).at[:num_far].set(100.0)
-    kernel = JitteredHMC(gm.LogDensity(two_modes), 0.1, 1.0)
-    states = jax.vmap(kernel.init)(start)
-    adaptation = ChEESAdaptation()
-    state = tree.replace(adaptation.init(kernel, states), rates=jnp.ones(8))
-    return adaptation.end(state, kernel, states, jax.random.key(0), False)[1].position
-
-
-def test_lost_chains_go_on_where_others_are(monkeypatch):
-    np.testing.assert_array_equal(after_a_window(3), jnp.ones((8, 3)))
-    assert int(jnp.sum(after_a_window(5)[:, 0] == 100)) == 5  # most chains are not lost
-    monkeypatch.setattr(restart, "LOST_AN_ELEMENT", 400.0)
-    assert int(jnp.sum(after_a_window(3)[:, 0] == 100)) == 3
-
-
-def test_no_chain_is_lost_within_fifty_nats_and_five_an_element():
-    below = jnp.asarray([0.0, 0.0, 0.0, 65.0, 66.0])
-    np.testing.assert_array_equal(restart.are_lost(-below, 3), [*[False] * 4, True])
-
-
 @jax.jit
 def step_size_with_a_stuck_chain():
     """Tune the step size of four chains: three accept exp(-step size), one needs a tiny step size."""
@@ -313,11 +254,11 @@ def step_size_with_a_stuck_chain():
         state, recent = carry
         rate = jnp.exp(-jnp.exp(state.log_step_size))
         rates = jnp.append(jnp.full(3, rate), rate**1e4)
-        recent = restart.recent_rates(recent, rates)
+        recent = stuck_chains.recent_rates(recent, rates)
         harmonic = chees._over_chains(rates, jnp.zeros(4), recent)[1]
         return dual_averaging.update(state, harmonic, 0.65), recent
 
-    start = (dual_averaging.init(jnp.asarray(1.0)), restart.no_rates(jnp.zeros(4)))
+    start = (dual_averaging.init(jnp.asarray(1.0)), stuck_chains.no_rates(jnp.zeros(4)))
     return dual_averaging.final_step_size(jax.lax.fori_loop(0, 400, step, start)[0])
 
 
@@ -332,7 +273,7 @@ def test_a_stuck_chain_does_not_drive_the_step_size_down():
 
 
 def test_without_leaving_it_out_the_stuck_chain_would(monkeypatch):
-    monkeypatch.setattr(restart, "STUCK_RATE", -1.0)
+    monkeypatch.setattr(stuck_chains, "STUCK_RATE", -1.0)
     with pytest.raises(AssertionError, match="step size"):
         check_step_size_of_the_others()
 

@@ -535,7 +535,7 @@ def test_tuning_adds_one_all_reduce_of_scalars_to_a_step():
     def begun(kernel, states):
         kernel = adaptation.prepare(kernel, states)
         approach = adaptation.init(kernel, states)
-        arrived, _ = adaptation.end(approach, kernel, states, jax.random.key(0), True)
+        arrived = adaptation.end(approach, kernel, states, True)
         return kernel, *(layout.pin_like(x, states.position) for x in (approach, arrived))
 
     @jax.jit

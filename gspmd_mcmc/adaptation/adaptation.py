@@ -90,10 +90,8 @@ class Adaptation(Protocol):
         """Take in a step of all chains, and the kernel that took it."""
         ...
 
-    def end(
-        self, state: Any, kernel: Any, states: Any, rng_key: jax.Array, learns_metric: bool
-    ) -> tuple[Any, Any]:
-        """End a window: learn the metric; return the state, and the chains' states, perhaps moved."""
+    def end(self, state: Any, kernel: Any, states: Any, learns_metric: bool) -> Any:
+        """End a window: learn the metric."""
         ...
 
     def final(self, kernel: Any, state: Any) -> Any:

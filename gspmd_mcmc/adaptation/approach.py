@@ -160,23 +160,21 @@ class ApproachedAdaptation(ABC):
             return self._update(state, kernel, transition)
         return tree.replace(state, window=self.by_hmc.update(state.window, kernel, transition))
 
-    def end(
-        self, state: Any, kernel: Any, states: Any, rng_key: jax.Array, learns_metric: bool
-    ) -> tuple[Any, Any]:
-        """End a window: stuck chains go on where others are; a new metric, or the length that suits.
+    def end(self, state: Any, kernel: Any, states: Any, learns_metric: bool) -> Any:
+        """End a window: a new metric, or the length that suits.
 
         With the first metric, if one is learned, the approach is over.
         """
         if not isinstance(state, ApproachState):
-            return self._end(state, kernel, states, rng_key, learns_metric)
+            return self._end(state, kernel, states, learns_metric)
         hmc = ApproachHMC.of(kernel)
-        window, moved = self.by_hmc.end(state.window, hmc, states, rng_key, learns_metric)
+        window = self.by_hmc.end(state.window, hmc, states, learns_metric)
         state = tree.replace(state, window=window)
         if learns_metric != self.learns_metric:
-            return state, moved
+            return state
         arrived = self.final(kernel, state)
-        step_size = correlation.first_step_size(arrived, moved, state.dimension)
-        return self._init(tree.replace(arrived, step_size=step_size), moved), moved
+        step_size = correlation.first_step_size(arrived, states, state.dimension)
+        return self._init(tree.replace(arrived, step_size=step_size), states)
 
     def final(self, kernel: Any, state: Any) -> Any:
         """Return the kernel to keep."""
@@ -212,9 +210,7 @@ class ApproachedAdaptation(ABC):
     def _update(self, state: Any, kernel: Any, transition: Transition) -> Any: ...
 
     @abstractmethod
-    def _end(
-        self, state: Any, kernel: Any, states: Any, rng_key: jax.Array, learns_metric: bool
-    ) -> tuple[Any, Any]: ...
+    def _end(self, state: Any, kernel: Any, states: Any, learns_metric: bool) -> Any: ...
 
     @abstractmethod
     def _final(self, kernel: Any, state: Any) -> Any: ...

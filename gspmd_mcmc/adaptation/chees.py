@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation import adam, dual_averaging, restart
+from gspmd_mcmc.adaptation import adam, dual_averaging, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition, Window
 from gspmd_mcmc.adaptation.criterion import ChangeOfSquares, Criterion, Trajectories
 from gspmd_mcmc.adaptation.metrics import Diagonal
@@ -25,7 +25,6 @@ from gspmd_mcmc.adaptation.window import first_metric
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.hmc import HMC
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
-from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import PyTree, pytree, static
 
 # Where windows end, in parts of warm-up. The first finds the posterior, with no metric yet; five learn
@@ -94,10 +93,7 @@ class ChEESAdaptation:
     """Settings of a warm-up of `JitteredHMC` by many chains together; 32 or more are advised.
 
     Chains whose recent acceptance rate is under 0.1, while most others move, have no part in the shared
-    step size, and at the end of a window each takes the state of another, drawn at random. So does a
-    chain that is lost: its log density is below the median of all by 50 nats and 5 for each element of
-    the position. Its place would have to be e⁵ = 148 times as wide as the others', in every direction,
-    to hold e⁻⁵⁰ of their mass.
+    step size.
 
     Parameters
     ----------
@@ -181,7 +177,7 @@ class ChEESAdaptation:
             variances=Diagonal().identity(positions),
             spread=self._no_spread(positions),
             criterion=self.criterion.init(kernel.target, positions),
-            rates=restart.no_rates(states.log_density),
+            rates=stuck_chains.no_rates(states.log_density),
         )
 
     def begin(
@@ -225,7 +221,7 @@ class ChEESAdaptation:
         trajectories = self._trajectories(state, kernel, transition)
         measured, square, rate = self.criterion.measure(state.criterion, trajectories)
         gains = self.gains(kernel, square, rate)
-        rates = restart.recent_rates(state.rates, info.acceptance_rate)
+        rates = stuck_chains.recent_rates(state.rates, info.acceptance_rate)
         gradient, harmonic_rate = _over_chains(info.acceptance_rate, gains, rates)
 
         ascent, step = adam.update(state.ascent, gradient)
@@ -259,24 +255,17 @@ class ChEESAdaptation:
         cost = self.length_cost * square * time / work
         return (rate * time - cost) / work**self.length_cost
 
-    def end(
-        self, state: ChEESState, kernel: Any, states: Any, rng_key: jax.Array, learns_metric: bool
-    ) -> tuple[ChEESState, Any]:
-        """End a window: restart stuck and lost chains from others, and learn the metric."""
-        one = jax.tree.map(lambda x: x[0], states.position)
-        size = local.num_elements(kernel.target, one)
-        is_stuck = restart.are_stuck(state.rates) | restart.are_lost(states.log_density, size)
-        moved = restart.restarted(rng_key, states, is_stuck)
-        state = tree.replace(state, rates=jnp.where(is_stuck, restart.STUCK_RATE, state.rates))
+    def end(self, state: ChEESState, kernel: Any, states: Any, learns_metric: bool) -> ChEESState:
+        """End a window: learn the metric."""
         if not learns_metric:
-            return state, moved
+            return state
         metric = state.inverse_mass_matrix
         if self.metric is not None:
             metric = self.metric.final(state.moments, states.position)
         is_variances = self._is_diagonal
         variances = metric if is_variances else Diagonal().final(state.spread, states.position)
         learned = tree.replace(state, inverse_mass_matrix=metric, variances=variances)
-        return tree.replace(learned, num_metrics=state.num_metrics + 1), moved
+        return tree.replace(learned, num_metrics=state.num_metrics + 1)
 
     def final(self, kernel: Any, state: ChEESState) -> Any:
         """Return the kernel with the averages of step size and trajectory length."""
@@ -330,7 +319,7 @@ def _over_chains(rates: jax.Array, gains: jax.Array, recent: jax.Array) -> tuple
     weights = jnp.where(jnp.isfinite(gains), rates, 0)
     weighted = jnp.where(weights > 0, gains, 0) * weights
     inverse = 1 / jnp.maximum(rates, LEAST_RATE)
-    moves = (recent >= restart.STUCK_RATE).astype(rates.dtype)
+    moves = (recent >= stuck_chains.STUCK_RATE).astype(rates.dtype)
     rows = jnp.stack([weights, weighted, moves, moves * inverse, inverse])
     weight, gain, num_moving, inverse_moving, inverse_all = jnp.sum(rows, axis=1)
 

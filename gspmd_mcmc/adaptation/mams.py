@@ -128,10 +128,9 @@ class MAMSAdaptation(ApproachedAdaptation):
         state: MAMSAdaptationState,
         kernel: MAMS,
         states: Any,
-        rng_key: jax.Array,
         learns_metric: bool,
-    ) -> tuple[MAMSAdaptationState, Any]:
-        window, moved = self.by_window.end(state.window, kernel, states, rng_key, learns_metric)
+    ) -> MAMSAdaptationState:
+        window = self.by_window.end(state.window, kernel, states, learns_metric)
         length = state.trajectory_length
         if not learns_metric:
             distance = self.final(kernel, state).trajectory_length
@@ -139,7 +138,7 @@ class MAMSAdaptation(ApproachedAdaptation):
             # Where the metric's units are the target's, no length that is shorter is better.
             least = length.value if self.learns_metric else 0
             length = length.ended(jnp.maximum(measured, least))
-        return MAMSAdaptationState(window, length), moved
+        return MAMSAdaptationState(window, length)
 
     def _final(self, kernel: MAMS, state: MAMSAdaptationState) -> MAMS:
         return _with_length(self.by_window.final(kernel, state.window), state)

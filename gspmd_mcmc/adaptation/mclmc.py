@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation import correlation, restart
+from gspmd_mcmc.adaptation import correlation, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition
 from gspmd_mcmc.adaptation.approach import ApproachedAdaptation
 from gspmd_mcmc.adaptation.correlation import Length
@@ -113,7 +113,7 @@ class MCLMCAdaptation(ApproachedAdaptation):
             trajectory_length=Length.first(kernel, states.position),
             inverse_mass_matrix=kernel.inverse_mass_matrix,
             moments=self._no_moments(states),
-            rates=restart.no_rates(states.log_density),
+            rates=stuck_chains.no_rates(states.log_density),
         )
 
     def _begin(
@@ -152,7 +152,7 @@ class MCLMCAdaptation(ApproachedAdaptation):
             step_size=_updated(state.step_size, transition.info, desired, state.rates),
             moments=moments,
             trajectory_length=state.trajectory_length.updated(positions),
-            rates=restart.recent_rates(state.rates, transition.info.acceptance_rate),
+            rates=stuck_chains.recent_rates(state.rates, transition.info.acceptance_rate),
         )
 
     def _end(
@@ -160,18 +160,14 @@ class MCLMCAdaptation(ApproachedAdaptation):
         state: MCLMCAdaptationState,
         kernel: MCLMC,
         states: Any,
-        rng_key: jax.Array,
         learns_metric: bool,
-    ) -> tuple[MCLMCAdaptationState, Any]:
-        is_stuck = restart.are_stuck(state.rates)
-        moved = restart.restarted(rng_key, states, is_stuck)
-        state = tree.replace(state, rates=jnp.where(is_stuck, restart.STUCK_RATE, state.rates))
+    ) -> MCLMCAdaptationState:
         if learns_metric:
-            return self._with_metric(state, kernel, moved), moved
+            return self._with_metric(state, kernel, states)
         count = correlation.dimension_of_chain(kernel, states.position)
         time = correlation.correlation_time(state.trajectory_length.batches, count)
         length = state.trajectory_length.ended(LENGTH_FACTOR * time * state.step_size.value)
-        return tree.replace(state, trajectory_length=length), moved
+        return tree.replace(state, trajectory_length=length)
 
     def _final(self, kernel: MCLMC, state: MCLMCAdaptationState) -> MCLMC:
         """Return the kernel of the last moment: the recursion's memory is an average."""
@@ -210,7 +206,7 @@ def _updated(step_size: StepSize, info: Any, desired: jax.Array | float, recent:
     is_made = ~info.is_divergent
     ratios = jnp.minimum(jnp.abs(info.energy_error), GREATEST_ERROR) ** 2 / desired + LEAST_RATIO
     weights = jnp.where(is_made, jnp.exp(-0.5 * (jnp.log(ratios) / (6 * TRUST)) ** 2), 0)
-    is_stuck = recent < restart.STUCK_RATE
+    is_stuck = recent < stuck_chains.STUCK_RATE
     rows = [weights * ratios, weights, ~is_made, is_stuck, ~is_made & is_stuck]
     rows = jnp.stack([x.astype(ratios.dtype) for x in rows])
     weighted, weight, refused, stuck, both = jnp.mean(rows, axis=1)

@@ -89,15 +89,13 @@ class PerChainAdaptation:
 
         return map_chains(update, kernel, state, transition)
 
-    def end(
-        self, state: WindowState, kernel: Any, states: Any, rng_key: jax.Array, learns_metric: bool
-    ) -> tuple[WindowState, Any]:
+    def end(self, state: WindowState, kernel: Any, states: Any, learns_metric: bool) -> WindowState:
         """End a window: every chain's metric is that of its own moments."""
 
         def end(kernel, state, states):
-            return self.adaptation.end(state, kernel, _one(states), rng_key, learns_metric)[0]
+            return self.adaptation.end(state, kernel, _one(states), learns_metric)
 
-        return map_chains(end, kernel, state, states), states
+        return map_chains(end, kernel, state, states)
 
     def final(self, kernel: Any, state: WindowState) -> Any:
         """Return the kernel with each chain's averaged step size."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation import dual_averaging, restart
+from gspmd_mcmc.adaptation import dual_averaging, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition, Window
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
 from gspmd_mcmc.kernels.mclmc import MCLMC
@@ -117,7 +117,7 @@ class WindowAdaptation:
             step_size=dual_averaging.init(kernel.step_size),
             inverse_mass_matrix=kernel.inverse_mass_matrix,
             moments=self._no_moments(states),
-            rates=restart.no_rates(states.log_density),
+            rates=stuck_chains.no_rates(states.log_density),
         )
 
     def begin(
@@ -158,19 +158,15 @@ class WindowAdaptation:
                 state.step_size, _mean_rate(rates, state.rates), self.target_acceptance_rate
             ),
             moments=moments,
-            rates=restart.recent_rates(state.rates, rates),
+            rates=stuck_chains.recent_rates(state.rates, rates),
         )
 
-    def end(
-        self, state: WindowState, kernel: Any, states: Any, rng_key: jax.Array, learns_metric: bool
-    ) -> tuple[WindowState, Any]:
-        """End a window: the metric is that of its moments; stuck chains go on where others are."""
-        if learns_metric and self.learns_metric:
-            metric = self.metric.final(state.moments, states.position)
-            state = tree.replace(state, inverse_mass_matrix=metric)
-        is_stuck = restart.are_stuck(state.rates)
-        state = tree.replace(state, rates=jnp.where(is_stuck, 1, state.rates))
-        return state, restart.restarted(rng_key, states, is_stuck)
+    def end(self, state: WindowState, kernel: Any, states: Any, learns_metric: bool) -> WindowState:
+        """End a window: the metric is that of its moments."""
+        if not (learns_metric and self.learns_metric):
+            return state
+        metric = self.metric.final(state.moments, states.position)
+        return tree.replace(state, inverse_mass_matrix=metric)
 
     def final(self, kernel: Any, state: WindowState) -> Any:
         """Return the kernel with the averaged step size."""
@@ -187,7 +183,7 @@ class WindowAdaptation:
 
 def _mean_rate(rates: jax.Array, recent: jax.Array) -> jax.Array:
     """Mean acceptance rate over the chains that are not stuck; one reduction over chains."""
-    is_stuck = (recent < restart.STUCK_RATE).astype(rates.dtype)
+    is_stuck = (recent < stuck_chains.STUCK_RATE).astype(rates.dtype)
     total, of_stuck, num_stuck = jnp.sum(jnp.stack([rates, is_stuck * rates, is_stuck]), axis=1)
     # Where half are stuck or more, it is the step size that does not suit them.
     are_few = 2 * num_stuck < rates.size

@@ -19,6 +19,8 @@ LEAST_BFMI = 0.3
 ACCEPTANCE_SPREAD = 0.15
 MOST_SATURATED = 0.01  # share of trajectories that reached their largest depth
 MANY_CHAINS = 32
+LEAST_TO_SETTLE = 100  # draws of a chain from which on R-hat has no excuse, and a start stands out
+LONGEST_CORRELATION = 10  # draws, in which those of a short chain may be taken for one
 MOST_NAMED = 4  # chains, or numbers, that a warning names
 
 
@@ -43,7 +45,10 @@ def on_transitions(stats: dict[str, Any], max_tree_depth: int | None, judges_ene
     found = [on_divergences(stats), _on_depth(stats, max_tree_depth)]
     if judges_energy and "energy" in stats:
         found.append(_on_energy(stats["energy"]))
-    return [text for text in [*found, on_acceptance(stats)] if text]
+    found.append(on_acceptance(stats))
+    if "log_density" in stats:
+        found.append(on_arrivals(stats["log_density"]))
+    return [text for text in found if text]
 
 
 def on_divergences(stats: dict[str, np.ndarray]) -> str:
@@ -101,7 +106,7 @@ def on_acceptance(stats: dict[str, np.ndarray]) -> str:
     )
 
 
-def _chains(chains: Sequence[int] | np.ndarray, values: np.ndarray, form: str) -> str:
+def _chains(chains: Sequence[int] | np.ndarray, values: Any, form: str) -> str:
     shown = ", ".join(f"chain {c}: {values[c]:{form}}" for c in chains[:MOST_NAMED])
     more = len(chains) - MOST_NAMED
     return f"{shown} and {more} more" if more > 0 else shown
@@ -122,8 +127,72 @@ def on_number_of_draws(num_chains: int, num_draws: int) -> list[str]:
     return found
 
 
+def on_arrivals(log_density: np.ndarray) -> str:
+    """Warn of chains that came to where all are, by log density, after warm-up; empty if none did.
+
+    Such a chain's first draw is twice as far from the median as any draw of all second halves on that
+    side. Of n draws of a tail that falls exponentially one is, by chance, about twice in n² runs.
+
+    Parameters
+    ----------
+    log_density
+        Of the draws that were kept, [chains, draws].
+    """
+    num_chains, num_draws = log_density.shape
+    if num_draws < LEAST_TO_SETTLE or not np.isfinite(log_density).all():
+        return ""
+    settled = log_density[:, num_draws // 2 :]
+    middle = np.median(settled)
+    low, high = (middle + 2 * (extreme - middle) for extreme in (settled.min(), settled.max()))
+    is_away = (log_density < low) | (log_density > high)
+    lengths = np.argmin(is_away, axis=1)
+    away = np.abs(log_density[:, 0] - middle)
+    late = np.flatnonzero(lengths)
+    if not late.size:
+        return ""
+    late = late[np.argsort(-away[late], kind="stable")]
+    return (
+        f"{late.size} of {num_chains} chains had not arrived when sampling began: up to "
+        f"{lengths.max()} of their first draws are away from where all are later, by nats of "
+        f"log_density ({_chains(late, away, '.0f')}). Warm up longer. Where they came from may be a "
+        "mode that the others do not know: look at the trace."
+    )
+
+
+def on_moves(moves: Sequence[Any], num_chains: int, rhat_before: float | None = None) -> str:
+    """Warn of chains that warm-up has moved, and that R-hat takes for others; empty if none were.
+
+    Parameters
+    ----------
+    moves
+        Each with ``chain``, ``from_log_density`` and ``to_log_density``.
+    num_chains
+        Of how many.
+    rhat_before
+        R-hat of the log density with these chains where they were, if it is known.
+    """
+    if not moves:
+        return ""
+    gains = {move.chain: move.to_log_density - move.from_log_density for move in moves}
+    worst = sorted(gains, key=lambda chain: -gains[chain])
+    found = (
+        f"warm-up moved {len(gains)} of {num_chains} chains to where others are, as no step of any "
+        f"size was accepted where they were, lower by nats ({_chains(worst, gains, '.0f')}): R-hat "
+        "cannot see what they saw there. Start elsewhere, or look at what the density and its gradient "
+        "are there."
+    )
+    if rhat_before is None:
+        return found
+    return f"{found} With these chains where they were, R-hat of log_density is {rhat_before:.2f}."
+
+
 def on_rhat(
-    name: str, count: int, size: int, worst: Sequence[tuple[str, float]], num_chains: int
+    name: str,
+    count: int,
+    size: int,
+    worst: Sequence[tuple[str, float]],
+    num_chains: int,
+    num_draws: int,
 ) -> str:
     """Warn of chains that do not agree.
 
@@ -135,6 +204,8 @@ def on_rhat(
         How many of how many numbers are over the limit.
     worst
         The worst numbers and their values, the worst first.
+    num_chains, num_draws
+        Chains, and draws of each.
     """
     what = "nested R-hat" if name == "nested_rhat" else "R-hat"
     found = (
@@ -142,7 +213,10 @@ def on_rhat(
         "chains do not agree. Do not use these draws yet: warm up and draw longer, start elsewhere, or "
         "reparameterise."
     )
-    return f"{found} {MANY_SHORT}" if name == "rhat" and num_chains >= MANY_CHAINS else found
+    # Where t draws are worth one, R-hat of short chains that agree is about 1 + (t - 1) / draws.
+    is_excused = num_draws < LEAST_TO_SETTLE and worst[0][1] <= 1 + LONGEST_CORRELATION / num_draws
+    is_excused &= name == "rhat" and num_chains >= MANY_CHAINS
+    return f"{found} {MANY_SHORT}" if is_excused else found
 
 
 def on_ess(what: str, limit: float, count: int, size: int, worst: Sequence[tuple[str, float]]) -> str:
@@ -167,8 +241,8 @@ ALL_EQUAL = (
     "the step size smaller."
 )
 MANY_SHORT = (
-    "R-hat of many short chains is large however well they mix. If chains started in groups of one "
-    "point each, summary(num_superchains=...) shows nested R-hat, which is not."
+    "Of so few draws a chain R-hat can be that large however well they mix: draw more. If chains "
+    "started in groups of one point each, see nested R-hat: summary(num_superchains=...)."
 )
 
 

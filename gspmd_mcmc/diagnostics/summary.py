@@ -1,6 +1,7 @@
 """What a run says of each number, the worst first, and what to beware of."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from gspmd_mcmc.diagnostics import advice, summary_views
 from gspmd_mcmc.diagnostics.columns import check_draws
 from gspmd_mcmc.diagnostics.extremes import SIGNS, Extreme, extreme, is_beyond
 from gspmd_mcmc.diagnostics.nested_rhat import nested_rhat, rank_nested_rhat
-from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS
+from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS, rhat
 from gspmd_mcmc.diagnostics.rows import (
     SMALL_LEAF,
     Row,
@@ -80,6 +81,9 @@ class Summary:
         How many numbers have no line, and are better than those that have.
     num_chains, num_draws
         Chains, and draws of each.
+    rhat_before_moves
+        Where warm-up has moved chains: R-hat of the log density as it would be if each had stayed where
+        it was, which counts what it saw there; else None.
     """
 
     mean: PyTree
@@ -98,6 +102,7 @@ class Summary:
     num_left_out: int
     num_chains: int
     num_draws: int
+    rhat_before_moves: float | None
     _leaves: list[_Leaf]
 
     def worst(self, statistic: str = "rhat") -> Worst:
@@ -150,6 +155,7 @@ def summarise(
     max_rows: int = MAX_ROWS,
     max_tree_depth: int | None = None,
     judges_energy: bool = True,
+    moves: Sequence[Any] = (),
 ) -> Summary:
     """Summarise draws where they lie: each device computes its own columns, and no draw is gathered.
 
@@ -166,6 +172,8 @@ def summarise(
         Lines of the table, that of the log density apart.
     max_tree_depth, judges_energy
         Of the kernel; see `advice.on_transitions`.
+    moves
+        Chains that warm-up has moved, each with ``chain`` and ``from_log_density``.
     """
     check_draws(position)
     num_chains, num_draws = np.shape(stats["log_density"])
@@ -180,8 +188,11 @@ def summarise(
     warnings = [
         *advice.on_number_of_draws(num_chains, num_draws),
         *advice.on_transitions(stats, max_tree_depth, judges_energy),
-        *_on_numbers(leaves, limits, num_chains),
+        *_on_numbers(leaves, limits, num_chains, num_draws),
     ]
+    rhat_before_moves = _rhat_before(moves, stats["log_density"]) if moves else None
+    if rhat_before_moves is not None:
+        warnings.append(advice.on_moves(moves, num_chains, rhat_before_moves))
     if num_draws > 1 and log_density.values["sd"] == 0:
         warnings.append(advice.ALL_EQUAL)
     treedef = jax.tree.structure(position)
@@ -194,8 +205,17 @@ def summarise(
         num_left_out=sum(row.size for row in rows[max_rows:]),
         num_chains=num_chains,
         num_draws=num_draws,
+        rhat_before_moves=rhat_before_moves,
         _leaves=leaves[:-1],
     )
+
+
+def _rhat_before(moves: Sequence[Any], log_density: Any) -> float:
+    """R-hat of the log density, were moved chains to have stayed where they were."""
+    seen = np.array(log_density)
+    for move in moves:
+        seen[move.chain] = move.from_log_density
+    return float(rhat(seen))
 
 
 def _statistics(draws: PyTree, num_superchains: int | None) -> dict[str, PyTree]:
@@ -233,7 +253,9 @@ def _worst_first(leaves: list[_Leaf], statistic: str) -> list[Worst]:
     return sorted((worst for leaf in leaves for worst in leaf.worst(statistic)), key=order)
 
 
-def _on_numbers(leaves: list[_Leaf], limits: dict[str, float], num_chains: int) -> list[str]:
+def _on_numbers(
+    leaves: list[_Leaf], limits: dict[str, float], num_chains: int, num_draws: int
+) -> list[str]:
     """Warn of numbers that are beyond the limits."""
     size = sum(leaf.size for leaf in leaves)
     found = []
@@ -247,5 +269,5 @@ def _on_numbers(leaves: list[_Leaf], limits: dict[str, float], num_chains: int) 
         elif statistic.startswith("ess"):
             found.append(advice.on_ess(statistic.removeprefix("ess_"), limit, count, size, worst))
         else:
-            found.append(advice.on_rhat(statistic, count, size, worst, num_chains))
+            found.append(advice.on_rhat(statistic, count, size, worst, num_chains, num_draws))
     return found

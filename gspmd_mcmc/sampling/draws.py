@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.diagnostics.rows import named_leaves
 from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarise
 from gspmd_mcmc.kernels.hmc import HMC
@@ -38,8 +39,9 @@ class Draws:
         any, over the steps between two draws.
     warmup
         Of warm-up: ``step_size`` [steps], ``acceptance_rate`` and ``log_density`` [chains, steps],
-        ``num_divergent`` [chains], and ``leapfrogs``, the number of all chains together. Its
-        divergences are counted here, apart from those of the draws.
+        ``num_divergent`` [chains], ``leapfrogs``, the number of all chains together, and ``moves``, a
+        list of `Move`, of chains that could not walk from where they were and took the state of
+        another. Its divergences are counted here, apart from those of the draws.
     kernel
         The tuned kernel; it holds the target.
     state
@@ -74,6 +76,11 @@ class Draws:
     def num_draws(self) -> int:
         """How many draws each chain has."""
         return self.stats["log_density"].shape[1]
+
+    @property
+    def moves(self) -> list[Move]:
+        """Chains that warm-up has moved: R-hat cannot see what they saw before."""
+        return self.warmup.get("moves", [])
 
     @property
     def num_divergent(self) -> np.ndarray:
@@ -136,6 +143,7 @@ class Draws:
             max_rows=max_rows,
             max_tree_depth=self._max_tree_depth,
             judges_energy=self._judges_energy,
+            moves=self.moves,
         )
 
     @property

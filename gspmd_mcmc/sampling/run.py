@@ -1,5 +1,7 @@
 """A run as a thing with a state, which can be saved and put back between any two chunks."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +10,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Adaptation
+from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.sampling.collecting import Collecting
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.layout import Layout
@@ -46,6 +49,8 @@ class Run:
         The layout of the chains.
     sink
         Where draws are written as they are made, if anywhere.
+    moves
+        Of chains in the warm-up of an earlier run that this one goes on from.
     """
 
     def __init__(
@@ -57,10 +62,11 @@ class Run:
         first_step: int,
         layout: Layout,
         sink: ZarrSink | None = None,
+        moves: Sequence[Move] = (),
     ):
         self.plan, self.rng_key, self.layout, self.sink = plan, rng_key, layout, sink
         self.is_resumed = False
-        self.warmup = Warmup(plan.adaptation, kernel, states, rng_key, first_step, layout)
+        self.warmup = Warmup(plan.adaptation, kernel, states, rng_key, first_step, layout, moves)
         self.collecting: Collecting | None = None
 
     def go(self, report: Report, stop: Stop, after: Any = lambda: None) -> Draws:
@@ -75,7 +81,8 @@ class Run:
         if self.collecting is None:
             self.warmup.run(plan.num_warmup, report, stop, after)
             self.collecting = self._collecting()
-        self.collecting.run(plan.num_samples, plan.device_bytes, report, stop, after, plan.attributes)
+        attributes = plan.attributes | {"moves": json.dumps(self.warmup.moves)}
+        self.collecting.run(plan.num_samples, plan.device_bytes, report, stop, after, attributes)
         return self._draws(self.collecting)
 
     def _draws(self, collecting: Collecting) -> Draws:

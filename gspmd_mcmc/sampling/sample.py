@@ -188,7 +188,8 @@ def sample(
             sink.check(shapes)
             about = attributes_of(rng_key, mesh, kernel, adaptation, collect, **counts)
         plan = Plan(adaptation, collect, num_warmup, num_samples, int(thin), device_bytes, about)
-        run = known.run = Run(plan, kernel, states, step_key, first_step, layout, sink)
+        moves = earlier.moves if earlier is not None else ()
+        run = known.run = Run(plan, kernel, states, step_key, first_step, layout, sink, moves)
         if in_company and sink is None:
             run.require_room()
         draws = carry_out(run, checkpoints, every, progress=progress, callback=callback)
@@ -311,8 +312,15 @@ def warn_of(draws: Draws, num_samples: int) -> None:
         warnings.warn(message, SamplingWarning, stacklevel=3)
     if not draws.num_draws:
         return
-    stats = {name: np.asarray(draws.stats[name]) for name in ("acceptance_rate", "is_divergent")}
-    coarse = on_coarse_terms(draws.kernel.target, draws.state)
-    for warning in (advice.on_acceptance(stats), advice.on_divergences(stats), coarse):
+    names = ("acceptance_rate", "is_divergent", "log_density")
+    stats = {name: np.asarray(draws.stats[name]) for name in names}
+    found = (
+        advice.on_acceptance(stats),
+        advice.on_divergences(stats),
+        advice.on_arrivals(stats["log_density"]),
+        advice.on_moves(draws.moves, draws.num_chains),
+        on_coarse_terms(draws.kernel.target, draws.state),
+    )
+    for warning in found:
         if warning:
             warnings.warn(warning, SamplingWarning, stacklevel=3)

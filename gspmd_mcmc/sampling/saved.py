@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.sampling import zarr_format
 from gspmd_mcmc.sampling.draws import DRAW_MOMENTA, Draws
 from gspmd_mcmc.sampling.extras import need
@@ -156,7 +157,7 @@ def open_draws(path: str | Path) -> SavedDraws:
     return SavedDraws(
         position=position,
         stats=saved_stats(arrays),
-        warmup={},
+        warmup={"moves": [Move(*move) for move in json.loads(attributes.get("moves", "[]"))]},
         kernel=None,
         state=None,
         num_steps=0,

@@ -1,6 +1,6 @@
 """Warm-up on the devices: windows of steps, driven as an `Adaptation` says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.adaptation import own_step_size, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, Window
 from gspmd_mcmc.adaptation.per_chain import is_per_chain
+from gspmd_mcmc.adaptation.stuck_chains import Move, are_stuck_below
 from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.sampling.chunks import (
     MOST_GROWTH,
@@ -28,7 +30,7 @@ from gspmd_mcmc.sampling.progress import Report, Stop
 from gspmd_mcmc.tree import PyTree
 
 # Folded into a step's key, set what happens at a window's ends apart from the step's own two keys.
-BEGIN, END = 2, 3
+BEGIN, HELP = 2, 3
 
 
 class Warmup:
@@ -47,6 +49,8 @@ class Warmup:
         Step i draws from ``fold_in(rng_key, i)``; the first is ``first_step``.
     layout
         The layout of the chains.
+    moves
+        Of chains in an earlier run that this one goes on from.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Warmup:
         rng_key: jax.Array,
         first_step: int,
         layout: Layout,
+        moves: Sequence[Move] = (),
     ):
         self.adaptation, self.rng_key, self.layout = adaptation, rng_key, layout
         self.kernel, self.states = kernel, states
@@ -68,6 +73,7 @@ class Warmup:
         num_chains = states.log_density.shape[0]
         self.num_divergent = np.zeros(num_chains, int)
         self.leapfrogs = 0
+        self.moves = list(moves)
 
     def run(self, num_warmup: int, report: Report, stop: Stop, after: Callable[[], None]) -> None:
         """Run all windows, or as many steps as there are before a stop; call ``after`` each chunk."""
@@ -80,6 +86,11 @@ class Warmup:
             for number, window in enumerate(self.adaptation.windows(num_warmup)):
                 if number >= self.num_begun - 1 and not stop.is_asked:
                     self._run_window(number, window, report, stop, after)
+                    # Draws never begin as copies of another chain's, and R-hat sees who is stuck.
+                    if self.num_done < num_warmup and not stop.is_asked:
+                        self._help_stuck_chains()
+                    if not stop.is_asked:
+                        self._end_window(window)
         self.kernel = self.adaptation.final(self.kernel, self.state)
 
     @property
@@ -91,7 +102,8 @@ class Warmup:
         """Return the numbers that say where warm-up is, for `put_back`."""
         names = ("first_step", "num_steps", "num_begun", "leapfrogs")
         return {name: getattr(self, name) for name in names} | {
-            "num_divergent": self.num_divergent.tolist()
+            "num_divergent": self.num_divergent.tolist(),
+            "moves": [list(move) for move in self.moves],
         }
 
     def put_back(self, state: Any, traces: dict[str, jax.Array] | None, counts: dict[str, Any]) -> None:
@@ -100,6 +112,7 @@ class Warmup:
         for name, value in counts.items():
             setattr(self, name, value)
         self.num_divergent = np.asarray(self.num_divergent, int)
+        self.moves = [Move(*move) for move in self.moves]
 
     def summary(self) -> dict[str, Any]:
         """Return what `Draws.warmup` holds."""
@@ -107,7 +120,8 @@ class Warmup:
             name: np.asarray(to_host(x))[..., : self.num_done]
             for name, x in (self.traces or {}).items()
         }
-        return traces | {"num_divergent": self.num_divergent, "leapfrogs": self.leapfrogs}
+        counts = {"num_divergent": self.num_divergent, "leapfrogs": self.leapfrogs}
+        return traces | counts | {"moves": self.moves}
 
     def _set_up(self, num_warmup: int) -> None:
         if num_warmup:
@@ -135,9 +149,6 @@ class Warmup:
             # Steps with another metric may take longer.
             size=max(1, self._chunk_size // MOST_GROWTH),
         )
-        if not stop.is_asked:
-            with marked("adaptation"):
-                self._end_window(window)
 
     def _begin_window(self, window: Window) -> None:
         is_first = jnp.asarray(window.start == 0)
@@ -153,16 +164,40 @@ class Warmup:
         self.num_begun += 1
 
     def _end_window(self, window: Window) -> None:
-        self.state, self.states = _end(
+        with marked("adaptation"):
+            self.state = _end(
+                self.adaptation,
+                self.kernel,
+                self.states,
+                self.state,
+                learns_metric=window.learns_metric,
+                layout=self.layout,
+            )
+
+    def _help_stuck_chains(self) -> None:
+        if is_per_chain(self.kernel):
+            return
+        seen = to_host((self.traces or {})["acceptance_rate"])[:, : self.num_done]
+        before = to_host(self.states.log_density)
+        is_stuck = are_stuck_below(seen, before)
+        if not is_stuck.any():
+            return
+        self.states, moves, leapfrogs = _help(
             self.adaptation,
             self.kernel,
             self.states,
             self.state,
-            self._key(END),
-            learns_metric=window.learns_metric,
+            self._key(HELP),
+            is_stuck,
             layout=self.layout,
             pins=Pins.of(self.states),
         )
+        moves, after, leapfrogs = to_host((moves, self.states.log_density, leapfrogs))
+        self.leapfrogs += int(leapfrogs)
+        self.moves += [
+            Move(int(c), self.num_steps, float(before[c]), float(after[c]))
+            for c in np.flatnonzero(moves)
+        ]
 
     def _key(self, event: int) -> jax.Array:
         return _folded(self.rng_key, self.num_steps, event)
@@ -256,14 +291,19 @@ def _begin(adaptation, kernel, states, state, is_first, rng_key, *, layout: Layo
     return _pinned(layout, kernel, state, states)
 
 
-@partial(
-    jax.jit,
-    static_argnames=("learns_metric", "layout", "pins"),
-    donate_argnames=("states", "state"),
-)
-def _end(adaptation, kernel, states, state, rng_key, *, learns_metric: bool, layout: Layout, pins):
-    state, moved = adaptation.end(state, kernel, states, rng_key, learns_metric)
-    return _pinned(layout, kernel, state, states), pins(moved)
+@partial(jax.jit, static_argnames=("learns_metric", "layout"), donate_argnames="state")
+def _end(adaptation, kernel, states, state, *, learns_metric: bool, layout: Layout):
+    state = adaptation.end(state, kernel, states, learns_metric)
+    return _pinned(layout, kernel, state, states)
+
+
+@partial(jax.jit, static_argnames=("layout", "pins"), donate_argnames="states")
+def _help(adaptation, kernel, states, state, rng_key, is_stuck, *, layout: Layout, pins):
+    def walk(rng_key, states):
+        return own_step_size.walk(adaptation.tuned(kernel, state), rng_key, states, layout.vmap)
+
+    states, moves, leapfrogs = stuck_chains.helped(rng_key, states, is_stuck, walk)
+    return pins(states), moves, leapfrogs
 
 
 def _pinned(layout: Layout, kernel: Any, tree: PyTree, states: Any) -> PyTree:

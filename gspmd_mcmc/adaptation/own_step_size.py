@@ -1,0 +1,86 @@
+"""Steps of a size that each chain finds for itself, by Hamiltonian dynamics, whatever the kernel."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.adaptation.approach import ApproachHMC, Fall
+from gspmd_mcmc.adaptation.step_size_search import find_step_size
+from gspmd_mcmc.kernels.hmc import HMC, OneLeapfrog
+
+# A step size is searched so often, as it changes on the way; then there is a step with it and with
+# parts of it, as what one leapfrog bears a trajectory may not.
+NUM_SEARCHES, PARTS = 10, (1.0, 0.5, 0.25)
+MOST_LEAPFROGS = 16
+
+
+def walk(
+    kernel: Any, rng_key: jax.Array, states: Any, vmap: Callable
+) -> tuple[Any, jax.Array, jax.Array]:
+    """Take thirty steps of each chain with a step size that suits it where it is.
+
+    Parameters
+    ----------
+    kernel
+        One for all chains, with a target, a metric and a step size to begin the search with.
+    rng_key
+        Chain c draws from keys folded with c, so that every mesh takes the same steps.
+    states
+        The kernel's states, leaves [chains, ...]; what they have besides those of HMC stays.
+    vmap
+        ``vmap(function, in_axes)``.
+
+    Returns
+    -------
+    states, acceptance_rates, leapfrogs
+        After the steps; the mean of each chain's rates, [chains]; of all chains together.
+    """
+    chains = jnp.arange(states.log_density.size)
+
+    def step(hmc_of, step_sizes, key, states):
+        """Step each chain by ``hmc_of(kernel with its step size)``."""
+
+        def one(step_size, chain, state):
+            hmc = hmc_of(tree.replace(kernel, step_size=step_size))
+            return Fall(hmc).step(jax.random.fold_in(key, chain), state)
+
+        return vmap(one, (0, 0, 0))(step_sizes, chains, states)
+
+    def search_and_step(carry, number):
+        states, step_sizes, total, leapfrogs = carry
+        search_key, key = jax.random.split(jax.random.fold_in(rng_key, number))
+
+        def acceptance_rates(kernel, key):
+            return step(OneLeapfrog.of, kernel.step_size, key, states)[1].acceptance_rate
+
+        own = tree.replace(ApproachHMC.of(kernel), step_size=step_sizes)
+        step_sizes = find_step_size(own, search_key, acceptance_rates)
+
+        def one_part(carry, part):
+            states, total, leapfrogs = carry
+            count_key, step_key = jax.random.split(jax.random.fold_in(key, part))
+            # One number for all chains, so that no leapfrog asks whether others go on.
+            count = jax.random.randint(count_key, (), 1, MOST_LEAPFROGS + 1)
+            sizes = step_sizes * jnp.asarray(PARTS, step_sizes.dtype)[part]
+            states, info = step(lambda k: _hmc(k, count), sizes, step_key, states)
+            leapfrogs += count * chains.size
+            return (states, total + info.acceptance_rate, leapfrogs), None
+
+        carry = states, total, leapfrogs
+        (states, total, leapfrogs), _ = jax.lax.scan(one_part, carry, jnp.arange(len(PARTS)))
+        return (states, step_sizes, total, leapfrogs), None
+
+    zeros = jnp.zeros_like(states.log_density)
+    first = jnp.broadcast_to(kernel.step_size, chains.shape)
+    carry = states, first, zeros, jnp.zeros((), jnp.int32)
+    (states, _, total, leapfrogs), _ = jax.lax.scan(search_and_step, carry, jnp.arange(NUM_SEARCHES))
+    return states, total / (NUM_SEARCHES * len(PARTS)), leapfrogs
+
+
+def _hmc(kernel: Any, count: jax.Array) -> HMC:
+    values = {name: getattr(kernel, name) for name in ("target", "step_size", "inverse_mass_matrix")}
+    no_jitter = jnp.zeros((), kernel.step_size.dtype)
+    return tree.fill(HMC, values | {"num_integration_steps": count, "jitter": no_jitter})
