@@ -157,6 +157,16 @@ def test_moving_its_chains_would_hide_it_from_rhat(num_chains, moves_all_stuck_c
     assert any("R-hat cannot see" in text for text in summary.warnings)
 
 
+def test_each_chain_by_itself_samples_the_narrow_mode_too():
+    target = modes(place=10.0, scale=0.02)
+    options = {"kernel": gm.NUTS(target, 0.1), "warmup": gm.PerChainAdaptation()}
+    draws, told = sampled(target, starts_in(target, 1 / 4, 4, 0), 4, **options)
+    check_it_is_told(draws)
+    x = np.asarray(draws.position)[0]
+    assert draws.acceptance_rate[0] > 0.5 and np.abs(x - 10).max() < 0.1
+    assert (x.std(axis=0) > 0.013).all() and (x.std(axis=0) < 0.03).all()
+
+
 def test_modes_apart_are_seen_from_default_starts():
     draws, _ = sampled(modes(10.0, 0.02, is_cut=True), jnp.full(2, 5.0), 64)
     check_it_is_told(draws)

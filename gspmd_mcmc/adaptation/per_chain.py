@@ -22,8 +22,10 @@ from gspmd_mcmc.tree import PyTree, pytree
 class PerChainAdaptation:
     """Window adaptation in which every chain has a step size and a metric of its own.
 
-    For chains that are to explore different regions, such as modes apart. Chains then share nothing: a
-    chain learns from its own draws only, so that warm-up has to be longer than a pooled one.
+    For chains that are to explore different regions, such as modes apart. In a mode that is much
+    narrower than the others a chain accepts nothing with their step size; with its own it samples that
+    mode. How much mass each mode has, chains that stay in theirs do not tell. Chains share nothing:
+    each learns from its own draws only, so that warm-up has to be longer than a pooled one.
 
     Parameters
     ----------

@@ -101,8 +101,9 @@ def on_acceptance(stats: dict[str, np.ndarray]) -> str:
         return ""
     return (
         f"acceptance rates differ between chains ({_chains(np.argsort(rates), rates, '.2f')}), the "
-        f"median is {np.median(rates):.2f}. The lowest may be stuck: look at its trace, start it "
-        "elsewhere, or warm up longer."
+        f"median is {np.median(rates):.2f}. The lowest may be stuck, or in a narrower mode: look at "
+        "its trace, start it elsewhere, warm up longer, or give each chain a step size of its own by "
+        "PerChainAdaptation."
     )
 
 
