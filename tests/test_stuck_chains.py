@@ -16,6 +16,7 @@ from gspmd_mcmc.adaptation.stuck_chains import Move, are_stuck_below
 from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.diagnostics.summary import summarise
 from gspmd_mcmc.sampling import warmup
+from gspmd_mcmc.sampling.keeping import Keeper
 from gspmd_mcmc.sampling.layout import Layout
 
 KEY = jax.random.key(0)
@@ -109,7 +110,7 @@ def sampled(target, start, num_chains, seed=0, num_warmup=150, **options):
     return draws, [str(w.message) for w in caught if issubclass(w.category, gm.SamplingWarning)]
 
 
-def check_it_is_told(draws, told=()):
+def check_it_is_told(draws):
     """No draw can be right here, as no chain can change modes: R-hat has to say so."""
     worst = draws.summary().worst().value
     assert not worst < 1.1, f"silent: R-hat {worst:.3f}"
@@ -272,25 +273,28 @@ def test_a_move_is_in_the_store_and_in_what_goes_on_from_the_draws(from_island):
     assert more.moves == draws.moves and any("R-hat cannot see" in text for text in told)
 
 
-def test_a_move_outlives_the_run(from_island, tmp_path, monkeypatch):
-    """The run ends when it has been moved; what goes on from its checkpoint knows."""
-    seen = []
+class Killed(BaseException):
+    """The process ends here."""
 
-    def stops(report):
-        if report.phase == "sampling" and not seen:
-            seen.append(report)
-            raise KeyboardInterrupt
 
-    draws, _, _ = from_island
-    folder = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        sampled(ISLAND, ON_ISLAND, 4, checkpoint=folder, every=0.0, callback=stops)
+def test_a_move_outlives_the_run(from_island, tmp_path):
+    """It is saved after the move, and ends; what goes on from there knows of it."""
+
+    def save_and_die(keeper):
+        if keeper.run.warmup.moves:
+            keeper.save()
+            keeper.checkpoints.finish()
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Keeper, "after_chunk", save_and_die)
+        sampled(ISLAND, ON_ISLAND, 4, checkpoint=tmp_path / "run")
     with pytest.warns(gm.SamplingWarning, match="warm-up moved 1 of 4 chains"):
-        resumed = gm.resume(folder, ISLAND, progress=False)
-    assert resumed.moves == draws.moves
+        resumed = gm.resume(tmp_path / "run", ISLAND, progress=False)
+    assert resumed.moves == from_island[0].moves
 
 
-def test_nothing_is_moved_when_warm_up_ends_nor_where_each_chain_has_its_own_step(monkeypatch):
+def test_nothing_is_moved_when_warm_up_ends_nor_where_each_chain_has_its_own_step():
     """One window; the last of several is no other."""
     draws, told = sampled(ISLAND, ON_ISLAND, 4, num_warmup=15)
     assert draws.moves == [] and (np.asarray(draws.position)[1] == 1000).all() and told
