@@ -38,6 +38,7 @@ from gspmd_mcmc.sampling.saved import SavedDraws, open_draws
 from gspmd_mcmc.sampling.sinks import DrawsNotSaved, ZarrSink
 from gspmd_mcmc.sampling.start import per_chain, uniform_start
 from gspmd_mcmc.targets.checks import NonFiniteStart
+from gspmd_mcmc.targets.independence import CoupledRows
 from gspmd_mcmc.targets.joint import (
     JointDistributionCoroutine,
     JointDistributionNamed,
@@ -73,6 +74,7 @@ __all__ = [
     "visualize",
     "ChEESAdaptation",
     "ChunkReport",
+    "CoupledRows",
     "Dense",
     "DenseBlock",
     "Diagonal",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import metrics, settings
 from gspmd_mcmc.kernels.integrators import PhasePoint, integrate, velocity_verlet_with_terms
-from gspmd_mcmc.targets import checks, local
+from gspmd_mcmc.targets import checks, independence, local
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
 DIVERGENT_ENERGY_ERROR = 1000.0
@@ -228,6 +228,7 @@ def init(kernel: str, target: Any, inverse_mass_matrix: PyTree | None, position:
     terms, log_density_grad = target.terms_and_grad(position)
     log_density = tree.total(terms)
     checks.check_finite_start(target, position, log_density, log_density_grad)
+    independence.check_rows(target, position)
     return HMCState(
         position=position,
         log_density=log_density,

@@ -11,7 +11,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.sampling.layout import Pins
-from gspmd_mcmc.targets import checks
+from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.local import cut
 from gspmd_mcmc.tree import PyTree
 
@@ -101,6 +101,7 @@ def find_mode(
     optax = _optax()
     found, value, steps, gain = _climb(target, position, tolerance, max_steps, optimiser=optax.lbfgs)
     checks.check_finite_start(target, found, value, ())
+    independence.check_rows(target, found)
     curvature = (
         _curvature(target, found, rng_key, num_probes=num_probes, pins=Pins.of(found))
         if num_probes

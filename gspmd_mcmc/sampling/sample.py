@@ -26,7 +26,7 @@ from gspmd_mcmc.sampling.observing import ChunkReport
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.same_run import require_same_run
 from gspmd_mcmc.sampling.sinks import ZarrSink
-from gspmd_mcmc.targets import checks
+from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import lay_out
 from gspmd_mcmc.targets.resolution import on_coarse_terms
@@ -176,6 +176,7 @@ def sample(
     folder, memory = kept_in(checkpoint), explained(target)
     with memory as known, folder as checkpoints, reserved(sink_of(to, checkpoints)) as sink:
         layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
+        independence.check_rows(target, states.position, chain=0)
         if isinstance(initial_position, Mode) and hasattr(adaptation, "started_at_mode"):
             adaptation = adaptation.started_at_mode()
         adaptation = defaults.with_metric(adaptation, kernel, layout, states.position)

@@ -14,12 +14,12 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.placement.place import place
-from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets import numpyro, sharded
-from gspmd_mcmc.targets.bijections import bijection_onto, constrain
+from gspmd_mcmc.targets.bijections import bijection_onto
 from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates
+from gspmd_mcmc.targets.independence import coupling_of
 from gspmd_mcmc.targets.joint_parts import run, trace
-from gspmd_mcmc.targets.plate import Plate
+from gspmd_mcmc.targets.local import lay_out
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.prior_draws import cannot_draw, with_prior
 from gspmd_mcmc.targets.rows import row_axes
@@ -73,8 +73,8 @@ def condition(joint: Any, observed: dict[str, Any]) -> Posterior:
     target = tree.replace(blocks.posterior(), latents=sites)
     args = {key: blocks.args[key] for key in ("joint", "observed")}
     target = with_prior(target, Partial(_draw, args))
-    for plate, name in zip(target.plates, blocks.num_rows, strict=True):
-        _check_rows_apart(target, plate, name)
+    for which, name in enumerate(blocks.num_rows):
+        _check_rows_apart(target, which, name)
     return target
 
 
@@ -199,23 +199,8 @@ def _terms(part: Any, value: jax.Array) -> jax.Array:
     return terms
 
 
-def _check_rows_apart(target: Posterior, plate: Plate, name: str) -> None:
+def _check_rows_apart(target: Posterior, which: int, name: str) -> None:
     """Raise where a row's term depends on the other rows of its block: on how many there are, say."""
-    num = min(4, plate.rows.num_rows)
-    if num < 2:
-        return
-    block = [jnp.asarray(np.asarray(to_host(x[:num]))) for x in plate.data]
-    local = {n for n, _ in target.latents if n in plate.local.names}
-    hidden = {n for p in target.plates for n in p.local.names} - local
-    shapes = {
-        n: jax.ShapeDtypeStruct((num, *x.shape[1:]) if n in local else x.shape, x.dtype)
-        for n, x in target.latents
-        if n not in hidden
-    }
-    noise = tree.normal_like(jax.random.key(0), shapes)
-    params = constrain(target.bijections, noise, [True] * len(noise))[0]
-    whole = plate.log_likelihood(params, block)[1:]
-    rest = {n: x[1:] if n in local else x for n, x in params.items()}
-    part = plate.log_likelihood(rest, [x[1:] for x in block])
-    if not np.allclose(whole, part, rtol=1e-3, atol=1e-3, equal_nan=True):
-        raise CannotStream(name, "the term of a row depends on the other rows of its block")
+    coupling = coupling_of(target, which, lay_out(target, target.origin()))
+    if coupling is not None:
+        raise CannotStream(name, f"{coupling}: it depends on the other rows of its block")

@@ -22,6 +22,7 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.placement.processes import to_host
+from gspmd_mcmc.targets import independence
 from gspmd_mcmc.targets.bijections import bijection_onto
 from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates, unpadded
 from gspmd_mcmc.targets.likelihoods import bernoulli_logits, categorical_logits
@@ -55,9 +56,9 @@ def from_numpyro(
         their rows, observations inside it are streamed. A plate whose rows are coupled (a latent of one
         row is read in another, or outside of the plate) is evaluated at once, with a warning.
     check
-        Whether to compare log density and gradient with NumPyro's own, of everything at once, at one
-        point; it takes the memory that NumPyro takes. It alone finds rows that are coupled within a
-        block (``x - x.mean()``) or arrays that the model closes over: without it those are wrong.
+        Whether to compare at once: some rows of each plate in blocks of several kinds, as `sample`
+        does too (``x - x.mean()`` couples rows), and log density and gradient with NumPyro's own, of
+        everything at one point, which takes the memory that NumPyro takes.
 
     Returns
     -------
@@ -404,6 +405,7 @@ def _check_against_numpyro(bound: _Bound, blocks: Blocks, target: Posterior) -> 
             seeded = importlib.import_module("numpyro.handlers").seed(bound.model, 0)
             return -potential_energy(seeded, given.args, given.kwargs, params)
 
+    independence.check_rows(target, lay_out(target, target.origin()))
     value_and_grad = jax.jit(jax.value_and_grad(theirs))
     for i in range(CHECK_POINTS):
         noise = tree.normal_like(jax.random.key(i), target.origin())

@@ -106,6 +106,14 @@ class Plate:
         visible = without(lay_out(self, params), hidden or [])
         return self.log_likelihood(visible, self.data)[: self.rows.num_rows]
 
+    def block_terms(
+        self, params: PyTree, block: PyTree, hidden: Sequence[bool] | None = None
+    ) -> jax.Array:
+        """Terms of the rows of one block; local leaves of ``params`` have its rows, unconstrained."""
+        is_local = [rows is not None for rows in self.local_rows(params)]
+        split = _Split.of(params, is_local, hidden or [False] * len(is_local))
+        return self._terms(split, split.read, block, split.local)
+
     def rows_of_tile(self, params: PyTree, hidden: Sequence[bool] | None = None) -> int:
         """Return how many rows a tile has, for parameters of these shapes."""
         return self._plan(params, hidden)[1]
