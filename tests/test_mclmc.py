@@ -290,6 +290,7 @@ def test_sample_tunes_step_size_length_and_metric_from_far_off():
         thin=2,
         progress=False,
     )
+    assert draws.summary().notes == [MCLMC.note]
     log_density = np.asarray(draws.warmup["log_density"])
     assert np.sum(log_density[:, 0] < -1e7) == 3 and log_density[:, -1].min() > -30
     ratios = jax.tree.map(lambda v, s: v / s**2, draws.kernel.inverse_mass_matrix, SCALES)

@@ -119,10 +119,11 @@ def test_an_index_reads_what_numpy_would(tmp_path, in_memory):
         saved[:, NUM_SAMPLES]
 
 
-def test_a_summary_of_draws_on_disk_is_that_of_draws_in_memory(tmp_path, in_memory):
+def test_a_summary_of_draws_on_disk_is_that_of_draws_in_memory(tmp_path, in_memory, monkeypatch):
+    monkeypatch.setattr(type(in_memory["1"].kernel), "note", "This holds of all draws.")
     saved, memory = run(sink(tmp_path / "draws")).summary(), in_memory["1"].summary()
     assert str(gm.open_draws(tmp_path / "draws").summary()) == str(saved)
-    assert str(saved) == str(memory)
+    assert str(saved) == str(memory) and saved.notes == ["This holds of all draws."]
 
 
 def test_columns_are_read_by_slices(tmp_path, monkeypatch, in_memory):

@@ -173,6 +173,11 @@ def test_a_clean_run_is_not_warned_of():
             {"acceptance_rate": np.repeat([[0.9], [0.9], [0.05], [0.9]], 60, axis=1)},
             "acceptance rates differ between chains (chain 2: 0.05, ",
         ),
+        (
+            {"acceptance_rate": np.full((4, 60), 0.004, np.float32)},
+            "next to no proposal is accepted: the median acceptance rate of chains is 0.004",
+        ),
+        ({"is_divergent": np.ones((4, 60), bool)}, "240 of 240 transitions after warm-up diverged"),
         ({"log_density": np.full((4, 60), -3.0, np.float32)}, "log_density is the same in all draws"),
     ],
 )
@@ -195,6 +200,25 @@ def test_kernels_without_a_depth_or_momenta_are_not_judged_by_them():
     found = warnings_of(stats, judges_energy=False)
     assert [x for x in found if "E-BFMI" in x or "max_tree_depth" in x] == []
     assert len(warnings_of({"log_density": stats["log_density"]})) == len(found)
+
+
+def test_chains_that_diverge_at_every_step_are_told_where_to_look_and_once():
+    never = {"is_divergent": np.ones((4, 60), bool), "acceptance_rate": np.zeros((4, 60), np.float32)}
+    (text,) = [x for x in warnings_of(stats_of(**never)) if "diverge" in x or "accepted" in x]
+    assert "The log density or its gradient is NaN or infinite around there" in text
+
+
+def test_what_no_statistic_sees_is_noted_whatever_the_draws(good):
+    """A kernel without a Metropolis test says so in its summary, and no other does."""
+    assert gm.MCLMC.note.startswith("These draws are biased, tails the most")
+    found = summarise(DRAWN, stats_of(), note=gm.MCLMC.note)
+    assert found.warnings == good.warnings and found.notes == [gm.MCLMC.note] and good.notes == []
+    out = io.StringIO()
+    Console(file=out, width=300).print(found)
+    page = found._repr_html_()
+    assert all("These draws are biased" in text for text in (str(found), out.getvalue(), page))
+    assert "These draws are biased" not in str(good)
+    assert {k.note for k in (gm.HMC, gm.JitteredHMC, gm.NUTS, gm.MAMS)} == {""}
 
 
 def test_draws_that_are_not_finite_or_all_equal(good):

@@ -17,6 +17,7 @@ from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS
 MOST_RHAT = 1.01
 LEAST_BFMI = 0.3
 ACCEPTANCE_SPREAD = 0.15
+LEAST_ACCEPTANCE = 0.1
 MOST_SATURATED = 0.01  # share of trajectories that reached their largest depth
 MANY_CHAINS = 32
 LEAST_TO_SETTLE = 100  # draws of a chain from which on R-hat has no excuse, and a start stands out
@@ -57,11 +58,17 @@ def on_divergences(stats: dict[str, np.ndarray]) -> str:
         return ""
     by_chain = stats["is_divergent"].sum(axis=1)
     shown = _chains(np.argsort(-by_chain, kind="stable")[: np.count_nonzero(by_chain)], by_chain, "d")
+    count = f"{by_chain.sum()} of {stats['is_divergent'].size} transitions after warm-up diverged"
+    if stats["is_divergent"].all():
+        return (
+            f"{count} ({shown}): no chain has moved. The log density or its gradient is NaN or "
+            "infinite around there: evaluate both near draws.state.position. If they are finite, make "
+            "the step size smaller."
+        )
     return (
-        f"{by_chain.sum()} of {stats['is_divergent'].size} transitions after warm-up diverged "
-        f"({shown}): the step is too large somewhere, and draws near there are missing. Sample with "
-        "a higher target_acceptance_rate, 0.95 or 0.99 (MCLMC has none: lower the energy_variance of "
-        "its warm-up); if they stay, reparameterize."
+        f"{count} ({shown}): the step is too large somewhere, and draws near there are missing. Sample "
+        "with a higher target_acceptance_rate, 0.95 or 0.99 (MCLMC has none: lower the energy_variance "
+        "of its warm-up); if they stay, reparameterize."
     )
 
 
@@ -91,10 +98,17 @@ def _on_energy(energy: np.ndarray) -> str:
 
 
 def on_acceptance(stats: dict[str, np.ndarray]) -> str:
-    """Warn of chains whose acceptance rates differ by more than noise; empty if they do not."""
+    """Warn of chains that accept next to nothing, or differ by more than noise; else empty."""
     if "acceptance_rate" not in stats or not stats["acceptance_rate"].size:
         return ""
     rates = stats["acceptance_rate"].mean(axis=1)
+    is_divergent = stats.get("is_divergent", np.zeros(()))
+    if np.median(rates) < LEAST_ACCEPTANCE and not np.all(is_divergent):
+        return (
+            f"next to no proposal is accepted: the median acceptance rate of chains is "
+            f"{np.median(rates):.2g}, and draws say where chains stand, not how the target looks. Make "
+            "the step size smaller, or warm up longer."
+        )
     # The spread of many chains' means of few draws is noise, of about six standard errors.
     noise = np.median(stats["acceptance_rate"].std(axis=1)) / np.sqrt(stats["acceptance_rate"].shape[1])
     if not np.ptp(rates) > ACCEPTANCE_SPREAD + 6 * noise:

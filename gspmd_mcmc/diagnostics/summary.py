@@ -75,6 +75,8 @@ class Summary:
         The same statistics of the log density, scalars by name.
     warnings
         What to beware of, in plain words, each with what to do.
+    notes
+        What holds of all draws of this kernel, and no statistic sees.
     rows
         The lines of the table, the worst first.
     num_left_out
@@ -98,6 +100,7 @@ class Summary:
     nested_rhat: PyTree
     log_density: dict[str, float]
     warnings: list[str]
+    notes: list[str]
     rows: list[Row]
     num_left_out: int
     num_chains: int
@@ -156,6 +159,7 @@ def summarise(
     max_tree_depth: int | None = None,
     judges_energy: bool = True,
     moves: Sequence[Any] = (),
+    note: str = "",
 ) -> Summary:
     """Summarise draws where they lie: each device computes its own columns, and no draw is gathered.
 
@@ -174,6 +178,8 @@ def summarise(
         Of the kernel; see `advice.on_transitions`.
     moves
         Chains that warm-up has moved, each with ``chain`` and ``from_log_density``.
+    note
+        What the kernel says of all its draws.
     """
     check_draws(position)
     num_chains, num_draws = np.shape(stats["log_density"])
@@ -201,6 +207,7 @@ def summarise(
         **{"nested_rhat": None} | trees,
         log_density=log_density.values,
         warnings=warnings,
+        notes=[note] if note else [],
         rows=[*rows[:max_rows], log_density],
         num_left_out=sum(row.size for row in rows[max_rows:]),
         num_chains=num_chains,

@@ -31,14 +31,15 @@ def text(summary: Any) -> str:
         textwrap.fill(f"! {x}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
         for x in summary.warnings
     ]
-    return "\n".join([*_table_lines(summary), "", *(warnings or [ALL_WELL])])
+    notes = [textwrap.fill(x, WIDTH, break_on_hyphens=False) for x in summary.notes]
+    return "\n".join([*_table_lines(summary), "", *(warnings or [ALL_WELL]), *notes])
 
 
 def rich(summary: Any) -> Group:
     """Return what a rich console prints, warnings in red."""
     table = Text("\n".join([*_table_lines(summary), ""]), no_wrap=True, overflow="ignore")
     warnings = [Text(f"! {x}", "red") for x in summary.warnings]
-    return Group(table, *(warnings or [Text(ALL_WELL, "green")]))
+    return Group(table, *(warnings or [Text(ALL_WELL, "green")]), *map(Text, summary.notes))
 
 
 def _table_lines(summary: Any) -> list[str]:
@@ -56,6 +57,7 @@ def html(summary: Any) -> str:
     notes = "".join(f"<p>{escaping.escape(note)}</p>" for note in _notes(summary))
     items = "".join(f"<li>{escaping.escape(x)}</li>" for x in summary.warnings)
     below = f"<ul>{items}</ul>" if items else f"<p>{ALL_WELL}</p>"
+    below += "".join(f"<p>{escaping.escape(note)}</p>" for note in summary.notes)
     title = escaping.escape(_header(summary))
     return f"<p>{title}</p><table><tr>{head}</tr>{body}</table>{notes}{below}"
 

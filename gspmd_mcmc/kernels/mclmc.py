@@ -7,7 +7,7 @@ Robnik and Seljak, "Fluctuation without dissipation: microcanonical Langevin Mon
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +88,12 @@ class MCLMC(settings.Tunable):
     splitting
         `MINIMAL_NORM`, two gradients a step, or `LEAPFROG`, one. Static.
     """
+
+    note: ClassVar[str] = (
+        "These draws are biased, tails the most: the kernel has no Metropolis test, and R-hat and ESS "
+        "see nothing of it. The bias falls with the step size. Where it matters, compare with a "
+        "smaller one, or use MAMS, which has none."
+    )
 
     target: Any
     step_size: jax.Array

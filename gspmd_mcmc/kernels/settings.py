@@ -1,7 +1,7 @@
 """The settings that kernels have in common: checked, and turned into leaves of a pytree."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,15 @@ from gspmd_mcmc.tree import PyTree, is_traced
 
 
 class Tunable:
-    """What warm-ups change of every kernel; other numbers compile nothing anew."""
+    """What warm-ups change of every kernel; other numbers compile nothing anew.
 
+    Attributes
+    ----------
+    note
+        What a summary says of all draws of the kernel, as no statistic of theirs shows it.
+    """
+
+    note: ClassVar[str] = ""
     target: Any
     step_size: jax.Array
     inverse_mass_matrix: Any

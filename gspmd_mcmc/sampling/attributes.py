@@ -47,6 +47,7 @@ def attributes_of(
         "rng_key_data": np.asarray(jax.random.key_data(rng_key)).ravel().tolist(),
         "rng_key_impl": str(jax.random.key_impl(rng_key)),
         "kernel": type(kernel).__name__,
+        "note": getattr(kernel, "note", ""),
         "warmup": type(warmup).__name__,
         "collect": getattr(collect.func, "__qualname__", repr(collect.func)),
         **counts,

@@ -144,6 +144,7 @@ class Draws:
             max_tree_depth=self._max_tree_depth,
             judges_energy=self._judges_energy,
             moves=self.moves,
+            note=self._note,
         )
 
     @property
@@ -153,6 +154,10 @@ class Draws:
     @property
     def _judges_energy(self) -> bool:
         return isinstance(self.kernel, DRAW_MOMENTA)
+
+    @property
+    def _note(self) -> str:
+        return getattr(self.kernel, "note", "")
 
     def __layout_tree__(self) -> dict[str, Any]:
         """Return what `visualize` shows of a run: the draws and the last state."""

@@ -124,6 +124,10 @@ class SavedDraws(Draws):
     def _judges_energy(self) -> bool:
         return self.attributes.get("kernel") in {cls.__name__ for cls in DRAW_MOMENTA}
 
+    @property
+    def _note(self) -> str:
+        return self.attributes.get("note", "")
+
 
 def open_draws(path: str | Path) -> SavedDraws:
     """Open the draws that `ZarrSink` has written, of a run that has ended or goes on.
