@@ -103,6 +103,15 @@ def test_a_start_that_never_is_finite_ends_in_an_error():
         sample(position=lambda key: {"w": jnp.full(2, jnp.nan)})
 
 
+def test_chains_that_accept_next_to_nothing_are_warned_of_in_the_run_and_in_its_summary():
+    """The energy of a step that is too large for its scale errs by hundreds, not by a thousand."""
+    kernel = gm.HMC(gm.LogDensity(log_prior), 3.0, 1)
+    with pytest.warns(gm.SamplingWarning, match="next to no proposal is accepted: the median accept"):
+        draws = sample(kernel.target, {"w": jnp.full(3, 2.0)}, kernel=kernel, num_samples=20)
+    assert not np.any(draws.stats["is_divergent"])
+    assert any(x.startswith("next to no proposal is accepted") for x in draws.summary().warnings)
+
+
 def nan_beyond_wall(x):
     return jnp.where(x < 1, -0.5 * x**2, jnp.nan)
 
@@ -139,6 +148,17 @@ def test_a_position_that_is_not_floating_is_refused(dtype):
     message = re.escape("position ['w']: expected a floating dtype, got " + jnp.dtype(dtype).name)
     with pytest.raises(TypeError, match=message):
         sample(position={"w": jnp.zeros(2, dtype)})
+    with pytest.raises(TypeError, match=message):
+        gm.HMC(TARGET, 0.1, 1).init({"w": jnp.zeros(2, dtype)})
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_position_of_few_digits_is_refused(dtype):
+    """A chain whose moves are rounded to them has twice the standard deviation of its target."""
+    message = re.escape(f"position ['w']: expected float32 or float64, got {jnp.dtype(dtype).name}")
+    for start in ({"w": jnp.zeros(2, dtype)}, lambda key: {"w": jnp.zeros(2, dtype)}):
+        with pytest.raises(TypeError, match=message):
+            sample(position=start)
     with pytest.raises(TypeError, match=message):
         gm.HMC(TARGET, 0.1, 1).init({"w": jnp.zeros(2, dtype)})
 

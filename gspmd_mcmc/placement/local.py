@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.agreement import counts_of_all, require_agreement
 from gspmd_mcmc.placement.mesh import require_auto
+from gspmd_mcmc.placement.numbers import check_leaves, check_numbers
 from gspmd_mcmc.placement.padding import Padded, padded_rows
 from gspmd_mcmc.placement.place import check_spec, converted
 from gspmd_mcmc.placement.processes import spans_processes
@@ -66,6 +67,7 @@ def place_local(tree: PyTree, mesh: Mesh, spec: P) -> PyTree:
         If leaves, shapes of rows or dtypes differ between processes.
     """
     require_auto(mesh)
+    check_leaves("leaf ", tree)
     named = {path_str(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(tree)}
     counts = {name: x.shape[0] if x.ndim else 0 for name, x in named.items()}
     if len(set(counts.values())) != 1:
@@ -186,13 +188,14 @@ class _Reads:
         )
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        found = np.asarray(self.reader(start, stop))
+        found = np.asanyarray(self.reader(start, stop))
         expected = (stop - start, *self.shape[1:])
         if found.shape != expected:
             raise ValueError(
                 f"leaf {self.name}: the reader was asked for rows {start} to {stop}: expected shape "
                 f"{expected}, got {found.shape}"
             )
+        check_numbers(f"leaf {self.name}", found, share=(stop - start) / self.shape[0])
         return converted(self.name, found, self.dtype)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.agreement import require_agreement
 from gspmd_mcmc.placement.mesh import require_auto
+from gspmd_mcmc.placement.numbers import check_numbers, wrong_integers
 from gspmd_mcmc.placement.padding import Padded, is_padded, padded_rows, real_rows
 from gspmd_mcmc.placement.positional import PositionalSharding
 from gspmd_mcmc.placement.processes import is_local, spans_processes
@@ -153,7 +154,7 @@ def _place_leaf(
     array = leaf if is_array else np.asarray(leaf)
     if isinstance(array, jax.Array) and is_local(array) and spans_processes(mesh):
         array = np.asarray(array)  # Each process cuts its parts of it, and nothing is sent.
-    _check_numbers(name, leaf, array)
+    check_numbers(f"leaf {name}", array)
     splits = check_spec(name, array.shape, mesh, spec)
     sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
     rows = padded_rows(array.shape[0], splits[0]) if splits else 0
@@ -167,19 +168,6 @@ def _place_leaf(
     else:
         values = _put_host_array(name, array, shape, sharding)
     return Padded(values, array.shape[0]) if padded else values
-
-
-def _check_numbers(name: str, leaf: Any, array: Any) -> None:
-    if isinstance(array, np.ma.MaskedArray):
-        raise ValueError(f"leaf {name}: the mask would be lost; fill it, and place the mask as a leaf")
-    if isinstance(array, np.ndarray) and array.dtype.kind in "OUSMmV" and not _is_extended(array.dtype):
-        raise ValueError(
-            f"leaf {name}: expected an array of numbers, got {type(leaf).__name__} of {array.dtype}"
-        )
-
-
-def _is_extended(dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.number)
 
 
 def check_spec(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, spec: P) -> list[int]:
@@ -231,9 +219,7 @@ def converted(name: str, part: np.ndarray, dtype) -> np.ndarray:
     """Return a copy of another dtype; raise where integers would be others."""
     copy = np.array(part, dtype=dtype)
     if np.issubdtype(dtype, np.integer) and not np.can_cast(part.dtype, dtype) and np.any(copy != part):
-        raise ValueError(
-            f"leaf {name}: holds integers that {dtype} cannot; number them anew, or set jax_enable_x64"
-        )
+        raise wrong_integers(f"leaf {name}", dtype)
     return copy
 
 

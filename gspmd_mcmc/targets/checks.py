@@ -68,6 +68,12 @@ def check_position(target: PyTree, position: PyTree) -> None:
                 f"position {path_str(path)}: expected a floating dtype, got {jnp.result_type(leaf)}. "
                 "HMC moves through continuous space; convert it, or sum a discrete latent out"
             )
+        if jnp.finfo(jnp.result_type(leaf)).bits < 32:
+            raise TypeError(
+                f"position {path_str(path)}: expected float32 or float64, got {jnp.result_type(leaf)}: "
+                "moves smaller than its rounding would be lost, and the draws too wide. Convert it, "
+                "x.astype(jnp.float32), and round inside the log density where that is wanted"
+            )
         shared = _mesh_axes(leaf) & _row_axes(target) if rows is None else ()
         if shared:
             raise ValueError(

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.placement.numbers import as_array
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.placement.place import place
 from gspmd_mcmc.targets import numpyro, sharded
@@ -130,7 +131,7 @@ def _blocks(joint: Any, observed: dict[str, Any], facts: dict[str, _Fact]) -> Bl
 def _placed(value: Any, rows: tuple | None) -> Any:
     """Place an array on the mesh of its rows, if there is one and none has it yet."""
     if rows is None or rows[2] is None or is_padded(value) or row_axes(value) is not None:
-        return value if is_padded(value) else jnp.asarray(value)
+        return value if is_padded(value) else as_array("observed", value)
     return place(value, rows[2], P(rows[1]))
 
 

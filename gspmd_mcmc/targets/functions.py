@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.placement.numbers import check_leaves
 from gspmd_mcmc.tree import PyTree
 
 
@@ -15,7 +16,10 @@ def as_partial(function: Callable) -> Partial:
     """Wrap a function as a pytree, so that a `Partial`'s arrays enter programs as arguments."""
     if not callable(function):
         raise TypeError(f"expected a function, got {type(function).__name__}")
-    return function if isinstance(function, Partial) else Partial(function)
+    if not isinstance(function, Partial):
+        return Partial(function)
+    check_leaves(f"bound by {name_of_function(function)}: ", function)
+    return function
 
 
 def name_of_function(function: Callable) -> str:

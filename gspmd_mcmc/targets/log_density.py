@@ -7,6 +7,7 @@ import jax
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.placement.numbers import check_leaves
 from gspmd_mcmc.placement.padding import refuse_padded
 from gspmd_mcmc.targets.functions import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
@@ -33,6 +34,7 @@ class LogDensity:
 
     def __init__(self, fn: Callable, *data: PyTree):
         refuse_padded(data, "LogDensity data", "use Posterior with a Plate, which masks them")
+        check_leaves("LogDensity data", data)
         set_fields(self, fn=as_partial(fn), data=data)
 
     def terms(self, position: PyTree) -> PyTree:

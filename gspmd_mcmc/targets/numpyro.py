@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.placement.numbers import as_array, check_leaves
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets import independence
@@ -114,11 +115,12 @@ class _Bound:
         leaves = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
         # A NumPy scalar may be the size of a plate: like a Python number, it is none of the arrays.
         arrays = {
-            k: x if is_padded(x) or isinstance(x, _PLACED) else jnp.asarray(x)
+            k: x if is_padded(x) or isinstance(x, _PLACED) else as_array(f"argument {k}", x)
             for k, x in leaves.items()
             if is_padded(x) or (hasattr(x, "dtype") and not isinstance(x, np.generic))
         }
         constants = {k: x for k, x in leaves.items() if k not in arrays}
+        check_leaves("argument ", constants)
         return cls(model, signature, treedef, tuple(leaves), constants, arrays)
 
     @property

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement import padding
 from gspmd_mcmc.placement.mesh import require_auto
+from gspmd_mcmc.placement.numbers import as_array
 from gspmd_mcmc.placement.padding import Padded, is_padded
 from gspmd_mcmc.placement.processes import put
 from gspmd_mcmc.tree import PyTree, is_traced, path_str
@@ -131,7 +132,7 @@ def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
         raise ValueError("a plate needs data: expected a tree with at least one array, got no leaf")
     for path, node in nodes:
         _check_numbers(path_str(path), node)
-    named = [(path_str(path), node, _array(node)) for path, node in nodes]
+    named = [(path_str(path), node, _array(path_str(path), node)) for path, node in nodes]
     for name, _, array in named:
         if not array.ndim:
             raise ValueError(
@@ -158,14 +159,15 @@ def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
             f"plate data: {num_padded} rows do not cut into {rows.num_blocks} blocks; use place"
         )
     _check_countable(rows)
-    return jax.tree.map(_array, data, is_leaf=is_padded), rows
+    treedef = jax.tree.structure(data, is_leaf=is_padded)
+    return jax.tree.unflatten(treedef, [array for *_, array in named]), rows
 
 
 def _check_numbers(name: str, node: Any) -> None:
     """Raise where there are texts or objects in the place of numbers."""
     node = node.values if isinstance(node, Padded) else node
     dtype = node.dtype if hasattr(node, "dtype") else np.asarray(node).dtype
-    if getattr(dtype, "kind", "") in ("O", "S", "U", "M", "m"):
+    if getattr(dtype, "kind", "") in ("O", "S", "U"):
         raise TypeError(
             f"plate data {name}: expected an array of numbers, got {type(node).__name__} of dtype "
             f"{dtype}; number labels by np.unique(labels, return_inverse=True)"
@@ -182,9 +184,8 @@ def _check_countable(rows: Rows) -> None:
         )
 
 
-def _array(node):
-    array = node.values if isinstance(node, Padded) else node
-    return array if hasattr(array, "sharding") or is_traced(array) else jnp.asarray(array)
+def _array(name: str, node: Any) -> Any:
+    return as_array(f"plate data {name}", node.values if isinstance(node, Padded) else node)
 
 
 def _num_rows(node) -> int:

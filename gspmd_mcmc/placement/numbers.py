@@ -1,0 +1,96 @@
+"""What arrays lose at the door: JAX keeps 32 bits of each number, unless jax_enable_x64 is on."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd_mcmc.tree import PyTree, is_traced
+
+# What is looked at of an array of floats: rows and columns, evenly spread.
+MOST_ROWS, MOST_COLUMNS = 1024, 1024
+# Rounding may be this large beside the distance between the quartiles of a column. A spread under the
+# other number, beside the values, is rounding of float64 itself: the column is a constant.
+MOST_ROUNDING, LEAST_SPREAD = 1e-3, 1e-12
+
+
+def check_numbers(name: str, array: Any, share: float = 1.0) -> None:
+    """Raise unless JAX holds the numbers of an array on the host as they are; see `check_resolution`.
+
+    Raises
+    ------
+    ValueError
+        For what is no number, for masks, and for integers and floats that 32 bits do not hold.
+    """
+    if not isinstance(array, np.ndarray | np.generic):
+        return
+    if isinstance(array, np.ma.MaskedArray):
+        raise ValueError(f"{name}: the mask would be lost; fill it, and place the mask as a leaf")
+    array = np.asarray(array)
+    if array.dtype.kind in "mM":
+        raise ValueError(
+            f"{name}: expected an array of numbers, got {array.dtype}. Subtract the first and "
+            "divide: (t - t[0]) / np.timedelta64(1, 's')"
+        )
+    if array.dtype.kind in "OUSV" and not jnp.issubdtype(array.dtype, jnp.number):
+        raise ValueError(f"{name}: expected an array of numbers, got ndarray of {array.dtype}")
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
+    if array.dtype.kind in "iu" and dtype.itemsize < array.dtype.itemsize and array.size:
+        bounds = np.iinfo(dtype)
+        if array.min() < bounds.min or array.max() > bounds.max:
+            raise wrong_integers(name, dtype)
+    check_resolution(name, array, dtype, share)
+
+
+def as_array(name: str, value: Any) -> Any:
+    """Return what is on the host as a jax array, after `check_numbers`; other arrays as they are."""
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct) or is_traced(value):
+        return value
+    array = value if isinstance(value, np.ndarray) else np.asarray(value)
+    check_numbers(name, array)
+    return jnp.asarray(array)
+
+
+def check_leaves(what: str, tree: PyTree) -> None:
+    """Check the numbers of all NumPy arrays of a tree."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        check_numbers(f"{what}{jax.tree_util.keystr(path)}", leaf)
+
+
+def wrong_integers(name: str, dtype: Any) -> ValueError:
+    """Return the error for integers that a dtype cannot hold."""
+    return ValueError(
+        f"{name}: holds integers that {dtype} cannot; number them anew, or set jax_enable_x64"
+    )
+
+
+def check_resolution(name: str, array: np.ndarray, dtype: Any, share: float) -> None:
+    """Raise where floats of another dtype cannot tell the values of a column apart.
+
+    Some rows are looked at. Rounding may change them by a thousandth of the distance of a column's
+    quartiles on average: of numbers around 10⁹ with a spread of 1,000 float32 has ten values left. Of a
+    ``share`` of the rows it may be more: if they are sorted, all of them lie so much further apart.
+    """
+    is_cut = array.dtype.kind in "fc" and dtype.itemsize < array.dtype.itemsize
+    if not is_cut or not array.ndim or not array.size:
+        return
+    rows = np.linspace(0, len(array) - 1, min(len(array), MOST_ROWS)).astype(int)
+    some = np.asarray(array[rows]).reshape(len(rows), -1)
+    some = some[:, np.linspace(0, some.shape[1] - 1, min(some.shape[1], MOST_COLUMNS)).astype(int)]
+    parts = (np.real(some), np.imag(some)) if array.dtype.kind == "c" else (some,)
+    for part in parts:
+        part = np.where(np.isfinite(part), part, 0)
+        with np.errstate(all="ignore"):
+            rounding = np.mean(np.abs(part - np.real(part.astype(dtype))), axis=0)
+        low, high = np.quantile(part, [0.25, 0.75], axis=0)
+        spread = np.where(high > low, high - low, np.ptp(part, axis=0))
+        is_constant = spread <= LEAST_SPREAD * np.max(np.abs(part), axis=0)
+        worst = np.argmax(np.where(is_constant, 0, rounding / np.where(is_constant, 1, spread)))
+        if not is_constant[worst] and share * rounding[worst] > MOST_ROUNDING * spread[worst]:
+            raise ValueError(
+                f"{name}: {dtype} cannot tell its values apart: they lie around "
+                f"{np.median(part[:, worst]):.6g} within {spread[worst]:.3g} of each other, and "
+                f"rounding changes them by {rounding[worst]:.2g}. Subtract their mean before (NumPy, "
+                f"{array.dtype}), or set jax_enable_x64"
+            )
