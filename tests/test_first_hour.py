@@ -1,5 +1,6 @@
 """What a newcomer tries in the first hour: settings where `sample` takes them, mistakes, words."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -215,3 +216,41 @@ def test_an_error_of_collect_comes_before_warm_up():
     with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
         sample(collect=lambda x: x, callback=seen.append)
     assert not seen
+
+
+# Modules: pytrees of arrays that can be called, as equinox has them.
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Shifted:
+    mean: Any
+    act: Any  # a leaf that is no array
+
+    def __call__(self, x):
+        return -0.5 * (self.act(x) - self.mean) ** 2
+
+
+def module_prior(module):
+    return -0.5 * (module.mean - 3) ** 2
+
+
+def test_a_module_is_a_position_and_not_called():
+    target, position = gm.LogDensity(module_prior), Shifted(jnp.zeros(3), None)
+    draws = sample(target, position, num_warmup=0, kernel=gm.HMC(target, 0.1, 3))
+    assert type(draws.position) is Shifted
+    assert draws.position.mean.shape == (4, 10, 3)
+    with pytest.raises(TypeError, match=r"position .act: expected an array of floats, got .*partition"):
+        sample(target, Shifted(jnp.zeros(3), jnp.sin))
+
+
+def test_a_modules_arrays_are_arguments_of_a_log_density(compiled):
+    targets = [gm.LogDensity(Shifted(jnp.full(3, x), jnp.sin)) for x in (1.0, 4.0)]
+    step, position, found = jax.jit(gm.HMC.step), jnp.ones(3), []
+    for target in targets:
+        kernel = gm.HMC(target, 0.1, 3)
+        assert [leaf.shape for leaf in jax.tree.leaves(target)] == [(3,)]
+        found.append(step(kernel, KEY, kernel.init(position))[0].log_density)
+    assert sum("step" in name for name in compiled) == 1, compiled
+    assert np.isclose(targets[1].terms(position)[0], -0.5 * (np.sin(1) - 4) ** 2)
+    assert found[0] != found[1]

@@ -29,6 +29,7 @@ from gspmd_mcmc.sampling.sinks import ZarrSink
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import lay_out
+from gspmd_mcmc.targets.modules import is_module
 from gspmd_mcmc.targets.resolution import on_coarse_terms
 from gspmd_mcmc.tree import PyTree, path_str
 
@@ -111,7 +112,8 @@ def sample(
     every
         Seconds from one checkpoint to the next.
     progress
-        Whether to show a progress bar, on standard error; of several processes, that of process 0.
+        Whether to show progress, on standard error: a bar on a terminal and in a notebook, elsewhere a
+        line a minute; of several processes, that of process 0.
     callback
         Called with a `ChunkReport` after each chunk, on every process; `JSONLines` writes them to a
         file. One that raises is called no more, with a warning. The logger ``gspmd_mcmc`` tells of
@@ -208,7 +210,7 @@ def _start(
         return layout, states
     if isinstance(initial, Mode):
         initial = starts.uniform_start(initial.position, 0.0)
-    if not callable(initial):
+    if not callable(initial) or is_module(initial):
         return _start_from_position(kernel, rng_key, initial, mesh, num_chains)
     example = starts.example_of(initial, rng_key)
     checks.check_position(kernel.target, example)

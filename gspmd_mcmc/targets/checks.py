@@ -88,7 +88,8 @@ def _dtype_of(path: KeyPath, leaf: Any) -> Any:
         return jnp.result_type(leaf)
     except TypeError as error:
         raise TypeError(
-            f"position {path_str(path)}: expected an array of floats, got {type(leaf).__name__}"
+            f"position {path_str(path)}: expected an array of floats, got {type(leaf).__name__}. Of a "
+            "module sample the arrays: equinox.partition(module, equinox.is_inexact_array)[0]"
         ) from error
 
 

@@ -9,6 +9,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.numbers import check_leaves
+from gspmd_mcmc.targets.modules import call_of, is_module
 from gspmd_mcmc.tree import PyTree
 
 
@@ -16,6 +17,8 @@ def as_partial(function: Callable) -> Partial:
     """Wrap a function as a pytree, so that a `Partial`'s arrays enter programs as arguments."""
     if not callable(function):
         raise TypeError(f"expected a function, got {type(function).__name__}")
+    if is_module(function):
+        function = call_of(function)
     if not isinstance(function, Partial):
         return Partial(function)
     check_leaves(f"bound by {name_of_function(function)}: ", function)
