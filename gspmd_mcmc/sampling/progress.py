@@ -1,13 +1,14 @@
-"""A progress bar for long runs, and Ctrl-C between chunks."""
+"""Progress of long runs, and Ctrl-C between chunks."""
 
 import contextlib
 import logging
 import signal
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,18 +18,14 @@ from gspmd_mcmc.sampling.errors import SamplingWarning
 from gspmd_mcmc.sampling.observing import LOGGER, ChunkReport
 
 
-class Report:
-    """Tells of a run's chunks: to a progress bar, the log, and a callback.
+SECONDS_A_LINE, SECONDS_A_REWRITE = 60.0, 0.5
+BAR = 20  # characters
 
-    Parameters
-    ----------
-    is_shown
-        Whether there is a bar.
-    callback
-        Called with each `ChunkReport`; if it raises, a warning says so, and it is called no more.
-    """
 
-    def __init__(self, *, is_shown: bool, callback: Callable[[ChunkReport], Any] | None = None):
+class Bar:
+    """Progress on a terminal: a bar for each phase."""
+
+    def __init__(self, console: Console):
         columns = (
             TextColumn("{task.description:>8}"),
             BarColumn(bar_width=6),
@@ -36,23 +33,115 @@ class Report:
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
         )
-        self._progress = Progress(*columns, console=Console(stderr=True), disable=not is_shown)
-        self._task, self._callback = None, callback
+        self._progress, self._task = Progress(*columns, console=console), None
+
+    def start(self) -> None:
+        """Begin to draw."""
+        self._progress.start()
+
+    def stop(self) -> None:
+        """Leave the bars as they are."""
+        self._progress.stop()
+
+    def phase(self, name: str, total: int, done: int) -> None:
+        """Begin a bar."""
+        self._task = self._progress.add_task(name, total=total, completed=done, numbers="compiling")
+
+    def show(self, done: int, numbers: str) -> None:
+        """Show how many steps are done."""
+        if self._task is not None:
+            self._progress.update(self._task, completed=done, numbers=numbers)
+
+
+class Lines:
+    """Progress where there is no terminal: a line a minute, so that a log file stays short.
+
+    In a notebook (``is_rewritten``) each phase has one line, which is rewritten: rich would add a
+    picture at each refresh where ipywidgets is missing.
+    """
+
+    def __init__(self, stream: TextIO, *, is_rewritten: bool):
+        self._stream, self._is_rewritten = stream, is_rewritten
+        self._name, self._total, self._width = "", 0, 0
+        self._told = time.monotonic()
+
+    def start(self) -> None:
+        """Begin to count the time."""
+        self._told = time.monotonic()
+
+    def stop(self) -> None:
+        """End a line that is still open."""
+        if self._width:
+            self._stream.write("\n")
+        self._width = 0
+
+    def phase(self, name: str, total: int, done: int) -> None:
+        """Begin another phase."""
+        self.stop()
+        self._name, self._total = name, total
+        if self._is_rewritten:
+            self._rewrite(done, "compiling")
+
+    def show(self, done: int, numbers: str) -> None:
+        """Show how many steps are done, if it is time."""
+        now, is_last = time.monotonic(), done == self._total
+        wait = SECONDS_A_REWRITE if self._is_rewritten else SECONDS_A_LINE
+        if now - self._told < wait and not (self._is_rewritten and is_last):
+            return
+        self._told = now
+        if self._is_rewritten:
+            self._rewrite(done, numbers)
+        else:
+            self._stream.write(f"{self._name}: {done}/{self._total} {numbers}\n")
+        self._stream.flush()
+
+    def _rewrite(self, done: int, numbers: str) -> None:
+        full = "#" * (BAR * done // max(self._total, 1))
+        line = f"{self._name:>8} [{full:<{BAR}}] {done}/{self._total} {numbers}"
+        self._stream.write(f"\r{line:<{self._width}}")
+        self._width = len(line)
+
+
+def display() -> Bar | Lines:
+    """Return what shows progress on standard error here: a terminal, a notebook, or a log file."""
+    console = Console(stderr=True)
+    if console.is_terminal and not console.is_jupyter:
+        return Bar(console)
+    return Lines(sys.stderr, is_rewritten=console.is_jupyter)
+
+
+class Report:
+    """Tells of a run's chunks: to who watches, the log, and a callback.
+
+    Parameters
+    ----------
+    is_shown
+        Whether progress is shown.
+    callback
+        Called with each `ChunkReport`; if it raises, a warning says so, and it is called no more.
+    """
+
+    def __init__(self, *, is_shown: bool, callback: Callable[[ChunkReport], Any] | None = None):
+        self._display = display() if is_shown else None
+        self._callback = callback
         self._phase, self._done, self._total = "", 0, 0
         self._last = time.perf_counter()
 
     def __enter__(self) -> "Report":
-        self._progress.__enter__()
+        if self._display is not None:
+            self._display.start()
         return self
 
     def __exit__(self, *error) -> None:
-        self._progress.__exit__(*error)
+        if self._display is not None:
+            self._display.stop()
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
         """Begin a phase of so many steps, or go on with it where some are done."""
         LOGGER.info("%s: %d of %d steps are done", name, done, total)
         self._phase, self._done, self._total = name, done, total
-        self._task = self._progress.add_task(name, total=total, completed=done, numbers="compiling")
+        if self._display is not None:
+            self._display.phase(name, total, done)
         self._last = time.perf_counter()
 
     def advance(
@@ -82,8 +171,8 @@ class Report:
             f"{report.leapfrogs_per_second:.0f} leapfrogs/s acc {acceptance_rate:.2f} "
             f"div {divergences} step {step_size:.2g}"
         )
-        if self._task is not None:
-            self._progress.update(self._task, advance=steps, numbers=numbers)
+        if self._display is not None:
+            self._display.show(self._done, numbers)
         LOGGER.log(
             logging.INFO if self._done == self._total else logging.DEBUG,
             "%s: %d of %d steps, %s",

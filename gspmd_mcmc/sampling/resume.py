@@ -43,7 +43,7 @@ def resume(
     num_samples
         Draws in all, if they are to be more than the run was given.
     progress
-        Whether to show a progress bar, on standard error.
+        Whether to show progress, as in `sample`.
     callback
         Called with a `ChunkReport` after each chunk, as in `sample`.
 
