@@ -1,6 +1,8 @@
 """What a newcomer tries in the first hour: settings where `sample` takes them, mistakes, words."""
 
+import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import pytest
 from jax.tree_util import Partial
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.sampling import progress
 
 KEY = jax.random.key(0)
 X = jnp.linspace(-1, 1, 60).reshape(20, 3)
@@ -254,3 +257,36 @@ def test_a_modules_arrays_are_arguments_of_a_log_density(compiled):
     assert sum("step" in name for name in compiled) == 1, compiled
     assert np.isclose(targets[1].terms(position)[0], -0.5 * (np.sin(1) - 4) ** 2)
     assert found[0] != found[1]
+
+
+# Progress where there is no terminal.
+
+
+def test_a_log_file_gets_a_line_a_minute(capsys, monkeypatch):
+    kernel = gm.HMC(TARGET, 0.1, 1)
+    gm.sample(KEY, TARGET, POSITION, kernel=kernel, num_warmup=0, num_samples=10)
+    assert capsys.readouterr().err == ""  # it took no minute
+    monkeypatch.setattr(progress, "SECONDS_A_LINE", 0)
+    gm.sample(KEY, TARGET, POSITION, kernel=kernel, num_warmup=0, num_samples=10)
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"sampling: 10/10 \d+ leapfrogs/s acc \d.\d\d div 0 step 0.1", lines[-1])
+    assert len(lines) <= 10
+
+
+def test_a_notebook_has_one_line_a_phase(capsys, monkeypatch):
+    """There rich shows a picture at each refresh, where ipywidgets is missing."""
+    monkeypatch.setattr(progress, "Console", partial(progress.Console, force_jupyter=True))
+    with progress.Report(is_shown=True) as report:
+        numbers = {"leapfrogs": 5, "acceptance_rate": 0.5, "divergences": 0, "step_size": 0.1}
+        for phase in ("warm-up", "sampling"):
+            report.phase(phase, 40)
+            for _ in range(40):
+                report.advance(1, **numbers)
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.count("\n") == 2
+    shown = err.split("\r")
+    assert (
+        len(shown) == 5
+    )  # at the beginning and the end of each; between them not half a second went by
+    assert re.match(r" warm-up \[#{20}\] 40/40 .* leapfrogs/s acc 0.50 div 0 step 0.1\s*\n$", shown[2])

@@ -17,7 +17,6 @@ from gspmd_mcmc.placement.agreement import least
 from gspmd_mcmc.sampling.errors import SamplingWarning
 from gspmd_mcmc.sampling.observing import LOGGER, ChunkReport
 
-
 SECONDS_A_LINE, SECONDS_A_REWRITE = 60.0, 0.5
 BAR = 20  # characters
 
