@@ -165,10 +165,10 @@ def test_both_meshes_refuse_the_same_and_name_the_leaf(mesh, leaf, spec, message
     assert "leaf ['a'][0]" in str(error.value)
 
 
-def test_an_explicit_abstract_mesh_is_refused_with_what_to_do():
+def test_an_explicit_abstract_mesh_is_taken():
     mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Explicit,))
-    with pytest.raises(ValueError, match=r"mesh axes \['data'\] are not of type Auto"):
-        gm.place(rows(8), mesh, P("data"))
+    placed = gm.place(rows(8), mesh, P("data"))
+    assert all(x.sharding.mesh == mesh for x in jax.tree.leaves(placed))
 
 
 # Targets and kernels that are built on shapes.

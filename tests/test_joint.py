@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 from scipy import stats
@@ -435,9 +434,6 @@ def test_samples_need_a_mesh_and_a_key():
         make("named", 8, mesh_of(8)).sample(0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="Padded"):
         make("named", 13, mesh_of(8)).sample(KEY, 3)
-    explicit = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    with pytest.raises(ValueError, match="Auto"):
-        make("named", 8, explicit)
 
 
 def test_a_program_that_closes_over_the_arrays():

@@ -353,19 +353,6 @@ def test_a_padded_array_is_placed_anew_by_its_real_rows(count):
 # A mesh of the user's own.
 
 
-def test_an_explicit_mesh_is_refused_with_what_to_do():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    with pytest.raises(ValueError, match=r"mesh axes \['data'\] are not of type Auto.*make_mesh"):
-        gm.place(ROWS, mesh, P())
-
-
-def test_a_plate_on_an_explicit_mesh_is_refused_with_what_to_do():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=devices(4))
-    rows = jax.device_put(ROWS, NamedSharding(mesh, P("data")))
-    with pytest.raises(ValueError, match=r"mesh axes \['data'\] are not of type Auto.*make_mesh"):
-        gm.Plate(row_sums, {"x": rows})
-
-
 def test_an_auto_mesh_with_names_of_the_users_own_works():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     plate = gm.Plate(row_sums, gm.place({"x": ROWS[:11]}, mesh, P(("a", "b"))))

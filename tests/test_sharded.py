@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from scipy import stats
 
@@ -305,10 +305,9 @@ def test_an_axis_that_is_no_name(axis):
         Sharded(dist.Normal(0, 1), axis)
 
 
-def test_a_mesh_that_is_not_auto():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    with pytest.raises(ValueError, match="Auto"):
-        Sharded(dist.Normal(0, 1), mesh=mesh)
+def test_a_mesh_that_is_none():
+    with pytest.raises(TypeError, match="Sharded: mesh: expected a mesh"):
+        Sharded(dist.Normal(0, 1), mesh="data")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("key", [0, None, np.zeros(2, np.uint32), jax.random.split(KEY)])

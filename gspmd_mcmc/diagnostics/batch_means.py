@@ -17,6 +17,7 @@ effective sample size.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from gspmd_mcmc.diagnostics import streaming
 from gspmd_mcmc.diagnostics.columns import as_float, num_draws_of
 from gspmd_mcmc.moments import Moments
+from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.tree import PyTree, pytree
 
 
@@ -53,6 +55,7 @@ class BatchMeans:
     num_partial: jax.Array
 
 
+@on_any_mesh
 def init(position: PyTree, num_batches: int = 64) -> BatchMeans:
     """Return the state of no draws.
 
@@ -79,6 +82,7 @@ def init(position: PyTree, num_batches: int = 64) -> BatchMeans:
     )
 
 
+@partial(on_any_mesh, like=lambda out, state, chunk: state)
 @jax.jit
 def update(state: BatchMeans, chunk: PyTree) -> BatchMeans:
     """Take in draws, leaves [chains, draws, ...]; chunks may differ in length.
@@ -137,6 +141,7 @@ def _merge(state: BatchMeans) -> BatchMeans:
     )
 
 
+@on_any_mesh
 def ess(state: BatchMeans) -> PyTree:
     """Effective sample size for the mean, leaves [...]: all draws times their variance over `_spread`.
 
@@ -155,6 +160,7 @@ def ess(state: BatchMeans) -> PyTree:
     return jax.tree.map(size, state.moments.mean, state.moments.sum_of_squares, state.means)
 
 
+@on_any_mesh
 def mcse(state: BatchMeans) -> PyTree:
     """Monte Carlo standard error of the mean, leaves [...], in the unit of the draws."""
 

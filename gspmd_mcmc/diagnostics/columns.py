@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.mesh import make_mesh
 from gspmd_mcmc.tree import PyTree, is_traced, path_str
 
@@ -25,6 +26,7 @@ TEMPORARY_BYTES = 256 * 2**20
 COPIES = 10
 
 
+@on_any_mesh
 def per_leaf(statistic: Callable, draws: PyTree, copies: int = COPIES, **options: Any) -> PyTree:
     """Apply a statistic of columns to every leaf.
 

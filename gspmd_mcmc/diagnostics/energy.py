@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc.diagnostics.columns import as_float
+from gspmd_mcmc.placement.explicit import on_any_mesh
 
 
+@on_any_mesh
 def bfmi(energy: jax.Array | np.ndarray) -> jax.Array:
     """Energy Bayesian fraction of missing information of each chain.
 

@@ -8,6 +8,8 @@
 The moments of parts are merged in `gspmd_mcmc.moments`.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -17,14 +19,17 @@ from gspmd_mcmc.diagnostics.nested_rhat import check_superchains
 from gspmd_mcmc.diagnostics.nested_rhat import from_moments as nested_from_moments
 from gspmd_mcmc.diagnostics.rhat import from_moments as rhat_from_moments
 from gspmd_mcmc.moments import Moments
+from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.tree import PyTree
 
 
+@on_any_mesh
 def init(position: PyTree) -> Moments:
     """Return the moments of no draws, for a position with leaves [chains, ...], laid out as it is."""
     return chain_moments.init(jax.tree.map(lambda x: as_float(jnp.zeros_like(x)), position))
 
 
+@partial(on_any_mesh, like=lambda out, moments, chunk: moments)
 @jax.jit
 def update(moments: Moments, chunk: PyTree) -> Moments:
     """Take in draws, leaves [chains, draws, ...]; chunks may differ in length.
@@ -37,11 +42,13 @@ def update(moments: Moments, chunk: PyTree) -> Moments:
     return chain_moments.update_many(moments, chunk) if num_draws_of(chunk) else moments
 
 
+@on_any_mesh
 def mean(moments: Moments) -> PyTree:
     """Mean over all draws of all chains, leaves [...]."""
     return jax.tree.map(lambda m: jnp.mean(m, axis=0), moments.mean)
 
 
+@on_any_mesh
 def variance(moments: Moments) -> PyTree:
     """Variance over all draws of all chains together, leaves [...]; NaN before the second draw."""
 
@@ -58,6 +65,7 @@ def total_variance(mean: jax.Array, squares: jax.Array, count: jax.Array) -> jax
     return (jnp.sum(squares, axis=0) + count * between) / jnp.where(freedom > 0, freedom, jnp.nan)
 
 
+@on_any_mesh
 def rhat(moments: Moments) -> PyTree:
     """Plain R-hat of whole chains, leaves [...]: between and within them, from means and variances.
 
@@ -72,6 +80,7 @@ def rhat(moments: Moments) -> PyTree:
     )
 
 
+@on_any_mesh
 def nested_rhat(moments: Moments, num_superchains: int) -> PyTree:
     """Nested R-hat, leaves [...], of chains grouped as in `diagnostics.nested_rhat.nested_rhat`."""
     check_superchains(moments.mean, num_superchains)

@@ -25,6 +25,7 @@ from gspmd_mcmc.diagnostics.rows import (
 )
 from gspmd_mcmc.diagnostics.statistics import Statistics, statistics
 from gspmd_mcmc.diagnostics.together import by_name
+from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.tree import PyTree
 
@@ -150,6 +151,7 @@ class Summary:
         return summary_views.html(self)
 
 
+@on_any_mesh
 def summarise(
     position: PyTree,
     stats: dict[str, Any],

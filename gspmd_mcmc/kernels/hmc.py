@@ -16,6 +16,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import metrics, settings
 from gspmd_mcmc.kernels.integrators import PhasePoint, integrate, velocity_verlet_with_terms
 from gspmd_mcmc.targets import checks, independence, local
+from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
 DIVERGENT_ENERGY_ERROR = 1000.0
@@ -124,6 +125,7 @@ class HMC(settings.Tunable):
         steps = jnp.round(factor * self.num_integration_steps).astype(self.num_integration_steps.dtype)
         return tree.replace(self, num_integration_steps=jnp.maximum(steps, 1))
 
+    @init_anywhere
     def init(self, position: PyTree) -> HMCState:
         """Evaluate the target at a position.
 
@@ -136,6 +138,7 @@ class HMC(settings.Tunable):
         """
         return init("HMC", self.target, self.inverse_mass_matrix, position)
 
+    @step_anywhere
     def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, HMCInfo]:
         """One transition: a fresh momentum, a trajectory, a Metropolis test."""
         return self.transition(rng_key, state)[:2]

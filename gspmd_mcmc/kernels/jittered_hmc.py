@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import hmc, settings
 from gspmd_mcmc.kernels.hmc import HMC, HMCState
+from gspmd_mcmc.targets.anywhere import init_anywhere
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
 # On a Gaussian, with the length that the criterion then finds, a step leaves less correlation than with
@@ -110,6 +111,7 @@ class JitteredHMC(settings.Tunable):
             jnp.zeros_like(self.step_size),
         )
 
+    @init_anywhere
     def init(self, position: PyTree) -> HMCState:
         """Evaluate the target at a position; errors are those of `HMC.init`."""
         return hmc.init("JitteredHMC", self.target, self.inverse_mass_matrix, position)

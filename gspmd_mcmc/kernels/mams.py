@@ -19,6 +19,7 @@ from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.isokinetic import MINIMAL_NORM, Span, Splitting
 from gspmd_mcmc.kernels.jittered_hmc import spread
 from gspmd_mcmc.targets import checks, local
+from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
 MOST_STEPS = 1_000_000  # of a trajectory
@@ -124,6 +125,7 @@ class MAMS(settings.Tunable):
         length = spread(step, self.jitter) * self.trajectory_length
         return tree.replace(self, trajectory_length=length)
 
+    @init_anywhere
     def init(self, position: PyTree) -> HMCState:
         """Evaluate the target at a position; errors are those of `HMC.init`.
 
@@ -136,6 +138,7 @@ class MAMS(settings.Tunable):
         isokinetic.dimension("MAMS", self.target, state.position)
         return state
 
+    @step_anywhere
     def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, MAMSInfo]:
         """One transition: a fresh direction, a trajectory, a Metropolis test."""
         checks.check_not_baked(self.target)

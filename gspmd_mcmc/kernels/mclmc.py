@@ -18,6 +18,7 @@ from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.isokinetic import MINIMAL_NORM, Span, Splitting
 from gspmd_mcmc.targets import checks, local
+from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
 MOST_REFRESHMENT = 50.0  # step sizes a decoherence length: nothing of the old momentum is left
@@ -131,6 +132,7 @@ class MCLMC(settings.Tunable):
         """Return the kernel of one step: nothing is drawn for all chains at once."""
         return self
 
+    @init_anywhere
     def init(self, position: PyTree) -> MCLMCState:
         """Evaluate the target at a position; errors are those of `HMC.init`.
 
@@ -152,6 +154,7 @@ class MCLMC(settings.Tunable):
             terms=start.terms,
         )
 
+    @step_anywhere
     def step(self, rng_key: jax.Array, state: MCLMCState) -> tuple[MCLMCState, MCLMCInfo]:
         """One step: noise, kicks and drifts, noise (O B A B ... O).
 

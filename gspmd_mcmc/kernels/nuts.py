@@ -27,6 +27,7 @@ from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR, HMCState
 from gspmd_mcmc.kernels.integrators import PhasePoint, velocity_verlet_with_terms
 from gspmd_mcmc.kernels.u_turns import BLOCK, Path
 from gspmd_mcmc.targets import checks, local
+from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
 MOST_DOUBLINGS = 20
@@ -193,10 +194,12 @@ class NUTS(settings.Tunable):
         """Return the kernel of one step: nothing is drawn for all chains at once."""
         return self
 
+    @init_anywhere
     def init(self, position: PyTree) -> HMCState:
         """Evaluate the target at a position; errors are those of `HMC.init`."""
         return hmc.init("NUTS", self.target, self.inverse_mass_matrix, position)
 
+    @step_anywhere
     def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, NUTSInfo]:
         """One transition: a fresh momentum, a trajectory that ends at a U-turn, a draw from it."""
         checks.check_not_baked(self.target)

@@ -11,6 +11,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.metrics_leaves import check_positive, check_shapes
 from gspmd_mcmc.targets import local
+from gspmd_mcmc.targets.anywhere import no_context_mesh, on_any_mesh
 from gspmd_mcmc.tree import PyTree, is_traced
 
 
@@ -58,7 +59,8 @@ def strong(value: Any, kind: type) -> jax.Array:
     """Turn a number into an uncommitted strong scalar, so that another number is no other program."""
     if is_traced(value):
         return value
-    return jnp.asarray(np.asarray(value), dtype=jnp.result_type(kind))
+    with no_context_mesh():
+        return jnp.asarray(np.asarray(value), dtype=jnp.result_type(kind))
 
 
 def require(kernel: str, name: str, value: Any, holds: Callable, expected: str) -> None:
@@ -77,6 +79,7 @@ def step_size_of(kernel: str, step_size: float | jax.Array) -> jax.Array:
     return strong(step_size, float)
 
 
+@on_any_mesh
 def metric_of(kernel: str, target: Any, inverse_mass_matrix: Any) -> Any:
     """Check a metric, and lay it out as positions are."""
     what = f"{kernel}: inverse_mass_matrix"

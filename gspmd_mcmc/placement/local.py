@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.agreement import counts_of_all, require_agreement
-from gspmd_mcmc.placement.mesh import require_auto
+from gspmd_mcmc.placement.explicit import on_any_mesh
+from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.numbers import check_leaves, check_numbers
 from gspmd_mcmc.placement.padding import Padded, padded_rows
 from gspmd_mcmc.placement.place import check_spec, converted
@@ -38,9 +39,11 @@ def local_rows(num_rows: int, mesh: Mesh, spec: P) -> slice:
     ValueError
         If the rows are no one slice: the devices of a process do not lie side by side on the mesh.
     """
+    mesh = auto_mesh("local_rows: mesh", mesh)
     return _rows_of_process(num_rows, mesh, spec, jax.process_index())
 
 
+@on_any_mesh
 def place_local(tree: PyTree, mesh: Mesh, spec: P) -> PyTree:
     """Lay rows over a mesh of which each process gives its own, `local_rows` of all.
 
@@ -66,8 +69,8 @@ def place_local(tree: PyTree, mesh: Mesh, spec: P) -> PyTree:
     ProcessesDisagree
         If leaves, shapes of rows or dtypes differ between processes.
     """
-    require_auto(mesh)
     check_leaves("leaf ", tree)
+    auto_mesh("place_local: mesh", mesh)
     named = {path_str(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(tree)}
     counts = {name: x.shape[0] if x.ndim else 0 for name, x in named.items()}
     if len(set(counts.values())) != 1:
@@ -81,6 +84,7 @@ def place_local(tree: PyTree, mesh: Mesh, spec: P) -> PyTree:
     return jax.tree.unflatten(treedef, leaves)
 
 
+@on_any_mesh
 def place_from_reader(reader: Reader, shape: tuple[int, ...], dtype: Any, mesh: Mesh, spec: P) -> Any:
     """Lay an array over a mesh that is read by parts, so that no process holds all of it.
 
@@ -129,7 +133,7 @@ def place_from_reader(reader: Reader, shape: tuple[int, ...], dtype: Any, mesh: 
 
         place_from_reader(read, (int(ends[-1]), 2), np.float32, mesh, P("data"))
     """
-    require_auto(mesh)
+    auto_mesh("place_from_reader: mesh", mesh)
     shape, kind = tuple(int(n) for n in shape), jax.dtypes.canonicalize_dtype(dtype)
     if spans_processes(mesh):
         facts = {"shape": str(shape), "dtype": str(kind), "spec": str(spec), "mesh": str(mesh.shape)}

@@ -37,9 +37,7 @@ def make_mesh(
     ValueError
         If the sizes do not multiply to the number of devices.
     """
-    devices = list(jax.devices() if devices is None else devices)
-    if not devices:
-        raise ValueError("make_mesh: expected at least one device, got devices=[]")
+    devices = _devices(jax.devices() if devices is None else devices)
     asked = {"chains": chains, "data": data, "model": model}
     sizes = {name: size for name, size in asked.items() if size is not None} or {"data": -1}
     sizes = _fill_in(sizes, len(devices))
@@ -75,6 +73,17 @@ def make_abstract_mesh(
     return AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes), axis_types=axis_types)
 
 
+def _devices(given: Any) -> list[Any]:
+    """Return devices as a list; raise where there is none, or something else."""
+    devices = list(np.ravel(given)) if isinstance(given, list | tuple | np.ndarray) else [given]
+    if not devices or not all(hasattr(device, "platform") for device in devices):
+        raise ValueError(
+            f"make_mesh: expected devices, at least one, such as jax.devices()[:4], got "
+            f"devices={given!r}"
+        )
+    return devices
+
+
 def _fill_in(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     """Replace -1 by the devices that are left, and check the product."""
     asked = ", ".join(f"{name}={size!r}" for name, size in sizes.items())
@@ -96,13 +105,31 @@ def _fill_in(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     return sizes
 
 
-def require_auto(mesh: Mesh | AbstractMesh) -> None:
-    """Raise on a mesh whose axes are not Auto: there the compiler may not place reductions."""
-    types = getattr(mesh, "axis_types", None) or (AxisType.Auto,) * len(mesh.axis_names)
-    wrong = [n for n, t in zip(mesh.axis_names, types, strict=True) if t != AxisType.Auto]
-    if wrong:
-        raise ValueError(
-            f"mesh axes {wrong} are not of type Auto. Build the mesh with gspmd_mcmc.make_mesh, or "
-            "pass axis_types=(jax.sharding.AxisType.Auto,) * n to jax.make_mesh (whose default is "
-            "Explicit)."
+def is_auto(mesh: Mesh | AbstractMesh) -> bool:
+    """Tell whether all axes of a mesh are Auto, as those of no mesh at all are."""
+    return all(kind == AxisType.Auto for kind in mesh.axis_types)
+
+
+def auto_mesh(what: str, mesh: Any) -> Any:
+    """Return a mesh with Auto axes, where the compiler places the reductions.
+
+    Raises
+    ------
+    TypeError
+        If this is no mesh; ``what`` is what it is called.
+    ValueError
+        If an axis is Manual, as inside `jax.shard_map`.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"{what}: expected a mesh (gspmd_mcmc.make_mesh, jax.make_mesh), got {mesh!r}, a "
+            f"{type(mesh).__name__}"
         )
+    if is_auto(mesh):
+        return mesh
+    if AxisType.Manual in mesh.axis_types:
+        raise ValueError(
+            f"{what}: axes of {dict(mesh.shape)} are Manual, as inside jax.shard_map, where each "
+            "device runs a program of its own. Call this outside; the compiler places the collectives"
+        )
+    return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.agreement import require_agreement
-from gspmd_mcmc.placement.mesh import require_auto
+from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.numbers import check_numbers, wrong_integers
 from gspmd_mcmc.placement.padding import Padded, is_padded, padded_rows, real_rows
 from gspmd_mcmc.placement.positional import PositionalSharding
@@ -18,6 +18,7 @@ from gspmd_mcmc.placement.processes import is_local, spans_processes
 from gspmd_mcmc.tree import PyTree, path_str
 
 
+@on_any_mesh
 def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree = None) -> PyTree:
     """Lay a tree of arrays over a mesh.
 
@@ -30,8 +31,8 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
         NumPy arrays (memory-mapped ones are read shard by shard), jax arrays, scalars, or
         ``jax.ShapeDtypeStruct``, of which nothing is made.
     mesh
-        The mesh, its axes Auto (`make_mesh`, `make_abstract_mesh`); or one sharding for every leaf, a
-        ``NamedSharding`` or a `PositionalSharding`, which says mesh, spec and kind of memory.
+        The mesh, of `make_mesh` or `jax.make_mesh`, or an abstract one; or one sharding for every leaf,
+        a ``NamedSharding`` or a `PositionalSharding`, which says mesh, spec and kind of memory.
     specs
         A `PartitionSpec`, or a prefix tree of them: one spec serves the whole subtree below it. None:
         whole on every device.
@@ -62,7 +63,6 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
             "place: expected a mesh (gspmd_mcmc.make_mesh), a NamedSharding or a PositionalSharding, "
             f"got a {type(mesh).__name__}"
         )
-    require_auto(mesh)
     leaf_specs = _broadcast(P() if specs is None else specs, tree)
     if spans_processes(mesh):
         require_agreement("place", _facts(tree, mesh, leaf_specs))
@@ -96,7 +96,6 @@ def _place_by_sharding(tree: PyTree, sharding: NamedSharding, specs: PyTree) -> 
         raise ValueError(
             f"place: the sharding has its spec, {sharding.spec}; expected no specs, got {specs}"
         )
-    require_auto(sharding.mesh)
     if spans_processes(sharding.mesh):
         every = jax.tree.map(lambda _: P(), tree, is_leaf=is_padded)
         require_agreement("place", _facts(tree, sharding.mesh, every) | {"spec": str(sharding.spec)})

@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.kernels.metrics import is_metric
-from gspmd_mcmc.placement.mesh import require_auto
 from gspmd_mcmc.targets.local import is_row_values, rows_of
 from gspmd_mcmc.tree import PyTree, path_str
 
@@ -150,7 +149,6 @@ def read_layout(
     Leaves that are local to a plate of the target lie where its rows do.
     """
     if mesh is not None:
-        require_auto(mesh)
         size = mesh.shape.get(CHAINS, 1)
         if num_chains % size:
             raise ValueError(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.sampling.layout import Pins
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.local import cut
@@ -63,6 +64,7 @@ def _laplace(position: PyTree, curvature: PyTree, rng_key: jax.Array) -> PyTree:
     return jax.tree.map(lambda x, z, c: x + z * jax.lax.rsqrt(c), position, noise, curvature)
 
 
+@on_any_mesh
 def find_mode(
     rng_key: jax.Array,
     target: Any,
@@ -97,6 +99,7 @@ def find_mode(
     Liu and Nocedal, "On the limited memory BFGS method for large scale optimization", Mathematical
     Programming 45 (1989).
     """
+    checks.check_outside_programs("find_mode", (rng_key, target, position))
     position = checks.admit(target, position)
     optax = _optax()
     found, value, steps, gain = _climb(target, position, tolerance, max_steps, optimiser=optax.lbfgs)

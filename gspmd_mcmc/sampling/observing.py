@@ -12,6 +12,9 @@ import jax
 
 LOGGER = logging.getLogger("gspmd_mcmc")
 LOGGER.addHandler(logging.NullHandler())
+# A logistic regression of 0.8 MB took 2.1 times as long on 2 virtual CPU devices as on one, and 2.5 on
+# 8; of 8 MB as long, of 8 kB 3.6 and 14.5 times.
+LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,24 @@ class JSONLines:
 
 def _or_null(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def tell_of_small_data(target: Any) -> None:
+    """Log it where the rows of a plate are so few that one device would be faster than the mesh.
+
+    A log record and no warning: on a mesh of small data one learns, or tests what will run on large.
+    """
+    for plate in getattr(target, "plates", ()):
+        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plate.data))
+        if plate.rows.num_blocks > 1 and num_bytes < LEAST_BYTES:
+            LOGGER.warning(
+                "%s: %.2f MB of rows on %d devices: each gradient waits for all of them longer than "
+                "one device takes for the rows, if their terms are as cheap as a regression's. Lay "
+                "chains over the mesh, make_mesh(chains=...), or take one device",
+                plate,
+                num_bytes / 1e6,
+                plate.rows.num_blocks,
+            )
 
 
 def marked(part: str) -> jax.profiler.TraceAnnotation:

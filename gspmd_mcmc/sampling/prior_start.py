@@ -5,11 +5,13 @@ from typing import Any
 import jax
 from jax.tree_util import Partial
 
+from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.targets.bijections import unconstrain
 from gspmd_mcmc.targets.prior_draws import prior_of
 from gspmd_mcmc.tree import PyTree
 
 
+@on_any_mesh
 def prior_start(target: Any) -> Partial:
     """Start each chain at a draw of the latents from their prior.
 

@@ -59,7 +59,7 @@ def _put_aside(checkpoints: Checkpoints, failures: dict[int, Exception]) -> None
             f"checkpoint {number} in {checkpoints.path} is damaged: {error}. It was put aside, and the "
             "run goes on from the one before",
             SamplingWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.processes import spans_processes
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved
@@ -16,6 +17,7 @@ from gspmd_mcmc.sampling.same_run import require_same_run
 from gspmd_mcmc.sampling.sample import common_mesh, warn_of
 
 
+@on_any_mesh
 def resume(
     path: str | Path,
     target: Any,

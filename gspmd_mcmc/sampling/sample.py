@@ -11,6 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.diagnostics import advice
+from gspmd_mcmc.placement.explicit import on_any_mesh
+from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.processes import spans_processes
 from gspmd_mcmc.sampling import defaults
 from gspmd_mcmc.sampling import start as starts
@@ -22,7 +24,7 @@ from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved, sink_of
 from gspmd_mcmc.sampling.layout import Layout, read_layout
 from gspmd_mcmc.sampling.memory import explained
 from gspmd_mcmc.sampling.mode import Mode
-from gspmd_mcmc.sampling.observing import ChunkReport
+from gspmd_mcmc.sampling.observing import ChunkReport, tell_of_small_data
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.same_run import require_same_run
 from gspmd_mcmc.sampling.sinks import ZarrSink
@@ -34,6 +36,7 @@ from gspmd_mcmc.targets.resolution import on_coarse_terms
 from gspmd_mcmc.tree import PyTree, path_str
 
 
+@on_any_mesh
 def sample(
     rng_key: jax.Array,
     target: Any,
@@ -144,6 +147,7 @@ def sample(
     ProcessLost
         If another process of the run has ended.
     """
+    checks.check_outside_programs("sample", (rng_key, target, initial_position, kernel))
     _check_counts(num_chains, num_warmup, num_samples, thin)
     num_chains, num_warmup, num_samples = int(num_chains), int(num_warmup), int(num_samples)
     _check_number("device_bytes", device_bytes, "of bytes or None")
@@ -175,6 +179,7 @@ def sample(
         require_same_run("sample", mesh, target, given | {"collect": collect}, settings)
     first_step = earlier.num_steps if earlier is not None else 0
     start_key, step_key = jax.random.split(rng_key)
+    tell_of_small_data(target)
     folder, memory = kept_in(checkpoint), explained(target)
     with memory as known, folder as checkpoints, reserved(sink_of(to, checkpoints)) as sink:
         layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
@@ -247,6 +252,7 @@ def _origin(target: Any) -> PyTree:
 
 def common_mesh(mesh: Mesh | None, target: Any) -> Mesh | None:
     """Return the mesh given, or the one that the target's data lie on; raise if those differ."""
+    mesh = None if mesh is None else auto_mesh("mesh", mesh)
     for path, leaf in jax.tree_util.tree_leaves_with_path(target):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
@@ -284,7 +290,7 @@ def _check_key(rng_key: jax.Array) -> None:
             f"rng_key is of kind {jax.random.key_impl(rng_key)}: only threefry keys give the same "
             "chain on every mesh",
             SamplingWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -312,7 +318,7 @@ def warn_of(draws: Draws, num_samples: int) -> None:
     """Say in plain words what is suspicious about a run."""
     if draws.num_draws < num_samples:
         message = f"stopped after {draws.num_draws} of {num_samples} draws"
-        warnings.warn(message, SamplingWarning, stacklevel=3)
+        warnings.warn(message, SamplingWarning, stacklevel=4)
     if not draws.num_draws:
         return
     names = ("acceptance_rate", "is_divergent", "log_density")
@@ -326,4 +332,4 @@ def warn_of(draws: Draws, num_samples: int) -> None:
     )
     for warning in found:
         if warning:
-            warnings.warn(warning, SamplingWarning, stacklevel=3)
+            warnings.warn(warning, SamplingWarning, stacklevel=4)

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import GetAttrKey, KeyPath, SequenceKey
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.padding import Padded, is_padded, refuse_padded
 from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets.functions import name_of_function
@@ -20,6 +21,12 @@ from gspmd_mcmc.targets.tiling import is_live
 from gspmd_mcmc.tree import PyTree, is_staging, is_traced, path_str
 
 CONSTANT_BYTES = 1 << 20
+# What there is instead of calls that cannot be traced.
+IN_PROGRAMS = {
+    "sample": "num_chains= makes chains, a loop goes over data sets; a program of your own has "
+    "type(kernel).step",
+    "find_mode": "A loop goes over starts",
+}
 
 
 class NonFiniteStart(ValueError):
@@ -125,8 +132,17 @@ def check_key(rng_key: PyTree) -> None:
         )
 
 
+def check_outside_programs(call: str, given: PyTree) -> None:
+    """Raise where a call that runs programs of its own is traced into another one."""
+    if is_staging() or any(is_traced(x) for x in jax.tree.leaves(given)):
+        raise TypeError(
+            f"{call}: it compiles and runs programs of its own, so jax.jit, vmap, grad and shard_map "
+            f"cannot trace it: call it outside. {IN_PROGRAMS[call]}"
+        )
+
+
 def check_not_baked(target: PyTree) -> None:
-    """Raise if the target's arrays are being written into a program as constants.
+    """Raise if the target's arrays are being written into a program as constants, or it is Manual.
 
     Staging a program shows in a fresh array being a tracer; data that are concrete at that moment
     become full-size constants on every device, and their sharding is lost. An inner ``jit`` hides
@@ -134,6 +150,9 @@ def check_not_baked(target: PyTree) -> None:
     """
     if not is_staging():
         return
+    for plate in getattr(target, "plates", ()):
+        if plate.rows.mesh is not None:
+            auto_mesh(f"{plate}", jax.sharding.get_abstract_mesh())
     concrete = [x for x in jax.tree.leaves(target) if isinstance(x, jax.Array | np.ndarray)]
     num_bytes = sum(x.nbytes for x in concrete if not is_traced(x))
     if num_bytes > CONSTANT_BYTES:

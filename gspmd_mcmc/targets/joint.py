@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.padding import is_padded, refuse_padded
 from gspmd_mcmc.targets import sharded
 from gspmd_mcmc.targets.checks import CONSTANT_BYTES, check_key
@@ -69,6 +70,7 @@ class _Joint:
         """Names of the parts, in the order they are drawn."""
         return tuple(trace(self, {}, lambda name, part, value: None))
 
+    @on_any_mesh
     def sample(self, rng_key: jax.Array, sample_shape: int | tuple[int, ...] = ()) -> Any:
         """Draw all parts.
 
@@ -106,6 +108,7 @@ class _Joint:
         refuse_padded(values, "sample", "draw samples one by one, or choose a mesh that divides them")
         return values
 
+    @on_any_mesh
     def log_prob(self, value: Any) -> jax.Array:
         """Sum the log probabilities of all parts, over all rows: one scalar.
 
@@ -128,11 +131,13 @@ class _Joint:
         function = _log_prob if is_staging() else _jit_log_prob
         return function(self, self._arrays(value))
 
+    @on_any_mesh
     def log_prob_parts(self, value: Any) -> Any:
         """Log probability of each part, summed over its rows, in the structure of the value."""
         function = _log_prob_parts if is_staging() else _jit_log_prob_parts
         return function(self, self._arrays(value))
 
+    @on_any_mesh
     def condition(self, /, **observed: Any) -> Posterior:
         """Observe some parts, and return the posterior of the others.
 

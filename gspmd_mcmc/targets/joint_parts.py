@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.placement.mesh import require_auto
+from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import sharded
 from gspmd_mcmc.targets.functions import as_partial
@@ -110,9 +110,9 @@ def _released(x: Any) -> Any:
 
 
 def checked_mesh(mesh: Mesh | None) -> Mesh | None:
-    """Return the mesh, if it has Auto axes."""
+    """Return the mesh, if it is one that arrays can be laid over."""
     if mesh is not None:
-        require_auto(mesh)
+        auto_mesh("mesh", mesh)
     return mesh
 
 

@@ -9,6 +9,7 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.numbers import check_leaves
 from gspmd_mcmc.placement.padding import refuse_padded
+from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
 from gspmd_mcmc.targets.functions import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
@@ -37,16 +38,19 @@ class LogDensity:
         check_leaves("LogDensity data", data)
         set_fields(self, fn=as_partial(fn), data=data)
 
+    @on_any_mesh
     def terms(self, position: PyTree) -> PyTree:
         """Return the summands of the log density."""
         with noting_shapes(self.fn, position=position):
             value = self.fn(position, *self.data)
         return summands(self.fn, value)
 
+    @grad_anywhere
     def grad(self, position: PyTree) -> PyTree:
         """Gradient of the log density, shaped like the position."""
         return self.terms_and_grad(position)[1]
 
+    @terms_and_grad_anywhere
     def terms_and_grad(self, position: PyTree) -> tuple[PyTree, PyTree]:
         """Return `terms` and `grad` from one evaluation."""
         terms, pullback = jax.vjp(self.terms, position)

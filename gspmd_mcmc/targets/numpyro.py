@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.numbers import as_array, check_leaves
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.placement.processes import to_host
@@ -36,6 +37,7 @@ CHECK_TOLERANCE = 1e-3
 _PLACED = (jax.Array, jax.ShapeDtypeStruct)
 
 
+@on_any_mesh
 def from_numpyro(
     model: Callable,
     *args: Any,
@@ -271,7 +273,7 @@ def _streamed(bound: _Bound, sites: dict, sharded: dict) -> tuple[Blocks, Poster
         try:
             return blocks, blocks.posterior()
         except CannotStream as error:
-            warnings.warn(f"{error}. It is evaluated at once", stacklevel=4)
+            warnings.warn(f"{error}. It is evaluated at once", stacklevel=5)
             sharded = {name: x for name, x in sharded.items() if name != error.plate}
 
 

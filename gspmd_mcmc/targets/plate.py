@@ -11,6 +11,7 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections, tiling
+from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
 from gspmd_mcmc.targets.functions import as_partial, name_of_function, noting_shapes
 from gspmd_mcmc.targets.local import Local, lay_out, without
 from gspmd_mcmc.targets.rows import Rows, read_rows
@@ -75,6 +76,7 @@ class Plate:
             bijections=None,
         )
 
+    @on_any_mesh
     def terms(self, params: PyTree, hidden: Sequence[bool] | None = None) -> jax.Array:
         """Two-float sums of the terms of each tile, shape [blocks, tiles, 2].
 
@@ -90,10 +92,12 @@ class Plate:
         _, _, out = tiling.stream(body, (), (), split.read, blocks, self.rows, tile)
         return jnp.swapaxes(out, 0, 1)
 
+    @grad_anywhere
     def grad(self, params: PyTree, hidden: Sequence[bool] | None = None) -> PyTree:
         """Gradient of the sum of all terms, shaped like ``params``; the terms are not computed."""
         return self._with_grad(params, hidden, lambda terms, is_counted: ())[0]
 
+    @terms_and_grad_anywhere
     def terms_and_grad(
         self, params: PyTree, hidden: Sequence[bool] | None = None
     ) -> tuple[jax.Array, PyTree]:
@@ -101,6 +105,7 @@ class Plate:
         grad, out = self._with_grad(params, hidden, tiling.tile_sum)
         return jnp.swapaxes(out, 0, 1), grad
 
+    @on_any_mesh
     def log_likelihood_rows(self, params: PyTree, hidden: Sequence[bool] | None = None) -> jax.Array:
         """Return the terms of the real rows, each apart, shape [rows] (for LOO and the like)."""
         visible = without(lay_out(self, params), hidden or [])

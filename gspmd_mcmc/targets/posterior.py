@@ -15,6 +15,7 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections as bijective
+from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
 from gspmd_mcmc.targets.functions import as_partial, noting_shapes, summands
 from gspmd_mcmc.targets.local import cut, without, wrap
 from gspmd_mcmc.targets.plate import Plate
@@ -80,6 +81,7 @@ class Posterior:
             latents=(),
         )
 
+    @on_any_mesh
     def params(self, position: PyTree) -> PyTree:
         """Return the parameters at a position."""
         if self.bijections is not None:
@@ -87,6 +89,7 @@ class Posterior:
             return bijective.constrain(self.bijections, position, everywhere)[0]
         return position if self.transform is None else self.transform(position)
 
+    @on_any_mesh
     def unconstrain(self, params: PyTree) -> PyTree:
         """Return the position of parameters, by the inverse of the bijections."""
         return bijective.unconstrain(self.bijections, params)
@@ -130,12 +133,14 @@ class Posterior:
             raise ValueError("Posterior: its functions do not tell the shapes of its latents")
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in self.latents}
 
+    @on_any_mesh
     def terms(self, position: PyTree) -> PyTree:
         """Return a tree of arrays whose elements add up to the log density."""
         params, log_jacobians = self._shared_params(position)
         plates = tuple(p.terms(params, self.hidden_from(p, params)) for p in self.plates)
         return {"prior": self._prior(params), "jacobians": log_jacobians, "plates": plates}
 
+    @grad_anywhere
     def grad(self, position: PyTree) -> PyTree:
         """Gradient of the log density, shaped like the position."""
         (params, _), pullback = self._linearise(position)
@@ -144,6 +149,7 @@ class Posterior:
             grads = tree.add(grads, plate.grad(params, self.hidden_from(plate, params)))
         return pullback(grads)
 
+    @terms_and_grad_anywhere
     def terms_and_grad(self, position: PyTree) -> tuple[PyTree, PyTree]:
         """Return `terms` and `grad` from one pass over the rows."""
         (params, log_jacobians), pullback = self._linearise(position)

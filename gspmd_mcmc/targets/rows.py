@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement import padding
-from gspmd_mcmc.placement.mesh import require_auto
+from gspmd_mcmc.placement.explicit import no_context_mesh
+from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.numbers import as_array
 from gspmd_mcmc.placement.padding import Padded, is_padded
 from gspmd_mcmc.placement.processes import put
@@ -185,7 +186,8 @@ def _check_countable(rows: Rows) -> None:
 
 
 def _array(name: str, node: Any) -> Any:
-    return as_array(f"plate data {name}", node.values if isinstance(node, Padded) else node)
+    with no_context_mesh():  # what no mesh has placed stays unplaced
+        return as_array(f"plate data {name}", node.values if isinstance(node, Padded) else node)
 
 
 def _num_rows(node) -> int:
@@ -207,10 +209,10 @@ def _row_axes(named: list[tuple[str, jax.Array]]) -> tuple[Mesh | None, tuple[st
         sharding = _sharding(array)
         if sharding is None:
             continue
-        require_auto(sharding.mesh)
+        its_mesh = auto_mesh(f"plate data {name}", sharding.mesh)
         if mesh is None:
-            mesh, placed = sharding.mesh, name
-        if sharding.mesh != mesh:
+            mesh, placed = its_mesh, name
+        if its_mesh != mesh:
             raise ValueError(
                 f"plate data: {placed} and {name} lie on different meshes; place them on one"
             )

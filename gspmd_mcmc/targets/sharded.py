@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspmd_mcmc.placement.mesh import require_auto
+from gspmd_mcmc.placement.explicit import on_any_mesh
+from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.padding import Padded, is_real, padded_rows
 from gspmd_mcmc.targets.checks import check_key
 from gspmd_mcmc.tree import PyTree, is_staging, pytree, set_fields, static
@@ -83,6 +84,7 @@ class Sharded:
         """Names of the mesh axes that the rows lie over."""
         return (self.axis,) if isinstance(self.axis, str) else self.axis
 
+    @on_any_mesh
     def sample(self, rng_key: jax.Array, sample_shape: int | tuple[int, ...] = ()) -> Any:
         """Draw one global sample, laid over the mesh.
 
@@ -117,6 +119,7 @@ class Sharded:
         _check_axis(self.axis, self.mesh)
         return (_draw_laid if _is_plain(self) else _jit_draw)(self, rng_key, shape)
 
+    @on_any_mesh
     def log_prob(self, value: Any) -> jax.Array:
         """Sum the log probability over all rows: one scalar, the same on every device.
 
@@ -233,7 +236,7 @@ def _check_axis(axis: Any, mesh: Mesh | None) -> None:
         raise TypeError(f"Sharded: axis: expected the name of a mesh axis, or names, got {axis!r}")
     if mesh is None:
         return
-    require_auto(mesh)
+    auto_mesh("Sharded: mesh", mesh)
     unknown = [a for a in axes if a not in mesh.shape]
     if unknown:
         raise ValueError(f"Sharded: the mesh {dict(mesh.shape)} has no axis {unknown[0]!r}")

@@ -1,0 +1,52 @@
+"""How kernels, which know no mesh, are called on those of others: results lie as the position does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.placement.explicit import no_context_mesh, on_any_mesh, whole
+from gspmd_mcmc.placement.padding import is_padded
+from gspmd_mcmc.targets.local import rows_of
+from gspmd_mcmc.tree import PyTree
+
+__all__ = ["no_context_mesh", "on_any_mesh"]  # for kernels, which import of targets alone
+
+LIKE_POSITION = ("position", "momentum", "log_density_grad")  # fields of a kernel's state
+
+
+def init_anywhere(init: Callable) -> Callable:
+    """Decorate a kernel's ``init(self, position)``: the state lies where the position does."""
+    return on_any_mesh(init, like=lambda out, kernel, position: _like(kernel.target, position, out))
+
+
+def step_anywhere(step: Callable) -> Callable:
+    """Decorate a kernel's ``step(self, rng_key, state)``: the new state lies where the old one does."""
+    return on_any_mesh(step, like=lambda out, kernel, rng_key, state: (state, whole(out[1])))
+
+
+def grad_anywhere(grad: Callable) -> Callable:
+    """Decorate a target's ``grad(self, position)``: it lies where the position does."""
+    return on_any_mesh(grad, like=lambda out, target, position, *rest: position)
+
+
+def terms_and_grad_anywhere(method: Callable) -> Callable:
+    """Decorate a target's ``terms_and_grad(self, position)``: likewise."""
+    return on_any_mesh(method, like=lambda out, target, position, *rest: (whole(out[0]), position))
+
+
+def _like(target: Any, position: PyTree, state: Any) -> Any:
+    """Say how a first state lies: as the position, rows and sums over rows with their plates."""
+    leaves, treedef = jax.tree.flatten(position, is_leaf=is_padded)
+    found = rows_of(target, position)
+    laid = [x if rows is None else P(rows.axes) for x, rows in zip(leaves, found, strict=True)]
+    like = jax.tree.unflatten(treedef, laid)
+    fields = {name: like for name in LIKE_POSITION if hasattr(state, name)}
+    return tree.replace(whole(state), terms=_terms(target, state.terms), **fields)
+
+
+def _terms(target: Any, terms: PyTree) -> PyTree:
+    plates = getattr(target, "plates", ())
+    return whole(terms) | {"plates": tuple(P(p.rows.axes) for p in plates)} if plates else whole(terms)
