@@ -12,6 +12,7 @@ from rich.table import Table
 from benchmarks.ess_models.model import Model
 
 Record = Mapping[str, Any]
+MOST_REASON = 120  # characters
 HEAD = (
     *("contender", "chains × (warm-up + draws)", "R-hat", "min ESS/s", "median ESS/s"),
     *("min ESS/1000 grad", "median ESS/1000 grad", "lock-step", "ms/leapfrog", "warm-up s", "draws s"),
@@ -79,7 +80,7 @@ def _cells(own: Sequence[Record], best: Mapping[tuple[int, str], float]) -> list
     budget = f"{first['chains']} × ({first['num_warmup']} + {first['num_samples']})"
     done = [record for record in own if "error" not in record]
     if not done:
-        return [name, budget, "failed", *[""] * (len(HEAD) - 3)]
+        return [name, budget, f"failed: {_reason(own)}", *[""] * (len(HEAD) - 3)]
     ratio = max(record["rhat"] for record in done)
     mark = "*" if any(record["verdict"] == "doubtful" for record in done) else ""
     has_ess = all("ess" in record for record in done)
@@ -97,6 +98,13 @@ def _cells(own: Sequence[Record], best: Mapping[tuple[int, str], float]) -> list
         f"{max(r['largest_z'] for r in done):.1f}" if all("largest_z" in r for r in done) else "",
         _ratio(done, has_ess, best),
     ]
+
+
+def _reason(records: Sequence[Record]) -> str:
+    """Return the last line of the first error: what was raised, or how a process ended."""
+    lines = str(next(r["error"] for r in records if "error" in r)).strip().splitlines() or ["no words"]
+    last = lines[-1].strip().replace("|", "/")
+    return last if len(last) <= MOST_REASON else f"{last[: MOST_REASON - 1]}…"
 
 
 def _median(records: Sequence[Record], of: Callable[[Record], float]) -> float:

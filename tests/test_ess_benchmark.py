@@ -9,6 +9,7 @@ from benchmarks import ess, ess_table
 from benchmarks.contenders import ess_ours
 from benchmarks.contenders.ess_program import EssProgram, Problem, Sampled, counts, union
 from benchmarks.ess_models import MODELS, hierarchical, regression, sequences
+from benchmarks.ess_models.model import Model
 
 RNG = np.random.default_rng(0)
 
@@ -173,3 +174,38 @@ def test_table_has_ratios_to_the_best_of_ours_that_converged():
     assert cells["tfp"]["min ESS/s"] == "–"
     assert cells["tfp"]["R-hat"] == "1.200"
     assert cells["tfp"]["ours/this"] == ""
+
+
+def test_a_row_that_failed_says_why():
+    failed = record("tfp", 1.0, seconds=1.0) | {"error": "Traceback\n  File x\nNonFiniteStart: a | b\n"}
+    cells = dict(zip(ess_table.HEAD, ess_table.rows([failed])[0], strict=True))
+    assert cells["R-hat"] == "failed: NonFiniteStart: a / b"
+
+
+def beyond_a_wall(params, data):
+    return jnp.where(params["x"] < 1.5, -0.5 * params["x"] ** 2, jnp.nan)
+
+
+def without_a_wall(params, data):
+    return -0.5 * params["x"] ** 2
+
+
+def test_starts_that_are_not_finite_alone_are_drawn_again():
+    def starts(log_likelihood):
+        model = Model("wall", "", lambda _: {}, lambda data: {"x": (2,)}, None, log_likelihood)
+        return model.start({}, 16, seed=0)["x"]
+
+    first, redrawn = starts(without_a_wall), starts(beyond_a_wall)
+    is_bad = (first >= 1.5).any(axis=1)
+    assert 0 < is_bad.sum() < 16
+    assert (redrawn < 1.5).all()
+    np.testing.assert_array_equal(redrawn[~is_bad], first[~is_bad])
+
+
+def test_every_start_of_stochastic_volatility_is_finite_for_all():
+    """One of its 64 fixed starts was not, and `ours:snaper` failed with no reason in the table."""
+    model = MODELS["stochastic_volatility"]
+    data = model.load(None)
+    start = model.start(data, model.many.chains, seed=0)
+    values = jax.lax.map(lambda x: model.log_density(x, data), jax.tree.map(jnp.asarray, start))
+    assert jnp.isfinite(values).all()

@@ -290,3 +290,27 @@ def test_a_notebook_has_one_line_a_phase(capsys, monkeypatch):
         len(shown) == 5
     )  # at the beginning and the end of each; between them not half a second went by
     assert re.match(r" warm-up \[#{20}\] 40/40 .* leapfrogs/s acc 0.50 div 0 step 0.1\s*\n$", shown[2])
+
+
+# Precision that was switched between two calls.
+
+
+@pytest.mark.parametrize("was_double", [False, True])
+def test_continuing_in_another_precision_is_refused_in_words(was_double, tmp_path):
+    with jax.enable_x64(was_double):
+        target = gm.LogDensity(module_prior)
+        position = Shifted(jnp.zeros(3), None)
+        kernel = gm.HMC(target, 0.1, 3)
+        options: dict[str, Any] = {"num_warmup": 0, "kernel": kernel}
+        draws = sample(target, position, **options, checkpoint=tmp_path / "run")
+        ended = sample(target, position, **options)
+    computed = "float64, and JAX now computes in float32" if was_double else "float32, and .* float64"
+    with jax.enable_x64(not was_double):
+        with pytest.raises(ValueError, match=f"initial_position: .* in {computed}: jax_enable_x64"):
+            sample(target, ended, num_warmup=0)
+        with pytest.raises(ValueError, match="jax_enable_x64"):
+            gm.resume(tmp_path / "run", target, num_samples=20, progress=False)
+        begun = jax.tree.map(np.asarray, ended.state.position)
+        again = gm.LogDensity(module_prior)
+        more = sample(again, gm.per_chain(begun), num_warmup=0, kernel=gm.HMC(again, 0.1, 3))
+        assert more.num_draws == draws.num_draws

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
-START_RADIUS = 2.0
+START_RADIUS, MAX_TRIES = 2.0, 100
 Arrays = dict[str, np.ndarray]
 
 
@@ -105,12 +105,46 @@ class Model:
         return log_density, self.peers.arrange(data)
 
     def start(self, data: Arrays, chains: int, seed: int) -> Arrays:
-        """Return the positions [chains, ...] at which all contenders start."""
+        """Return the positions [chains, ...] at which all contenders start.
+
+        A start where the density of ours or of the peers, or its gradient, is not finite is drawn
+        again, for all contenders alike.
+        """
         rng, radius = np.random.default_rng(seed), self.start_radius
-        return {
-            name: rng.uniform(-radius, radius, (chains, *shape)).astype(np.float32)
-            for name, shape in self.shapes(data).items()
-        }
+        found: Arrays = {}
+        is_bad = np.ones(chains, bool)
+        for _ in range(MAX_TRIES):
+            for name, shape in self.shapes(data).items():
+                drawn = rng.uniform(-radius, radius, (chains, *shape)).astype(np.float32)
+                found[name] = np.where(_like(is_bad, drawn), drawn, found.get(name, drawn))
+            is_bad = ~self._are_finite(found, data)
+            if not is_bad.any():
+                return found
+        raise ValueError(f"{self.name}: {is_bad.sum()} of {chains} starts have no finite log density")
+
+    def _are_finite(self, positions: Arrays, data: Arrays) -> np.ndarray:
+        """Tell of each chain's position whether every contender's density and gradient are finite."""
+        forms = [(self.log_density, data)] + ([self.for_peers(data)] if self.peers else [])
+        return np.all([_finite(*form, positions) for form in forms], axis=0)
+
+
+def _like(flags: np.ndarray, array: np.ndarray) -> np.ndarray:
+    return flags.reshape(-1, *(1,) * (array.ndim - 1))
+
+
+def _finite(log_density: Callable, data: Arrays, positions: Arrays) -> np.ndarray:
+    """Tell of each position [chains, ...] whether a density and its gradient are finite there."""
+
+    @jax.jit
+    def are_finite(positions, data):
+        def is_finite(position):  # one at a time: rows times chains may not fit
+            leaves = jax.tree.leaves(jax.value_and_grad(log_density)(position, data))
+            return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+
+        return jax.lax.map(is_finite, positions)
+
+    with jax.numpy_rank_promotion("allow"):
+        return np.asarray(are_finite(positions, data))
 
 
 def _total(terms: Any) -> jax.Array:

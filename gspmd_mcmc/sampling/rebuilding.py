@@ -16,7 +16,7 @@ from gspmd_mcmc.sampling.keeping import read_sink
 from gspmd_mcmc.sampling.layout import Layout
 from gspmd_mcmc.sampling.moving import Move, describe_mesh, moved_layout, read_spec
 from gspmd_mcmc.sampling.run import Run
-from gspmd_mcmc.sampling.start import init_chains
+from gspmd_mcmc.sampling.start import init_chains, require_same_precision
 from gspmd_mcmc.tree import PyTree
 
 Document = dict[str, Any]
@@ -83,6 +83,7 @@ def _read_run(
     """Read the arrays of a checkpoint to where they belong on the mesh, and make the run of them."""
     saved = _decode(document, [_shape(x) for x in document["arrays"]])
     positions = saved["state"]["states"].position
+    require_same_precision("path", saved["state"]["states"].log_density)
     require_same(document["fingerprint"], fingerprint(target, positions), checkpoints.path)
     layout, shapes, move = _plan_layout(document, saved, target, mesh)
     arrays = checkpoints.restore(number, encode(shapes)[1])

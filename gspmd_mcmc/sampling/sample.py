@@ -308,6 +308,7 @@ def _check_goes_on(draws: Draws, target: Any, kernel: Any, num_chains: int) -> N
             "initial_position: these draws are of another target. To start from where they ended, pass "
             "gspmd_mcmc.per_chain(draws.state.position)"
         )
+    starts.require_same_precision("initial_position", draws.state.log_density)
     if draws.num_chains != num_chains:
         raise ValueError(
             f"num_chains: the draws to go on from have {draws.num_chains} chains, got {num_chains}"

@@ -108,6 +108,18 @@ def per_chain(position: PyTree) -> PerChain:
     return PerChain(position)
 
 
+def require_same_precision(what: str, log_density: Any) -> None:
+    """Raise where a run's log densities are of another precision than this program computes in."""
+    now = jnp.zeros(()).dtype
+    if log_density.dtype != now:
+        raise ValueError(
+            f"{what}: the run was computed in {log_density.dtype}, and JAX now computes in {now}: "
+            "jax_enable_x64 was switched since. Set it as it was; or begin another run where this one "
+            "ended, with a target built anew and "
+            "gspmd_mcmc.per_chain(jax.tree.map(numpy.asarray, draws.state.position))"
+        )
+
+
 @jax.jit
 def copied(states: Any) -> Any:
     """Return states in buffers of their own, laid out as they are."""
