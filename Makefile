@@ -6,7 +6,7 @@ BIN := .venv/bin
 # A file's tests share a process; files in the order of tests/conftest.py.
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-oldest check format peers bench validate clean
+.PHONY: demo test test-oldest test-oldest-quick margins check format peers bench validate clean
 
 .venv/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11 ..."; exit 1; }
@@ -29,11 +29,21 @@ format: .venv/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The oldest JAX that pyproject.toml admits.
-test-oldest:
+# The oldest JAX that pyproject.toml admits. CI runs what leans on JAX most: the code of README and
+# guides, which calls every public function, and how arrays lie, print and are read back from programs.
+QUICK := readme versions likelihoods placement array_shardings abstract_mesh positional device_groups \
+	visualize visualize_leaves hlo hlo_loops communication
+
+.venv-oldest/.installed: pyproject.toml
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --editable '.[test]' jax==0.9.0 jaxlib==0.9.0
+	touch $@
+
+test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest $(TWO_PROCESSES)
+
+test-oldest-quick: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pytest $(TWO_PROCESSES) $(wildcard $(QUICK:%=tests/test_%.py))
 
 # TFP, NumPyro and BlackJAX, which the benchmarks compare with; no dependency of ours.
 peers:
@@ -43,6 +53,10 @@ peers:
 bench: .venv/.installed peers
 	$(BIN)/python -m benchmarks mnist --out out/benchmark_mnist.json
 	$(BIN)/python -m benchmarks movielens --out out/benchmark_movielens.json
+
+# How far statistical tests end from their bounds over 30 seeds: takes hours, so name files to tests.margins.
+margins: .venv/.installed
+	$(BIN)/python -m tests.margins --seeds 30
 
 # Every kernel x mesh x number of chains against reference posteriors; benchmarks/VALIDATION.md is the last run's table.
 validate: .venv/.installed

@@ -42,17 +42,19 @@ def rows(notes: list[dict]) -> list[str]:
         bounds[note["test"], note["what"]].append(note)
     table = []
     for (test, what), found in bounds.items():
-        statistics = np.array([note["statistic"] for note in found])
-        bound = np.median([note["bound"] for note in found])
-        shares = statistics / [note["bound"] for note in found]
-        is_twin = np.median(shares) >= 1 or np.isnan(np.median(shares))
-        share = np.nanmin(shares) if is_twin else np.max(shares)
-        sds = abs(bound - np.mean(statistics)) / max(np.std(statistics), 1e-30)
-        margin = share if is_twin else 1 / share
-        numbers = f"{np.mean(statistics):.3g} | {np.std(statistics):.2g} | {share:.2f} | {sds:.1f}"
+        # Of a sampler that has run away, NaN: it is rejected.
+        statistics = np.nan_to_num([note["statistic"] for note in found], nan=np.inf)
+        limits = np.array([note["bound"] for note in found])
+        shares = statistics / limits
+        is_twin = np.median(shares) >= 1
+        share = np.min(shares) if is_twin else np.max(shares)
+        with np.errstate(all="ignore"):
+            mean, sd, bound = np.mean(statistics), np.std(statistics), np.median(limits)
+            sds = abs(bound - mean) / sd
         kind = "rejected" if is_twin else "holds"
+        numbers = f"{mean:.3g} | {sd:.2g} | {share:.2f} | {sds:.1f}"
         row = f"| {test} | {what} | {kind} | {bound:.3g} | {len(found)} | {numbers} |"
-        table.append((margin, row))
+        table.append((-1 / share if is_twin else -share, row))
     return [row for _, row in sorted(table)]
 
 

@@ -26,6 +26,7 @@ from numpyro import handlers
 from numpyro.contrib.control_flow import scan
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import potential_energy
+from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
@@ -37,7 +38,7 @@ from gspmd_mcmc.targets.local import cut, lay_out
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.program.hlo import KINDS
 
-KEY = jax.random.key(0)
+KEY = jax.random.key(seed(0))
 ROWS = P("data")
 MESHES = {
     "1": {"data": 1},
@@ -589,7 +590,7 @@ def nuts_draws(name: str) -> dict[str, np.ndarray]:
     kwargs = jax.tree.map(jnp.asarray, case.args) | case.constants
     mcmc = MCMC(NUTS(case.model), chain_method="vectorized", progress_bar=False, **RUN)
     with jax.numpy_rank_promotion("allow"):
-        mcmc.run(jax.random.key(1), **kwargs)
+        mcmc.run(jax.random.key(seed(1)), **kwargs)
     return jax.tree.map(np.asarray, mcmc.get_samples(group_by_chain=True))
 
 
@@ -611,14 +612,16 @@ def check_means(draws: gm.Draws, want: dict[str, np.ndarray]) -> None:
         # A Cholesky factor has a corner of exact ones and zeros; those agree to rounding.
         error = np.sqrt(error_of_a**2 + error_of_b**2) + 1e-6
         worst = np.max(np.abs(a - b) / error)
-        assert worst < 4, f"{name}: means differ by {worst:.1f} standard errors"
+        within(worst, 4, f"standard errors between means of {name}")
 
 
+@pytest.mark.statistical
 @pytest.mark.parametrize("name", SAMPLED_ON)
 def test_means_are_those_of_nuts(name):
     check_means(draws_of(name), nuts_draws(name))
 
 
+@pytest.mark.statistical
 def test_means_under_another_prior_are_rejected():
     wrong = run(replace(CASES["logistic"], model=logistic_half_the_scale).target("2"))
     with pytest.raises(AssertionError, match="standard errors"):

@@ -180,5 +180,6 @@ def test_terms_and_gradient_hold_two_arrays_of_logits_at_most():
     assert arrays_held(gm.bernoulli_logits) < 2.2
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="older XLA holds two arrays either way")
 def test_labels_that_are_kept_as_floats_are_seen():
     assert arrays_held(kept_labels) > 2.2

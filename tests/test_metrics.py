@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
@@ -128,7 +129,7 @@ NUM_MOMENTA = 20_000
 
 def covariance_errors(metric, inverse):
     """Of the momenta's covariance against M, each element in its standard error."""
-    keys = jax.random.split(jax.random.key(0), NUM_MOMENTA)
+    keys = jax.random.split(jax.random.key(seed(0)), NUM_MOMENTA)
     like = split(np.zeros(SIZE, np.float32))
     momenta = jax.vmap(metrics.sample_momentum, (0, None, None))(keys, metric, like)
     p, mass = join(momenta, 1).astype(np.float64), np.linalg.inv(inverse)
@@ -140,17 +141,20 @@ def covariance_errors(metric, inverse):
 LARGEST = NormalDist().inv_cdf(1 - 1e-3 / 2 / (len(CASES) * SIZE * (SIZE + 1) / 2))
 
 
+@pytest.mark.statistical
 @every_metric
 def test_momenta_have_the_covariance_of_the_mass_matrix(name):
     case = CASES[name]()
-    assert covariance_errors(case.metric, case.inverse).max() < LARGEST
+    within(covariance_errors(case.metric, case.inverse).max(), LARGEST, "standard errors off")
 
 
+@pytest.mark.statistical
 @every_metric
 def test_momenta_of_another_metric_are_told_apart(name):
     case = CASES[name]()
     other = jax.tree.map(lambda x: 1.1 * x, case.inverse)
-    assert covariance_errors(case.metric, other).max() > 2 * LARGEST
+    with pytest.raises(AssertionError, match="standard errors"):
+        within(covariance_errors(case.metric, other).max(), 2 * LARGEST, "standard errors off")
 
 
 # Float32
@@ -572,24 +576,25 @@ class DrawnOf:
 
 def check_keeps_the_distribution(case, drawn):
     """Compare means of x and of products with the truth, each in its standard error over chains."""
-    rng = np.random.default_rng(14)
-    covariance = a_covariance(SIZE, rng)
+    covariance = a_covariance(SIZE, np.random.default_rng(14))
+    rng = np.random.default_rng(seed(15))
     starts = rng.normal(size=(NUM_CHAINS, SIZE)) @ np.linalg.cholesky(covariance).T
     starts = starts.astype(np.float32)
     fastest = np.linalg.eigvals(np.linalg.solve(covariance, case.inverse)).real.max() ** 0.5
     target = gm.LogDensity(gaussian, jnp.asarray(np.linalg.inv(covariance), jnp.float32))
     metric = jax.tree.map(jnp.float32, DrawnOf(case.metric, drawn))
     kernel = NUTS(target, 1 / fastest, metric, max_tree_depth=4)
-    keys = jax.random.split(jax.random.key(0), NUM_CHAINS)
+    keys = jax.random.split(jax.random.key(seed(0)), NUM_CHAINS)
     x = join(few_steps(kernel, keys, split(starts)), 1).astype(np.float64)
     assert np.mean(np.all(x != starts, axis=1)) > 0.95
     products = x[:, :, None] * x[:, None] - covariance
     seen = np.concatenate([x, products[:, *np.triu_indices(SIZE)]], axis=1)
     z = seen.mean(0) / (seen.std(0) / np.sqrt(NUM_CHAINS))
     worst = NormalDist().inv_cdf(1 - 1e-3 / 2 / (len(CASES) * len(z)))
-    assert np.abs(z).max() < worst, f"{np.abs(z).max():.1f} standard errors"
+    within(np.abs(z).max(), worst, "standard errors off")
 
 
+@pytest.mark.statistical
 @every_metric
 def test_nuts_keeps_the_distribution_with_every_metric(name):
     case = CASES[name]()
@@ -605,6 +610,7 @@ def of_the_inverse(case):
     return tree.replace(case.metric, eigenvalues=1 / case.metric.eigenvalues)
 
 
+@pytest.mark.statistical
 @pytest.mark.parametrize(
     ("name", "of"), [("dense", without_correlations), ("low-rank", of_the_inverse)]
 )

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from seeds import seed, within
 
 import gspmd_mcmc as gm
 
@@ -62,12 +63,13 @@ def test_the_loss_is_that_of_the_network_written_out_in_numpy(host):
     np.testing.assert_allclose(model.probabilities(params, batch["image"]).sum(axis=1), 1, rtol=1e-5)
 
 
+@pytest.mark.statistical
 def test_the_prior_is_normal_and_parameters_are_drawn_from_it():
     init = jax.jit(model.init_params, static_argnums=1)
-    params = jax.device_get(init(jax.random.key(1), (100, 50)))
+    params = jax.device_get(init(jax.random.key(seed(1)), (100, 50)))
     weights, biases = params[0]["w"], params[0]["b"]
     # Of 5,000 draws: four standard errors.
-    assert abs(weights.var() / (2 / 100) - 1) < 4 * np.sqrt(2 / 5000)
+    within(abs(weights.var() / (2 / 100) - 1), 4 * np.sqrt(2 / 5000), "of the variance")
     log_prior = model.log_prior(params)
     np.testing.assert_allclose(log_prior[0]["w"], -(weights**2) / (2 * 0.02), rtol=1e-5)
     np.testing.assert_allclose(log_prior[0]["b"], -(biases**2) / 2, rtol=1e-5)
