@@ -17,6 +17,7 @@ from benchmarks.harness import Entrant, interpreter, launch, measure, stopwatch
 from benchmarks.summary import summarise
 
 PEERS = ("tfp", "numpyro", "blackjax")
+TEXTBOOK = tuple(f"{peer}:textbook" for peer in PEERS)  # as one writes the model down
 FLOOR = "roofline"  # no sampler: it has nothing to check
 TOLERANCE = 1e-4
 

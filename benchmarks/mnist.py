@@ -30,7 +30,10 @@ MNIST = Benchmark(
     name="mnist",
     about=__doc__,
     folder="mnist",
-    contenders=("ours", *campaign.PEERS, campaign.FLOOR),
+    contenders=(
+        *("ours", "ours:leading_axis", "ours:from_numpyro", "ours:from_numpyro_floats"),
+        *(*campaign.PEERS, *campaign.TEXTBOOK, campaign.FLOOR),
+    ),
     rows=60_000,
     leapfrogs=20,
     step_size=1e-3,

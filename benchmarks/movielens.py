@@ -33,7 +33,10 @@ MOVIELENS = Benchmark(
     name="movielens",
     about=__doc__,
     folder="ml-1m",
-    contenders=("ours", *campaign.PEERS, "blackjax:streamed", "handwritten", campaign.FLOOR),
+    contenders=(
+        *("ours", "ours:textbook", *campaign.PEERS, *campaign.TEXTBOOK),
+        *("blackjax:streamed", "handwritten", campaign.FLOOR),
+    ),
     rows=6_040,
     leapfrogs=20,
     step_size=2e-3,

@@ -9,9 +9,8 @@ from blackjax.mcmc.metrics import Metric
 from jax.scipy.stats import norm
 
 from benchmarks import mnist_data
-from benchmarks.contenders import factorisation
+from benchmarks.contenders import factorisation, likelihood
 from benchmarks.contenders.hmc_program import HmcProgram
-from benchmarks.contenders.likelihood import fastest
 from benchmarks.contenders.placing import replicate, row_mesh
 
 DISTRIBUTIONS = ("blackjax",)
@@ -20,7 +19,7 @@ DISTRIBUTIONS = ("blackjax",)
 def mnist(task) -> HmcProgram:
     """Multinomial logistic regression."""
     mesh = row_mesh(task.devices)
-    log_likelihood, data = fastest(mnist_data.load(task.data_dir), mesh, task.chains)
+    log_likelihood, data = likelihood.of_task(task, mesh)
     position = replicate(mesh, mnist_data.start_position(task.chains))
 
     def log_density(params, *data):

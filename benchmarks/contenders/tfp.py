@@ -33,7 +33,8 @@ def mnist(task) -> HmcProgram:
     start = mnist_data.start_position(task.chains)
     position = {name: replicate(mesh, start[name]) for name in ("w", "b")}
     data = _shards(mnist_data.load(task.data_dir), mesh, task.devices)
-    logits = _rows_first if task.chains == 1 else _classes_first
+    fastest = _leading_axis if task.chains == 1 else _classes_first
+    logits = _rows_first if task.form == "textbook" else fastest
 
     def log_density(w, b, images, hot):
         def model():
@@ -48,6 +49,10 @@ def mnist(task) -> HmcProgram:
 
 
 def _rows_first(w, b, images):
+    return images @ w + b
+
+
+def _leading_axis(w, b, images):
     # The leading axis of one is 1.4 times as fast, as in `likelihood`.
     return (images @ w[None])[0] + b
 
