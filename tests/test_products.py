@@ -162,6 +162,11 @@ def test_sums_over_rows_are_found_and_stay_what_they_are(function, factors):
     np.testing.assert_allclose(got, function(*factors), rtol=1e-5)
 
 
+def test_a_wide_first_factor_changes_places():
+    jaxpr = str(jax.make_jaxpr(with_narrow_factor_first(sum_over_rows))(WIDE[0], NARROW))
+    assert "f32[2,5] = optimization_barrier" in jaxpr
+
+
 def test_other_products_are_left_alone():
     assert barriers(lambda x, y: x.T @ y.T, NARROW, NARROW.T @ NARROW @ NARROW.T) == 0
     assert barriers(jnp.matmul, WIDE, WIDE[0].T) == 0
