@@ -1,5 +1,6 @@
 """Figures of a run: the numbers behind them against direct calculations, and what they show."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -728,3 +729,34 @@ def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "arviz_base", None)
     with pytest.raises(ImportError, match=r"pip install 'gspmd_mcmc\[arviz\]'"):
         plots.datatree(made())
+
+
+def remarks(**traces):
+    """What is written into the panel of each trace."""
+    num_chains, num_draws = next(iter(traces.values())).shape
+    figure = plots.trace(made(num_chains, num_draws, **traces), list(traces), max_panels=len(traces))
+    panels = (axis for axis in figure.axes if axis.get_title())
+    return {axis.get_title(): [text.get_text() for text in axis.texts] for axis in panels}
+
+
+def test_a_panel_says_what_the_eye_cannot_know():
+    x, slope = normal(4, 300), np.linspace(0, 8, 300)
+    told = remarks(
+        fine=x,
+        far=1e8 + x,
+        apart=x + np.array([0, 0, 0, 3])[:, None],
+        falling=x - np.array([1, 0, 1, 0])[:, None] * slope,
+        rising=x + slope,
+    )
+    assert told["fine"] == told["far"] == []
+    assert re.fullmatch(r"not mixed: R-hat 1\.\d\d", told["apart"][0])
+    assert re.fullmatch(r"not mixed: R-hat \d\.\d\d\nstill falling: chains 0, 2", told["falling"][0])
+    assert told["rising"][0].endswith("still rising: all chains")
+
+
+@pytest.mark.parametrize(("num_chains", "num_draws"), [(4, 30), (2, 100), (64, 100)])
+def test_panels_of_independent_draws_say_nothing(num_chains, num_draws):
+    """Of 60 panels of each size none does."""
+    x = normal(60, num_chains, num_draws)
+    assert (numbers.mixing(list(x)) < numbers.most_rhat(num_draws)).all()
+    assert not any(numbers.drift(trace).any() for trace in x)

@@ -33,7 +33,8 @@ def trace(draws: Any, names: Names = None, *, max_panels: int = 12, axes: Any = 
 
     Divergent transitions are ticks at the bottom, values that are not finite crosses at the top. Of
     more than 8 chains, the 3 whose means are furthest off are coloured, the others grey. Of more than
-    2000 draws, the lowest and the highest in every thousandth part are drawn.
+    2000 draws, the lowest and the highest in every thousandth part are drawn. A panel says so where
+    chains have not mixed (R-hat above 1.05, or 1 + 5 / draws), and which of them still rise or fall.
 
     Parameters
     ----------

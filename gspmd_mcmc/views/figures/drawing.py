@@ -16,6 +16,7 @@ from gspmd_mcmc.views.figures.panels import (
     label,
     listed,
     mark_draws,
+    remark,
     say,
 )
 
@@ -28,7 +29,9 @@ MOST_LEVELS = 10
 def traces(axes: list[Any], elements: Traces, is_divergent: np.ndarray, styles: Styles) -> None:
     """Draw each element over draws, one a panel; ``is_divergent`` [chains, draws]."""
     num_draws = next(iter(elements.values())).shape[1]
-    for axis, (name, values) in zip(axes, elements.items(), strict=True):
+    found = numbers.mixing(list(elements.values()))
+    for axis, (name, values), rhat in zip(axes, elements.items(), found, strict=True):
+        remark(axis, _on_mixing(values, rhat))
         levels = _levels(values)
         if levels is None:
             draw_lines(axis, np.arange(num_draws), values, styles)
@@ -40,6 +43,15 @@ def traces(axes: list[Any], elements: Traces, is_divergent: np.ndarray, styles: 
         notes = [f"{is_bad.sum()} not finite"] if is_bad.any() else []
         notes += ["constant"] if values.size > 1 and (values == values[0, 0]).all() else []
         label(axis, _titled(name, notes), "draw")
+
+
+def _on_mixing(values: np.ndarray, rhat: float) -> str:
+    """Say of a trace what the eye cannot know: that chains have not mixed, or still go somewhere."""
+    drift = numbers.drift(values)
+    notes = [f"not mixed: R-hat {rhat:.2f}"] if rhat > numbers.most_rhat(values.shape[1]) else []
+    for sign, verb in ((-1, "falling"), (1, "rising")):
+        notes += [f"still {verb}: {listed(drift == sign)}"] if (drift == sign).any() else []
+    return "\n".join(notes)
 
 
 def _levels(values: np.ndarray) -> np.ndarray | None:

@@ -5,10 +5,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gspmd_mcmc.diagnostics.rhat import rhat
+
 LEVEL = 0.99
 NUM_SIMULATIONS = 2000
 # Below, a rank test has no power, and its band no meaning.
 LEAST_DRAWS = 10
+DRIFT = 3.0
 TAIL = 0.4  # draws whose fractional rank is further than this from the median
 
 
@@ -111,6 +114,40 @@ def ranks(trace: np.ndarray) -> np.ndarray:
     found = np.empty(trace.size, int)
     found[order] = np.arange(1, trace.size + 1)
     return found.reshape(trace.shape)
+
+
+def mixing(traces: list[np.ndarray]) -> np.ndarray:
+    """Return R-hat [traces] of traces [chains, draws] of one shape, all in one program."""
+    # About one centre for all chains, so that single precision holds what differs between them.
+    centres = [np.median(x[np.isfinite(x)]) if np.isfinite(x).any() else 0.0 for x in traces]
+    together = np.stack([x - centre for x, centre in zip(traces, centres, strict=True)], axis=-1)
+    with np.errstate(over="ignore"):
+        return np.asarray(rhat(together.astype(np.float32)), np.float64)
+
+
+def most_rhat(num_draws: int) -> float:
+    """Return an R-hat that chains which have mixed stay under, however many panels there are.
+
+    Of independent draws it is 1 + (χ² - 1) / draws, about, χ² over its degrees of freedom.
+    """
+    return 1 + max(0.05, 5 / num_draws)
+
+
+def drift(trace: np.ndarray) -> np.ndarray:
+    """Tell which chains [chains] still rise, 1, or fall, -1, from third to third of their draws.
+
+    Their last third is away from the first, with the second between them, by `DRIFT` times the
+    standard deviation within thirds. Of independent draws it never is.
+    """
+    num_draws = trace.shape[1] // 3
+    if num_draws < LEAST_DRAWS:
+        return np.zeros(len(trace), int)
+    with np.errstate(invalid="ignore"):
+        thirds = trace[:, -3 * num_draws :].reshape(len(trace), 3, num_draws)
+        steps = np.diff(thirds.mean(axis=2), axis=1)  # [chains, 2]
+        within = np.sqrt(thirds.var(axis=2).mean(axis=1))
+        goes_on = (np.abs(steps.sum(axis=1)) > DRIFT * within) & (steps.prod(axis=1) > 0)
+    return np.where(goes_on, np.sign(steps[:, 0]), 0).astype(int)
 
 
 class RankDifference(NamedTuple):

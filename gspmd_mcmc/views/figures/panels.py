@@ -181,6 +181,14 @@ def label(axis: Any, title: str, x: str) -> None:
     axis.tick_params(which="both", labelsize=7)
 
 
+def remark(axis: Any, text: str) -> None:
+    """Write a warning into the upper left corner of a panel."""
+    if text:
+        box = {"facecolor": "white", "edgecolor": WARNING, "alpha": 0.85, "boxstyle": "round,pad=0.25"}
+        where = {"transform": axis.transAxes, "ha": "left", "va": "top", "zorder": 5}
+        axis.text(0.015, 0.96, text, **where, fontsize=7, color=WARNING, bbox=box)
+
+
 def say(axis: Any, text: str) -> None:
     """Write in the middle of a panel why it is empty."""
     axis.set_xticks([])
