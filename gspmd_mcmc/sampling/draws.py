@@ -52,6 +52,8 @@ class Draws:
     padded_rows
         Of a run of several processes, by name of a leaf: how many of its rows, on axis 2, are real. The
         others fill the mesh and copy the last real one. Leaves without pad are not named.
+    meanings
+        What the target's functions meant when these draws were made.
 
     On several processes ``position`` and ``state`` stay laid out over all of them: a process holds its
     shards (``x.addressable_shards``), programs on them are run by every process, and so is `summary`.
@@ -66,6 +68,7 @@ class Draws:
     state: Any
     num_steps: int
     padded_rows: dict[str, int] = field(default_factory=dict)
+    meanings: tuple = field(default=(), repr=False)
 
     @property
     def num_chains(self) -> int:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.tree_util import Partial
 
+from gspmd_mcmc.targets.retracing import Function
 from gspmd_mcmc.tree import PyTree, fill
 
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -47,7 +48,8 @@ def _encode(node: Any, arrays: list[Any]) -> Any:
         return {"array": len(arrays) - 1}
     if isinstance(node, Partial):
         args, keywords = (_encode(part, arrays) for part in (node.args, node.keywords))
-        return {"partial": name_of(node.func), "args": args, "keywords": keywords}
+        kind = "function" if isinstance(node, Function) else "partial"
+        return {kind: name_of(node.func), "args": args, "keywords": keywords}
     if isinstance(node, dict) and type(node) is dict:
         return {"dict": [[_encode(k, arrays), _encode(v, arrays)] for k, v in node.items()]}
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -76,10 +78,13 @@ _DECODERS: dict[str, Callable[[Any, Any, Sequence[Any]], Any]] = {
     "class": lambda name, more, arrays: fill(
         named(name), {k: decode(v, arrays) for k, v in more["fields"].items()}
     ),
-    "partial": lambda name, more, arrays: Partial(
-        named(name), *decode(more["args"], arrays), **decode(more["keywords"], arrays)
-    ),
+    "function": lambda name, more, arrays: _bound(Function, name, more, arrays),
+    "partial": lambda name, more, arrays: _bound(Partial, name, more, arrays),
 }
+
+
+def _bound(kind: type[Partial], name: str, more: Any, arrays: Sequence[Any]) -> Partial:
+    return kind(named(name), *decode(more["args"], arrays), **decode(more["keywords"], arrays))
 
 
 def name_of(thing: Any) -> str:

@@ -235,6 +235,10 @@ class Stop:
         self._is_wanted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
+    def end(self) -> None:
+        """Ask to stop, as a Ctrl-C does."""
+        self._is_wanted = True
+
     def preempt(self, signum, frame) -> None:
         """Take SIGTERM as the order to save the run and end it."""
         self._is_end_wanted = True

@@ -15,6 +15,7 @@ from gspmd_mcmc.sampling.observing import ChunkReport
 from gspmd_mcmc.sampling.rebuilding import rebuild
 from gspmd_mcmc.sampling.same_run import require_same_run
 from gspmd_mcmc.sampling.sample import common_mesh, warn_of
+from gspmd_mcmc.targets.retracing import traced_with
 
 
 @on_any_mesh
@@ -80,7 +81,8 @@ def resume(
         assert checkpoints is not None
         run, document = rebuild(checkpoints, target, mesh, num_samples)
         known.run = run
-        with reserved(run.sink, is_resumed=True):
+        traced = traced_with(run.phase.kernel, run.plan.adaptation)
+        with traced, reserved(run.sink, is_resumed=True):
             draws = carry_out(run, checkpoints, document["every"], progress=progress, callback=callback)
     warn_of(draws, run.plan.num_samples)
     return draws

@@ -1,6 +1,7 @@
 """A run as a thing with a state, which can be saved and put back between any two chunks."""
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,13 @@ from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.sampling.collecting import Collecting
 from gspmd_mcmc.sampling.draws import Draws
+from gspmd_mcmc.sampling.errors import SamplingWarning
 from gspmd_mcmc.sampling.layout import Layout
 from gspmd_mcmc.sampling.progress import Report, Stop
 from gspmd_mcmc.sampling.saved import SavedDraws
 from gspmd_mcmc.sampling.sinks import ZarrSink
 from gspmd_mcmc.sampling.warmup import Warmup
+from gspmd_mcmc.targets.retracing import changes, meanings
 from gspmd_mcmc.tree import PyTree
 
 
@@ -78,12 +81,30 @@ class Run:
             Those that were made.
         """
         plan = self.plan
+        self._meanings = meanings((self.target, plan.collect))
+
+        def after_chunk() -> None:
+            after()
+            self._end_if_changed(stop)
+
         if self.collecting is None:
-            self.warmup.run(plan.num_warmup, report, stop, after)
+            self.warmup.run(plan.num_warmup, report, stop, after_chunk)
             self.collecting = self._collecting()
         attributes = plan.attributes | {"moves": json.dumps(self.warmup.moves)}
-        self.collecting.run(plan.num_samples, plan.device_bytes, report, stop, after, attributes)
+        self.collecting.run(plan.num_samples, plan.device_bytes, report, stop, after_chunk, attributes)
         return self._draws(self.collecting)
+
+    def _end_if_changed(self, stop: Stop) -> None:
+        """End the run where the next chunk would be of another model than those before."""
+        what = "" if stop.is_asked else changes(self._meanings)
+        if what:
+            stop.end()
+            warnings.warn(
+                f"the target changed while the run was going on ({what}), so it ends here: draws until "
+                "now are of the target that it began with. A callback may not set what a target reads",
+                SamplingWarning,
+                stacklevel=2,
+            )
 
     def _draws(self, collecting: Collecting) -> Draws:
         collected, stats, padded_rows = collecting.draws()
@@ -95,6 +116,7 @@ class Run:
             state=collecting.states,
             num_steps=collecting.num_steps,
             padded_rows=padded_rows,
+            meanings=self._meanings,
         )
         if self.sink is None:
             return draws

@@ -33,6 +33,7 @@ from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import lay_out
 from gspmd_mcmc.targets.modules import is_module
 from gspmd_mcmc.targets.resolution import on_coarse_terms
+from gspmd_mcmc.targets.retracing import changes, traced_with
 from gspmd_mcmc.tree import PyTree, path_str
 
 
@@ -181,7 +182,13 @@ def sample(
     start_key, step_key = jax.random.split(rng_key)
     tell_of_small_data(target)
     folder, memory = kept_in(checkpoint), explained(target)
-    with memory as known, folder as checkpoints, reserved(sink_of(to, checkpoints)) as sink:
+    traced = traced_with(kernel, adaptation)
+    with (
+        traced,
+        memory as known,
+        folder as checkpoints,
+        reserved(sink_of(to, checkpoints)) as sink,
+    ):
         layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
         independence.check_rows(target, states.position, chain=0)
         if isinstance(initial_position, Mode) and hasattr(adaptation, "started_at_mode"):
@@ -309,6 +316,11 @@ def _check_goes_on(draws: Draws, target: Any, kernel: Any, num_chains: int) -> N
             "gspmd_mcmc.per_chain(draws.state.position)"
         )
     starts.require_same_precision("initial_position", draws.state.log_density)
+    if what := changes(draws.meanings):
+        raise ValueError(
+            f"initial_position: the target is not what it was when these draws were made ({what}). To "
+            "start from where they ended, pass gspmd_mcmc.per_chain(draws.state.position)"
+        )
     if draws.num_chains != num_chains:
         raise ValueError(
             f"num_chains: the draws to go on from have {draws.num_chains} chains, got {num_chains}"

@@ -6,20 +6,21 @@ then the sum of its sites' log probabilities in that row.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import DictKey, Partial
+from jax.tree_util import DictKey
 
 from gspmd_mcmc.placement.padding import Padded, is_padded, real_rows
 from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets.bijections import constrain
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
+from gspmd_mcmc.targets.retracing import of_model
 from gspmd_mcmc.targets.rows import row_axes
 from gspmd_mcmc.targets.tiling import is_live
 from gspmd_mcmc.tree import PyTree, path_str
@@ -83,6 +84,8 @@ class Blocks:
         The rows of each sharded plate.
     bijections
         Name to bijection, for constrained latents.
+    door
+        What a user calls to make a target of the model.
     """
 
     name: str
@@ -92,6 +95,7 @@ class Blocks:
     plate_of_leaf: tuple[str | None, ...]
     num_rows: dict[str, int]
     bijections: dict[str, Any]
+    door: str
 
     def posterior(self) -> Posterior:
         """Build the target.
@@ -104,16 +108,23 @@ class Blocks:
         standins = self._standins()
         for plate in (*self.num_rows, None):
             self._check_apart(plate, standins)
-        prior = Partial(_named(self._prior, self.name), *standins)
+        model = self.without_arrays()
+        prior = of_model(self.door, _named(model._prior, self.name), *standins)
         plates = [
             Plate(
-                Partial(_named(partial(self._rows, plate), f"{self.name}.{plate}"), *standins),
+                of_model(
+                    self.door, _named(partial(model._rows, plate), f"{self.name}.{plate}"), *standins
+                ),
                 self._leaves_of(plate),
                 local=self._local(plate),
             )
             for plate in self.num_rows
         ]
         return Posterior(prior, *plates, bijections=self.bijections or None)
+
+    def without_arrays(self) -> "Blocks":
+        """Return what functions of a target hold: data of other values are no other program."""
+        return replace(self, args=jax.tree.map(_shape, self.args))
 
     def _prior(self, leaves: list, dummies: dict, params: PyTree) -> dict[str, jax.Array]:
         """Log probabilities of the sites outside of sharded plates."""
@@ -144,8 +155,7 @@ class Blocks:
             for s in self.sites
             if s.latent is not None and s.plate is not None
         }
-        constrained = jax.jit(lambda of, x: constrain(of, x, [True] * len(x))[0])
-        return leaves, constrained(self.bijections, zeros)
+        return leaves, _constrained(self.bijections, zeros)
 
     def _check_apart(self, plate: str | None, standins: tuple[list, dict]) -> None:
         """Try a plate's block (or the prior) in the abstract: it runs, and reads no stand-in."""
@@ -219,6 +229,15 @@ def rows_of_plates(args: PyTree, num_rows: dict[str, int], axes: dict[str, Any])
         fits = [p for p, n in num_rows.items() if n == rows and over in (None, _as_tuple(axes[p]))]
         owners.append(fits[0] if fits else None)
     return tuple(owners)
+
+
+@jax.jit
+def _constrained(bijections: dict[str, Any], values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return constrain(bijections, values, [True] * len(values))[0]
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _as_tuple(axes: Any) -> tuple[str, ...]:

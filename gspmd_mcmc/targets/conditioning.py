@@ -125,6 +125,7 @@ def _blocks(joint: Any, observed: dict[str, Any], facts: dict[str, _Fact]) -> Bl
         plate_of_leaf=(*owners, *sorted(bare)),
         num_rows=num_rows,
         bijections={n: f.bijection for n, f in facts.items() if f.bijection is not None},
+        door="condition",
     )
 
 

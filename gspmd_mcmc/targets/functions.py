@@ -9,20 +9,20 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.numbers import check_leaves
-from gspmd_mcmc.targets.modules import call_of, is_module
+from gspmd_mcmc.targets.modules import call_of, is_module, without_arrays
+from gspmd_mcmc.targets.retracing import Function, function_of
 from gspmd_mcmc.tree import PyTree
 
 
-def as_partial(function: Callable) -> Partial:
+def as_partial(function: Callable) -> Function:
     """Wrap a function as a pytree, so that a `Partial`'s arrays enter programs as arguments."""
     if not callable(function):
         raise TypeError(f"expected a function, got {type(function).__name__}")
     if is_module(function):
-        function = call_of(function)
-    if not isinstance(function, Partial):
-        return Partial(function)
-    check_leaves(f"bound by {name_of_function(function)}: ", function)
-    return function
+        return function_of(call_of(function), about=without_arrays(function))
+    if isinstance(function, Partial):
+        check_leaves(f"bound by {name_of_function(function)}: ", function)
+    return function_of(function)
 
 
 def name_of_function(function: Callable) -> str:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ OF_POSITION = 200
 OF_TERM = 100
 OF_CHANGE = 1e-4
 
-_TRIED: WeakSet[Plate] = WeakSet()
+_TRIED: WeakKeyDictionary[Plate, Any] = WeakKeyDictionary()  # plate to the function as it was
 
 
 class CoupledRows(ValueError):
@@ -116,13 +116,15 @@ def coupling_of(
     no values to compare.
     """
     plate = target.plates[which]
-    if plate in _TRIED or plate.rows.num_rows < 2 or is_staging():
+    meaning = jax.tree.structure(plate.log_likelihood)
+    is_tried = plate in _TRIED and _TRIED[plate] == meaning
+    if is_tried or plate.rows.num_rows < 2 or is_staging():
         return None
     if not _is_concrete((target, position)):
         return None
     coupling = try_rows(target, which, position, chain).coupling()
     if coupling is None:
-        _TRIED.add(plate)
+        _TRIED[plate] = meaning
     return coupling
 
 

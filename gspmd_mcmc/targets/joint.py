@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.explicit import on_any_mesh
@@ -41,6 +40,7 @@ from gspmd_mcmc.targets.joint_parts import (
     trace,
 )
 from gspmd_mcmc.targets.posterior import Posterior
+from gspmd_mcmc.targets.retracing import Function
 from gspmd_mcmc.targets.sharded import Sharded, check_value, is_distribution, shown, unpad
 from gspmd_mcmc.tree import is_staging, pytree, set_fields, static
 
@@ -327,14 +327,14 @@ class JointDistributionCoroutine(_Joint):
         If ``model`` is no generator function, or yields something else.
     """
 
-    model: Partial
+    model: Function
     mesh: Mesh | None = static()
     Root = Root
 
     def __init__(self, model: Callable, *args: Any, mesh: Mesh | None = None):
         bound = as_partial(model)
-        model = Partial(bound.func, *bound.args, *args, **bound.keywords)
-        set_fields(self, model=hold(model), mesh=checked_mesh(mesh))
+        bound = Function(bound.reading, *bound.args, *args, **bound.keywords)
+        set_fields(self, model=hold(bound), mesh=checked_mesh(mesh))
 
     def _parts(self) -> Parts:
         generator = self.model()

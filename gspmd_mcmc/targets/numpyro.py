@@ -9,7 +9,7 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.explicit import on_any_mesh
@@ -27,11 +26,14 @@ from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets import independence
 from gspmd_mcmc.targets.bijections import bijection_onto
 from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates, unpadded
+from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.likelihoods import bernoulli_logits, categorical_logits
 from gspmd_mcmc.targets.local import cut, lay_out
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.prior_draws import cannot_draw, with_prior
+from gspmd_mcmc.targets.retracing import of_model, run
 
+DOOR = "from_numpyro"
 CHECK_POINTS = 10
 CHECK_TOLERANCE = 1e-3
 _PLACED = (jax.Array, jax.ShapeDtypeStruct)
@@ -83,7 +85,7 @@ def from_numpyro(
     blocks, target = _streamed(bound, sites, sharded)
     target = _with_derived(bound, blocks, target, sites)
     names = tuple(name for name, _ in target.latents)
-    target = with_prior(target, Partial(partial(_draw, blocks.evaluate, names), bound.arrays))
+    target = with_prior(target, of_model(DOOR, partial(_draw, blocks.evaluate, names), bound.arrays))
     if bound.has_shapes:  # of a mesh that is not there: nothing to check with
         return target
     _check_support(bound, blocks, target)
@@ -299,12 +301,14 @@ def _blocks(bound: _Bound, sites: dict, sharded: dict) -> Blocks:
     over = {name: axes for name, (_, axes) in sharded.items()}
     return Blocks(
         name=getattr(bound.model, "__name__", type(bound.model).__name__),
-        evaluate=_Evaluate(bound, row_axis, plate_of),
+        # Functions of the target hold it, and take the arrays as arguments.
+        evaluate=_Evaluate(replace(bound, arrays={}), row_axis, plate_of),
         sites=facts,
         args=bound.arrays,
         plate_of_leaf=rows_of_plates(bound.arrays, num_rows, over),
         num_rows=num_rows,
         bijections=bijections,
+        door=DOOR,
     )
 
 
@@ -342,8 +346,8 @@ def _with_derived(bound: _Bound, blocks: Blocks, target: Posterior, sites: dict)
     """Add what `Draws` keep besides the latents, and the shapes of those."""
     latents = tuple((s.name, s.latent) for s in blocks.sites if s.latent is not None)
     names = tuple(name for name, site in sites.items() if site["type"] == "deterministic")
-    derived = Partial(partial(_derived, blocks.evaluate, names), bound.arrays) if names else None
-    return tree.replace(target, latents=latents, derived=derived)
+    derived = of_model(DOOR, partial(_derived, blocks.evaluate, names), bound.arrays)
+    return tree.replace(target, latents=latents, derived=derived if names else None)
 
 
 def _derived(evaluate: Any, names: tuple, arrays: dict, params: dict) -> dict[str, jax.Array]:
@@ -372,7 +376,9 @@ def _draw(evaluate: Any, names: tuple, arrays: dict, rng_key: jax.Array) -> dict
 def _check_support(bound: _Bound, blocks: Blocks, target: Posterior) -> None:
     """Raise where an observation lies outside its distribution's support."""
     position = lay_out(target, target.origin())
-    inside = jax.jit(partial(_inside, blocks.evaluate))(unpadded(bound.arrays), target, position)
+    inside = run(
+        as_partial(partial(_inside, blocks.evaluate)), unpadded(bound.arrays), target, position
+    )
     for name, count in inside.items():
         if int(count):
             raise ValueError(
@@ -398,23 +404,13 @@ def _num_outside(distribution: Any, value: jax.Array) -> jax.Array:
 
 def _check_against_numpyro(bound: _Bound, blocks: Blocks, target: Posterior) -> None:
     """Compare log density and gradient with NumPyro's at a point, everything at once."""
-    potential_energy = importlib.import_module("numpyro.infer.util").potential_energy
     arrays = unpadded(bound.arrays)
-
-    def theirs(position, arrays):
-        leaves = [(bound.constants | arrays)[path] for path in bound.paths]
-        given = inspect.BoundArguments(bound.signature, jax.tree.unflatten(bound.treedef, leaves))
-        with jax.numpy_rank_promotion("allow"):
-            params = blocks.evaluate.as_numpyro(position)
-            seeded = importlib.import_module("numpyro.handlers").seed(bound.model, 0)
-            return -potential_energy(seeded, given.args, given.kwargs, params)
-
     independence.check_rows(target, lay_out(target, target.origin()))
-    value_and_grad = jax.jit(jax.value_and_grad(theirs))
+    theirs = as_partial(partial(_theirs, blocks.evaluate))
     for i in range(CHECK_POINTS):
         noise = tree.normal_like(jax.random.key(i), target.origin())
         position = jax.tree.map(lambda z: z / 2, noise)
-        value, grad = value_and_grad(position, arrays)
+        value, grad = _value_and_grad(theirs, position, arrays)
         if np.isfinite(value):
             break
     else:
@@ -425,6 +421,23 @@ def _check_against_numpyro(bound: _Bound, blocks: Blocks, target: Posterior) -> 
     _compare("log density", tree.total(terms), value)
     for name, leaf in cut(target, our_grad).items():
         _compare(f"gradient of {name!r}", leaf, grad[name])
+
+
+def _theirs(evaluate: Any, position: dict, arrays: dict) -> jax.Array:
+    """Return NumPyro's own log density, of everything at once."""
+    potential_energy = importlib.import_module("numpyro.infer.util").potential_energy
+    bound = evaluate.bound
+    leaves = [(bound.constants | arrays)[path] for path in bound.paths]
+    given = inspect.BoundArguments(bound.signature, jax.tree.unflatten(bound.treedef, leaves))
+    with jax.numpy_rank_promotion("allow"):
+        params = evaluate.as_numpyro(position)
+        seeded = importlib.import_module("numpyro.handlers").seed(bound.model, 0)
+        return -potential_energy(seeded, given.args, given.kwargs, params)
+
+
+@jax.jit
+def _value_and_grad(function: Callable, position: dict, arrays: dict) -> tuple[jax.Array, dict]:
+    return jax.value_and_grad(function)(position, arrays)
 
 
 def _compare(what: str, ours: Any, theirs: Any) -> None:

@@ -1,0 +1,386 @@
+"""The meaning of a function: its code, and all that it reads besides its arguments, as one value.
+
+Two functions of equal meaning trace to the same program, whichever objects they are; one function has
+another meaning once a global, a closure, a field or an entry that it reads has changed.
+"""
+
+import enum
+import pickle
+import sys
+import types
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Set
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from gspmd_mcmc.targets.reads import (
+    MISSING,
+    Names,
+    Read,
+    attributes_of,
+    is_constant,
+    is_library,
+    key_of,
+    names_of,
+    part_of,
+    reads_of,
+)
+from gspmd_mcmc.tree import is_traced
+
+MOST_OBJECTS = 20_000  # what is beyond is compared by identity
+_SMALL_BYTES = 1 << 12
+_CONTENT_BYTES = 1 << 20  # of a jax array, which cannot change where it lies
+_PLAIN = (bool, int, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
+_VALUES = sys.stdlib_module_names | {"jax", "jaxlib"}  # what compares by value there does not change
+_WRAPPERS = (property, staticmethod, classmethod)
+
+
+class Meaning:
+    """The meaning of a function; equal ones are one object."""
+
+    __slots__ = ("__weakref__", "entries", "has_users_code")
+
+    def __init__(self, entries: tuple, has_users_code: bool):
+        self.entries, self.has_users_code = entries, has_users_code
+
+
+_KNOWN: weakref.WeakValueDictionary[tuple, Meaning] = weakref.WeakValueDictionary()
+
+
+class Watched(NamedTuple):
+    """A place that was read: what it had then, for a quick look whether it still has."""
+
+    look: Callable[[], Any]
+    seen: Any
+    where: str
+    place: tuple[int, Any]  # id of what holds it, and key
+
+
+class Look:
+    """What a function means now, and what to look at to see whether it still does.
+
+    Parameters
+    ----------
+    root
+        A function, or any object.
+    ignored
+        Places (`Watched.place`) that are no part of the meaning.
+    """
+
+    __slots__ = ("_alive", "_contents", "_lookups", "meaning", "places")
+
+    def __init__(self, root: Any, ignored: Set[tuple[int, Any]] = frozenset()):
+        walk = _Walk(root, ignored)
+        entries = tuple(walk.entries)
+        self.meaning = _KNOWN.setdefault(entries, Meaning(entries, walk.has_users_code))
+        self._alive = walk.alive  # so that identities stay theirs
+        self._lookups = [(r.get, r.key, value) for r, value in walk.lookups]
+        self._contents = [(w.look, w.seen) for w in walk.contents]
+        self.places = {(id(r.holder), r.key): (r.where, id(value)) for r, value in walk.lookups}
+        self.places |= {w.place: (w.where, w.seen) for w in walk.contents}
+
+    def is_current(self) -> bool:
+        """Tell whether nothing that was read has been replaced: microseconds."""
+        for get, key, value in self._lookups:
+            if get(key, MISSING) is not value:
+                return False
+        return all(look() == seen for look, seen in self._contents)
+
+
+class _Same:
+    """Something that is compared by identity."""
+
+    __slots__ = ("thing",)
+
+    def __init__(self, thing: Any):
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.thing is self.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+
+class _Walk:
+    """Goes through all that a root reads, breadth first; of objects only attributes that code names."""
+
+    def __init__(self, root: Any, ignored: Set[tuple[int, Any]]):
+        self.entries: list[Any] = []
+        self.lookups: list[tuple[Read, Any]] = []
+        self.contents: list[Watched] = []
+        self.alive: list[Any] = []
+        self.has_users_code = False
+        self._ignored = ignored
+        self._numbers: dict[int, int] = {}
+        self._queue: deque[tuple[str, Any, int]] = deque()
+        self._names: set[str] = set()
+        self._is_dynamic = False
+        self._of_leaves: set[type] = set()  # classes of objects that are leaves of pytrees
+        self._by_name: list[tuple[str, Any, int, set[str]]] = []  # where, object, number, names done
+        self.entries.append(self._ref("", root))
+        while self._queue or self._follow_names():
+            where, node, number = self._queue.popleft()
+            self.entries.append((number, *self._describe(where, node, number)))
+
+    def _ref(self, where: str, node: Any) -> Any:
+        """Return what stands for a value: itself if it is plain, else its number in this walk."""
+        if type(node) in _PLAIN:
+            return (type(node), node)
+        if type(node) in (float, complex):
+            return (type(node), repr(node))  # zeros of either sign, and NaN
+        number = self._numbers.get(id(node))
+        if number is None:
+            number = self._numbers[id(node)] = len(self._numbers)
+            if number > MOST_OBJECTS:
+                return _Same(node)
+            self.alive.append(node)
+            self._queue.append((where, node, number))
+        return number
+
+    def _read(self, read: Read, where: str | None = None, *, watch: bool = True) -> Any:
+        """Return what stands for the value at a place, and watch the place."""
+        read = read if where is None else read._replace(where=where)
+        if (id(read.holder), read.key) in self._ignored:
+            return "ignored"
+        value = read.value
+        if watch:
+            self.alive.append(read.holder)
+            self.lookups.append((read, value))
+        return None if value is MISSING else self._ref(read.where, value)
+
+    def _watch(self, look: Callable[[], Any], where: str, node: Any, key: Any = None) -> Any:
+        seen = look()
+        if (id(node), key) not in self._ignored:
+            self.contents.append(Watched(look, seen, where, (id(node), key)))
+        return seen
+
+    def _describe(self, where: str, node: Any, number: int) -> tuple:
+        """Return what a node is, its parts by what stands for them."""
+        if isinstance(node, types.FunctionType):
+            return self._function(node, number)
+        if isinstance(node, types.MethodType):
+            return ("method", self._ref(where, node.__func__), self._ref(where, node.__self__))
+        if isinstance(node, types.BuiltinFunctionType):
+            owner = node.__self__
+            is_plain = owner is None or isinstance(owner, types.ModuleType)
+            return (_Same(node),) if is_plain else (node.__name__, self._ref(where, owner))
+        if isinstance(node, partial):
+            parts = (unboxed(node.func), node.args, node.keywords)
+            return ("partial", *(self._ref(where, part) for part in parts))
+        if isinstance(node, _WRAPPERS):
+            inner = node.fget if isinstance(node, property) else node.__func__
+            return (type(node), self._ref(where, inner))
+        if isinstance(node, np.ndarray | np.generic):
+            return self._array(where, node)
+        if isinstance(node, jax.Array):
+            return _of_jax_array(node)
+        if isinstance(node, types.ModuleType):
+            return self._module(where, node, number)
+        if isinstance(node, type):
+            return self._class(where, node, number)
+        if isinstance(node, enum.Enum):
+            return (_Same(type(node)), node.name, self._ref(where, node.value))
+        if isinstance(node, dict | types.MappingProxyType):
+            return self._items(where, node) + self._object(where, node, number, is_opaque=False)
+        if isinstance(node, list | tuple | deque | set | frozenset):
+            return self._elements(where, node) + self._object(where, node, number, is_opaque=False)
+        return self._object(where, node, number)
+
+    def _function(self, function: types.FunctionType, number: int) -> tuple:
+        if is_library(function):
+            what = ("function", function.__code__)
+        else:
+            what = ("function", key_of(function.__code__))
+            self._use(names_of(function.__code__))
+            for part in ("__code__", "__defaults__"):
+                where = f"{part} of {function.__qualname__}"
+                read = Read(where, function, partial(getattr, function), part)
+                self.lookups.append((read, read.value))
+            self._by_name += [("", function, number, set())] if vars(function) else []
+        refs = [(r.key, self._read(r, watch=r.holder is not function)) for r in reads_of(function)]
+        return (*what, *refs)
+
+    def _use(self, names: Names) -> None:
+        self.has_users_code = True
+        self._names |= names.attributes
+        self._is_dynamic |= names.is_dynamic
+
+    def _array(self, where: str, node: Any) -> tuple:
+        if type(node) is not np.ndarray and not isinstance(node, np.generic):
+            return (_Same(type(node)), self._opaque(where, node))
+        if node.dtype.hasobject:
+            return (node.shape, *(self._ref(where, x) for x in node.flat))
+        if isinstance(node, np.generic):
+            return (type(node), node.tobytes())
+        digest = self._watch(partial(_digest, node), where, node)
+        return ("ignored",) if (id(node), None) in self._ignored else digest
+
+    def _module(self, where: str, node: types.ModuleType, number: int) -> tuple:
+        if not is_constant(node.__name__):
+            self._by_name.append((where, node, number, set()))
+        return ("module", node.__name__)
+
+    def _class(self, where: str, node: type, number: int) -> tuple:
+        if is_library(node):
+            return (_Same(node),)
+        self.has_users_code = True
+        self._by_name.append((where, node, number, set()))
+        special = [n for n, x in vars(node).items() if _is_dunder(n) and _is_code(x)]
+        methods = [self._read(Read(f"{where}.{n}", node, vars(node).get, n)) for n in special]
+        if node in self._of_leaves:
+            self._of_leaves.update(node.__bases__)
+        bases = [self._ref(where, base) for base in node.__bases__]
+        # A program returns the classes that it was traced with; those of leaves it cannot return.
+        identity = None if node in self._of_leaves else _Same(node)
+        return ("class", node.__qualname__, identity, *bases, *special, *methods)
+
+    def _items(self, where: str, node: Any) -> tuple:
+        self._watch(partial(_ids_of_items, node), where, node)
+        if (id(node), None) in self._ignored:
+            return ("ignored",)
+        return tuple(
+            (self._ref(where, k), self._ref(part_of(where, f"[{k!r}]"), v)) for k, v in node.items()
+        )
+
+    def _elements(self, where: str, node: Iterable) -> tuple:
+        if not isinstance(node, tuple | frozenset):
+            self._watch(partial(_ids, node), where, node)
+        if (id(node), None) in self._ignored:
+            return ("ignored",)
+        ordered = sorted(node, key=repr) if isinstance(node, set | frozenset) else node
+        return tuple(self._ref(part_of(where, f"[{i}]"), x) for i, x in enumerate(ordered))
+
+    def _object(self, where: str, node: Any, number: int, *, is_opaque: bool = True) -> tuple:
+        cls = type(node)
+        kept = attributes_of(node)
+        owner = where or cls.__name__
+        if not is_library(cls):
+            self._of_leaves.update([cls] if _is_leaf(node) else [])
+            self._follow(owner, node, number)
+            return ("object", self._ref("", cls))
+        if cls.__module__.startswith("jaxlib") and "__wrapped__" in getattr(node, "__dict__", ()):
+            return (_Same(cls), self._ref(where, node.__wrapped__))  # a jitted function
+        if is_opaque and _is_value(node):
+            return (cls, node)
+        if is_opaque and not kept:
+            return (_Same(cls), self._opaque(where, node))
+        watch = not (_is_frozen(cls) or cls.__module__.split(".")[0] in ("gspmd_mcmc", "jax", "jaxlib"))
+        return (_Same(cls), *((r.key, self._attribute(owner, r, watch)) for r in kept))
+
+    def _attribute(self, owner: str, read: Read, watch: bool = True) -> Any:
+        return self._read(read, part_of(owner, read.where), watch=watch)
+
+    def _follow(self, owner: str, node: Any, number: int) -> None:
+        """Read the attributes of a user's object that code names, and all of one that is data."""
+        held = getattr(node, "__dict__", None)
+        if isinstance(held, dict):
+            self._watch(partial(len, held), f"the attributes of {owner}", held, len)
+        self._by_name.append((owner, node, number, set()))
+
+    def _follow_names(self) -> bool:
+        """Read what names lead to that were met since; tell whether there was something."""
+        for where, node, number, done in list(self._by_name):
+            if isinstance(node, types.ModuleType | type):
+                held: Any = vars(node)
+                names = (self._names & held.keys()) - done
+                reads = [Read(f".{n}", node, held.get, n) for n in sorted(names)]
+            else:
+                is_whole = self._is_dynamic or _is_data(node)
+                kept = [r for r in attributes_of(node) if r.key not in done]
+                reads = [r for r in kept if is_whole or r.key in self._names]
+            done.update(r.key for r in reads)
+            self.entries += [(number, r.key, self._attribute(where, r)) for r in reads]
+        return bool(self._queue)
+
+    def _opaque(self, where: str, node: Any) -> Any:
+        """Return what stands for an object that shows no attributes: its pickle, or its identity."""
+        if _pickled(node) is None:
+            return _Same(node)
+        found = self._watch(partial(_pickled, node), where, node)
+        return "ignored" if (id(node), None) in self._ignored else found
+
+
+def _ids(node: Iterable) -> list[int]:
+    return [*map(id, node)]
+
+
+def _ids_of_items(node: Any) -> tuple:
+    return [*map(id, node.values())], [*map(id, node)]
+
+
+def _digest(array: np.ndarray) -> tuple:
+    """Describe an array by its numbers; a large one by a hash of 64 bits."""
+    data: Any = array.tobytes()
+    if array.nbytes > _SMALL_BYTES:
+        data = hash(data)
+    return (array.dtype, array.shape, data)
+
+
+def _of_jax_array(array: jax.Array) -> tuple:
+    if is_traced(array) or not array.is_fully_addressable or array.is_deleted():
+        return (_Same(array),)
+    is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
+    with jax.ensure_compile_time_eval():
+        numbers = jax.random.key_data(array) if is_key else array
+    if numbers.nbytes > _CONTENT_BYTES:
+        return (_Same(array),)
+    is_weak = getattr(array, "weak_type", False)  # a key has none
+    kind = (str(array.dtype), array.shape, is_weak, array.sharding)
+    return (*kind, np.asarray(jax.device_get(numbers)).tobytes())
+
+
+def _pickled(node: Any) -> bytes | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return pickle.dumps(node)
+    except Exception:  # whatever an object of unknown make raises
+        return None
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _is_code(thing: Any) -> bool:
+    return isinstance(thing, types.FunctionType | property | staticmethod | classmethod)
+
+
+def _is_leaf(node: Any) -> bool:
+    return jax.tree_util.all_leaves([node])
+
+
+def _is_data(node: Any) -> bool:
+    """Tell whether all fields of a user's object count: JAX reads those of a pytree without code."""
+    cls = type(node)
+    looks_up = any("__getattr__" in vars(c) or "__getattribute__" in vars(c) for c in cls.__mro__[:-1])
+    return hasattr(cls, "__dataclass_fields__") or looks_up or not _is_leaf(node)
+
+
+def unboxed(function: Any) -> Any:
+    """Return the function of a ``Partial``, out of the box that JAX puts a ``functools.partial`` in."""
+    return function.fun if type(function).__name__ == "_HashableCallableShim" else function
+
+
+def _is_frozen(cls: type) -> bool:
+    return getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
+
+
+def _is_value(node: Any) -> bool:
+    """Tell whether an object of the standard library or of JAX compares by value."""
+    cls = type(node)
+    if cls.__module__.split(".")[0] not in _VALUES or isinstance(node, weakref.ref):
+        return False
+    if cls.__hash__ in (None, object.__hash__) or cls.__eq__ is object.__eq__:
+        return False
+    try:
+        hash(node)
+    except Exception:  # of something that it holds
+        return False
+    return True

@@ -1,0 +1,121 @@
+"""A run is of what its target means now, and what means the same is compiled once."""
+
+import gc
+import os
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import nbclient
+import nbformat
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+
+SHORT = {"num_warmup": 100, "num_samples": 100, "progress": False}
+mu = 0.0
+
+
+def density(x):
+    return -0.5 * (x["x"] - mu) ** 2
+
+
+def mean_of(target, key=0, **options):
+    draws = gm.sample(jax.random.key(key), target, {"x": jnp.zeros(())}, **SHORT, **options)
+    return float(np.mean(np.asarray(draws.position["x"])))
+
+
+def model(x, y=None):
+    w = numpyro.sample("w", dist.Normal(mu, 1.0))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Normal(x * w, 10.0), obs=y)
+
+
+def test_a_run_is_of_what_globals_are_now_and_equal_targets_compile_nothing(compiled, monkeypatch):
+    """400 draws of a unit normal: the mean is known to 0.1 or so, and the other one is 10 away."""
+    target = gm.LogDensity(density)
+    assert abs(mean_of(target)) < 1
+    monkeypatch.setitem(globals(), "mu", 10.0)
+    assert abs(mean_of(target) - 10) < 1
+    compiled.clear()
+    before = _resident_bytes()
+    for key in range(10):
+        assert abs(mean_of(gm.LogDensity(density), key) - 10) < 1
+    assert compiled == []
+    assert _resident_bytes() < 1.05 * before
+
+
+def _resident_bytes():
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_numpyro_model_made_again_compiles_nothing_and_one_that_changed_is_refused(
+    compiled, monkeypatch
+):
+    def made(seed):
+        x = np.random.default_rng(seed).normal(size=16).astype(np.float32)
+        data = gm.place({"x": x, "y": 2 * x}, gm.make_mesh(), P("data"))
+        return gm.from_numpyro(model, data["x"], data["y"], plates={"rows": "data"})
+
+    grad = jax.jit(gm.Posterior.grad)
+    first = made(0)
+    grad(first, first.origin())
+    compiled.clear()
+    grad(made(1), first.origin())
+    assert compiled == []
+    monkeypatch.setitem(globals(), "mu", 5.0)
+    with pytest.raises(ValueError, match="mu, a global that model reads.*call from_numpyro again"):
+        grad(first, first.origin())
+    assert float(grad(made(0), first.origin())["w"]) > 4
+
+
+def test_a_change_in_a_callback_ends_the_run_and_draws_are_not_gone_on_from(monkeypatch):
+    target = gm.LogDensity(density)
+
+    def change(report):
+        if report.phase == "sampling":
+            monkeypatch.setitem(globals(), "mu", 10.0)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        draws = gm.sample(jax.random.key(0), target, {"x": jnp.zeros(())}, callback=change, **SHORT)
+    assert any("mu, a global that density reads" in str(w.message) for w in told)
+    assert 0 < draws.num_draws < 100
+    assert float(np.abs(np.asarray(draws.position["x"])).max()) < 6
+    with pytest.raises(ValueError, match="is not what it was .*mu, a global that density reads"):
+        gm.sample(jax.random.key(1), target, draws, **SHORT)
+
+
+SET = "mu = {}"
+CELLS = (
+    SET.format(0.0),
+    "import jax, jax.numpy as jnp, gspmd_mcmc as gm\n"
+    "def log_density(x):\n    return -0.5 * (x['x'] - mu) ** 2\n"
+    "target = gm.LogDensity(log_density)",
+    "draws = gm.sample(jax.random.key(0), target, {'x': jnp.zeros(())}, num_warmup=100,\n"
+    "                  num_samples=100, progress=False)\nprint(float(draws.position['x'].mean()))",
+)
+
+
+def test_a_cell_of_a_notebook_changed_and_run_again_is_sampled():
+    cells = [nbformat.v4.new_code_cell(source) for source in CELLS]
+    client = nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=120)
+
+    def run(*numbers):
+        for number in numbers:
+            client.execute_cell(cells[number], number)
+        printed = [o.text for o in cells[2].outputs if o.get("name") == "stdout"]
+        return float(printed[0])
+
+    with client.setup_kernel():
+        assert abs(run(0, 1, 2)) < 1
+        cells[0].source = SET.format(10.0)
+        assert abs(run(0, 2) - 10) < 1
+        assert abs(run(0, 1, 2) - 10) < 1
