@@ -295,6 +295,36 @@ def test_another_model_is_refused_with_what_differs(tmp_path):
         resume(path, TARGET)
 
 
+@pytest.mark.parametrize("name", ["4", "1"])
+def test_other_data_of_the_same_shapes_are_refused_on_every_mesh(name, tmp_path):
+    """Else draws of two posteriors are mixed: here nine rows, one of which is another."""
+    path, target = tmp_path / "run", hierarchy("4")
+    with killed_at(steps=10):
+        gm.sample(KEY, target, LATENTS, checkpoint=path, **of_hierarchy(target))
+    other = np.array(Y)
+    other[3] += 0.5
+    with pytest.raises(ValueError, match=r"the terms \['plates'\]\[0\] of its log density add up to"):
+        resume(path, hierarchy(name, other))
+
+
+def test_another_bound_value_is_refused_and_costs_the_run_nothing(killed, whole):
+    with pytest.raises(ValueError, match=r"the terms \['a'\] of its log density add up to"):
+        resume(killed, gm.LogDensity(gaussian, 1.02 * SCALE))
+    assert_equal(resume(killed), whole)
+
+
+def test_draws_whose_data_have_changed_are_not_gone_on_from():
+    scale = np.array(SCALE)
+    target = gm.LogDensity(gaussian, scale)
+    options = {"kernel": gm.HMC(target, 0.1, 8), "num_warmup": 0, "progress": False}
+    draws = gm.sample(KEY, target, START, num_samples=5, **options)
+    more = {"num_warmup": 0, "num_samples": 5, "progress": False}
+    assert gm.sample(KEY, target, draws, **more).num_draws == 5
+    scale[1] = 2
+    with pytest.raises(ValueError, match="initial_position: these draws cannot be gone on from: the"):
+        gm.sample(KEY, target, draws, **more)
+
+
 def test_a_folder_that_holds_a_run_takes_no_other(killed):
     with pytest.raises(gm.CheckpointNotSaved, match="holds a run already; go on with it by"):
         gm.sample(KEY, TARGET, START, checkpoint=killed, **hmc())

@@ -16,7 +16,8 @@ from gspmd_mcmc.sampling.keeping import read_sink
 from gspmd_mcmc.sampling.layout import Layout
 from gspmd_mcmc.sampling.moving import Move, describe_mesh, moved_layout, read_spec
 from gspmd_mcmc.sampling.run import Run
-from gspmd_mcmc.sampling.start import init_chains, require_same_precision
+from gspmd_mcmc.sampling.same_target import evaluated_anew, require_same_density
+from gspmd_mcmc.sampling.start import require_same_precision
 from gspmd_mcmc.tree import PyTree
 
 Document = dict[str, Any]
@@ -93,7 +94,7 @@ def _read_run(
         states = move.fill({"states": state["states"]}, state["states"].position)["states"]
         state = move.fill(state, states.position) | {"states": states}
     kernel = tree.replace(state["kernel"], target=target)
-    states = _states(kernel, state["states"], layout, is_moved=move is not None)
+    states = _states(kernel, state["states"], layout, checkpoints.path, is_moved=move is not None)
     rng_key = jax.random.wrap_key_data(state["rng_key"], impl=document["rng_impl"])
     sink = read_sink(document["sink"], checkpoints.path)
     run = Run(found["plan"], kernel, states, rng_key, 0, layout, sink)
@@ -117,15 +118,13 @@ def _plan_layout(
     return layout, {"state": saved["state"] | move.shapes(state), "plan": saved["plan"]}, move
 
 
-def _states(kernel: Any, states: Any, layout: Layout, *, is_moved: bool) -> Any:
+def _states(kernel: Any, states: Any, layout: Layout, path: Any, *, is_moved: bool) -> Any:
     """Return the states; what depends on how rows are cut is evaluated anew, if they are cut anew."""
-    # What a chain begins with does not depend on the metric, which each may have one of its own.
-    kernel = tree.replace(kernel, inverse_mass_matrix=None)
-    fresh = init_chains.eval_shape(kernel, states.position, layout=layout)
+    fresh = evaluated_anew(kernel, states, layout)
+    require_same_density(f"target: the run in {path} cannot be gone on with", states, fresh)
     cuts = [jax.tree.map(lambda x: (x.shape, x.dtype), s.terms) for s in (fresh, states)]
     if not is_moved and cuts[0] == cuts[1]:
         return states
-    fresh = init_chains(kernel, states.position, layout=layout)
     names = ("position", "log_density", "log_density_grad", "terms")
     return tree.replace(states, **{name: getattr(fresh, name) for name in names})
 

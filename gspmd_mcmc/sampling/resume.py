@@ -40,7 +40,7 @@ def resume(
         What the run was given as ``checkpoint``.
     target
         The target, built anew: its data and functions are not saved. Those of another shape or name are
-        refused; whether the values are the same is up to you.
+        refused, and so are those of another log density where the chains stand.
     mesh
         The mesh, which may be another one than before; by default that of the target's data.
     num_samples

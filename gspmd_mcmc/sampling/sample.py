@@ -27,6 +27,7 @@ from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.sampling.observing import ChunkReport, tell_of_small_data
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.same_run import require_same_run
+from gspmd_mcmc.sampling.same_target import evaluated_anew, require_same_density
 from gspmd_mcmc.sampling.sinks import ZarrSink
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.functions import as_partial
@@ -219,6 +220,8 @@ def _start(
     if isinstance(initial, Draws):
         states = starts.copied(initial.state)
         layout = read_layout(mesh, kernel.target, states.position, num_chains, has_chains=True)
+        anew = evaluated_anew(kernel, states, layout)
+        require_same_density("initial_position: these draws cannot be gone on from", states, anew)
         return layout, states
     if isinstance(initial, Mode):
         initial = starts.uniform_start(initial.position, 0.0)
