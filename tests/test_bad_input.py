@@ -168,6 +168,39 @@ def test_a_drawn_start_that_is_not_floating_is_refused():
         sample(position=lambda key: {"w": jnp.zeros(2, int)})
 
 
+def log_prior_of_one(params):
+    return -0.5 * params["w"] ** 2 + 0 * jnp.zeros_like(params["free"])
+
+
+@jax.jit
+def likelihood_of_one(params, block):
+    return -0.5 * (block["y"] - block["x"] @ params["w"]) ** 2
+
+
+@pytest.mark.parametrize("prior", [log_prior, log_prior_of_one, None])
+def test_a_latent_that_nothing_reads_is_refused(prior):
+    """Chains would walk it to 4e12, as nothing but the momentum moves them; R-hat alone would tell."""
+    plate = gm.Plate(likelihood_of_one, data())
+    target = gm.Posterior(flat if prior is None else prior, plate)
+    position = POSITION | {"free": np.zeros(1, np.float32)}
+    message = re.escape("position ['free']: neither log_prior nor a plate reads it")
+    with pytest.raises(ValueError, match=message):
+        sample(target, position)
+    with pytest.raises(ValueError, match=message):
+        gm.HMC(target, 0.1, 1).init(position)
+    with pytest.raises(ValueError, match=re.escape("position [1]: nothing reads it")):
+        sample(gm.LogDensity(jax.jit(lambda x: -(x[0] ** 2))), [jnp.zeros(2), jnp.zeros(2)])
+
+
+def flat(params):
+    return jnp.zeros(())
+
+
+def test_a_flat_prior_is_taken_where_the_likelihood_reads_the_latent():
+    target = gm.Posterior(flat, gm.Plate(likelihood_of_one, data()))
+    assert np.isfinite(gm.HMC(target, 0.1, 1).init(POSITION).log_density)
+
+
 @pytest.mark.parametrize("position", [{}, None, ()])
 def test_an_empty_position_is_refused(position):
     with pytest.raises(ValueError, match="position: expected a tree with at least one array"):

@@ -37,7 +37,29 @@ def admit(target: PyTree, position: PyTree) -> PyTree:
     """Return a position as the kernels hold it: checked, arrays, local leaves padded and laid out."""
     check_position(target, position)
     _refuse_shapes(target, position)
-    return lay_out(target, position)
+    position = lay_out(target, position)
+    _check_is_read(target, position)
+    return position
+
+
+def _check_is_read(target: PyTree, position: PyTree) -> None:
+    """Raise where nothing reads a leaf: without a density, chains wander off in it for ever."""
+    is_posterior = isinstance(target, Posterior)
+
+    def terms(x):
+        found = target.terms(x)
+        # A Jacobian reads what it is of, and gives it no density.
+        return (found["prior"], found["plates"]) if is_posterior else found
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), position)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    for path, is_read in zip(paths, is_live(jax.make_jaxpr(terms)(shapes).jaxpr), strict=True):
+        if not is_read:
+            what = "neither log_prior nor a plate reads it" if is_posterior else "nothing reads it"
+            raise ValueError(
+                f"position {path_str(path)}: {what}, so that every value is as likely as any other and "
+                "chains wander off for ever. Give it a prior, or leave it out of the position"
+            )
 
 
 def _refuse_shapes(target: PyTree, position: PyTree) -> None:

@@ -7,7 +7,7 @@ of shared parameters is kept per block and summed over blocks after the last til
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,9 @@ PROBE_ROWS = 127
 # What depends on latents is there for every chain, and again as its cotangent, in part in its place: so
 # much two chains were measured to take. vmap does not tell how many there are.
 COPIES = 3.5
+# Equations that call a function of their operands, no more: branches are not looked into, nor what
+# has a derivative of its own, which may read more.
+CALLS = ("jit", "pjit", "closed_call", "remat2", "checkpoint", "scan")
 
 
 @dataclass(frozen=True)
@@ -108,13 +111,26 @@ def _row_bytes(jaxpr: Any, num_latents: int, num: int) -> int:
     return most
 
 
-def is_live(jaxpr: Any) -> list[bool]:
-    """Tell for each input of a program whether an output depends on it."""
-    live = {id(v) for v in jaxpr.outvars}
+def is_live(jaxpr: Any, is_wanted: Sequence[bool] | None = None) -> list[bool]:
+    """Tell for each input of a program whether an output depends on it, of those that are wanted."""
+    wanted = [True] * len(jaxpr.outvars) if is_wanted is None else is_wanted
+    live = {id(v) for v, wants in zip(jaxpr.outvars, wanted, strict=True) if wants}
     for eqn in reversed(jaxpr.eqns):
-        if any(id(v) in live for v in eqn.outvars):
-            live |= {id(v) for v in eqn.invars}
+        wanted = [id(v) in live for v in eqn.outvars]
+        if any(wanted):
+            reads = _reads(eqn, wanted)
+            live |= {id(v) for v, is_read in zip(eqn.invars, reads, strict=True) if is_read}
     return [id(v) in live for v in jaxpr.invars]
+
+
+def _reads(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
+    """Tell which operands of an equation what is wanted depends on; of a call, by what it calls."""
+    called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if eqn.primitive.name not in CALLS or called is None:
+        return [True] * len(eqn.invars)
+    # What a loop carries is read by its next round.
+    is_loop = eqn.primitive.name == "scan"
+    return is_live(getattr(called, "jaxpr", called), None if is_loop else wanted)
 
 
 def _like(array) -> jax.ShapeDtypeStruct:
