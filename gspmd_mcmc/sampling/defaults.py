@@ -28,6 +28,8 @@ from gspmd_mcmc.tree import PyTree
 # From so many chains on a trajectory length that they tune together beats a tree for each: in lock-step
 # every chain waits for the deepest tree.
 MANY_CHAINS = 32
+# A dense metric is not worth less a gradient even where it costs draws, and no rule on the correlations
+# that warm-up sees tells such posteriors apart: docs/everyday.md has the figures.
 DENSE_SIZE = 100
 WARMUPS: dict[type, Any] = {
     HMC: WindowAdaptation(),
