@@ -213,6 +213,22 @@ def test_bijections_may_stand_in_any_tree(way):
         check_density(posterior(way), pack, unpack)
 
 
+def all_summands(x, rows):
+    return log_prior(x), log_likelihood(x, rows)
+
+
+def test_a_log_density_has_bijections_too():
+    with jax.enable_x64(True):
+        of = TREES["dict"][2]
+        target = gm.LogDensity(all_summands, jax.tree.map(jnp.asarray, DATA), bijections=of)
+        check_density(target)
+        z = position(float)
+        params = target.kept(z)
+        for name, want in constrained(z)[0].items():
+            np.testing.assert_allclose(params[name], want, rtol=1e-9)
+            np.testing.assert_allclose(target.unconstrain(params)[name], z[name], rtol=1e-6, atol=1e-9)
+
+
 def test_missing_jacobians_are_rejected(monkeypatch):
     def without_jacobians(*args):
         return constrain(*args)[0], []
@@ -220,7 +236,7 @@ def test_missing_jacobians_are_rejected(monkeypatch):
     constrain = bijections.constrain
     monkeypatch.setattr(bijections, "constrain", without_jacobians)
     with jax.enable_x64(True), pytest.raises(AssertionError, match="differs by"):
-        check_density(posterior())
+        check_density(posterior(num_devices=4))  # where no other test has a program
 
 
 # Parameters and back.

@@ -103,16 +103,6 @@ def test_a_param_site_is_refused():
     refuses(model, X[:, 0], match="the model has numpyro.param sites")
 
 
-def test_a_support_that_depends_on_a_latent_is_refused():
-    def model(x):
-        top = numpyro.sample("top", dist.Gamma(3, 1))
-        level = numpyro.sample("level", dist.Uniform(0, top))
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("x", dist.Normal(level, 1), obs=x)
-
-    refuses(model, X[:, 0], match="site 'level': its support .* depends on another latent")
-
-
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize(
     ("distribution", "bad", "num_bad"),

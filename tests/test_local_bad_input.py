@@ -142,7 +142,9 @@ def test_a_log_prior_that_asks_for_a_local_latent_is_refused():
 
 
 def test_shared_latents_need_a_log_prior():
-    check_refused(r"log_prior is None, but there are shared parameters.*'mean'", posterior(prior=None))
+    check_refused(
+        r"log_prior: it is None, but rows share .*'mean'.*log_prior=lambda", posterior(prior=None)
+    )
 
 
 def test_local_latents_alone_need_none():

@@ -993,3 +993,11 @@ def test_a_start_at_a_mode_is_told_to_the_warm_up(monkeypatch):
     monkeypatch.setattr(gm.WindowAdaptation, "started_at_mode", lambda self: seen.append(self) or self)
     sample(initial=gm.Mode(ORIGIN, VARIANCE, jnp.zeros(()), 0, True), num_warmup=0, num_samples=0)
     assert len(seen) == 1
+
+
+def test_dtypes_may_be_promoted_strictly_around_a_run(long_run):
+    with jax.numpy_dtype_promotion("strict"):
+        draws = fixed()
+        rhat = draws.summary().rhat
+    assert_equal(draws.position, long_run.position)
+    assert_equal(rhat, long_run.summary().rhat)

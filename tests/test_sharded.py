@@ -344,3 +344,8 @@ def test_uneven_rows_behind_a_sample_shape():
 def test_a_scalar_has_no_rows():
     with pytest.raises(ValueError, match="num_rows="):
         Sharded(dist.Normal(0, 1), mesh=mesh_of(8)).sample(KEY)
+
+
+def test_an_axis_that_is_named_twice_is_refused():
+    with pytest.raises(ValueError, match=r"axis: expected each mesh axis once, got \('data', 'data'\)"):
+        Sharded(dist.Normal(0.0, 1.0), ("data", "data"), num_rows=8)

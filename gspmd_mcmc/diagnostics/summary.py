@@ -188,7 +188,8 @@ def summarise(
     named = named_leaves(position)
     own_name = free_name("log_density", named)
     compute = partial(_statistics, num_superchains=num_superchains)
-    found = by_name(compute, named | {own_name: stats["log_density"]})
+    with jax.numpy_dtype_promotion("standard"):  # statistics rely on it; a user's may be strict
+        found = by_name(compute, named | {own_name: stats["log_density"]})
     limits = _limits(num_chains, num_superchains)
     leaves = [_leaf(name, found[name], limits) for name in (*named, own_name)]
     rows = sorted((row for leaf in leaves[:-1] for row in leaf.rows), key=lambda row: row.order)

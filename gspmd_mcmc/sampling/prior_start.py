@@ -6,7 +6,6 @@ import jax
 from jax.tree_util import Partial
 
 from gspmd_mcmc.placement.explicit import on_any_mesh
-from gspmd_mcmc.targets.bijections import unconstrain
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.prior_draws import prior_of
 from gspmd_mcmc.tree import PyTree
@@ -46,10 +45,10 @@ def prior_start(target: Any) -> Partial:
             "prior to draw from. Pass sample a function rng_key -> position of your own, or "
             "gspmd_mcmc.uniform_start(position)"
         )
-    start = as_partial(Partial(_start, draw, target.bijections))
+    start = as_partial(Partial(_start, draw))
     jax.eval_shape(start, jax.random.key(0))
     return start
 
 
-def _start(draw: Partial, bijections: PyTree, rng_key: jax.Array) -> PyTree:
-    return unconstrain(bijections, draw(rng_key))
+def _start(draw: Partial, rng_key: jax.Array) -> PyTree:
+    return draw(rng_key)

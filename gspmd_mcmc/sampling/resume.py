@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from gspmd_mcmc.placement.explicit import on_any_mesh
@@ -77,7 +78,8 @@ def resume(
         require_same_run("resume", mesh, target, {}, settings)
     if not is_there:
         raise FileNotFoundError(f"path: there is no folder {path}")
-    with explained(target) as known, kept_in(path, is_resumed=True) as checkpoints:
+    promoting = jax.numpy_dtype_promotion("standard")
+    with promoting, explained(target) as known, kept_in(path, is_resumed=True) as checkpoints:
         assert checkpoints is not None
         run, document = rebuild(checkpoints, target, mesh, num_samples)
         known.run = run

@@ -184,7 +184,9 @@ def sample(
     tell_of_small_data(target)
     folder, memory = kept_in(checkpoint), explained(target)
     traced = traced_with(kernel, adaptation)
+    promoting = jax.numpy_dtype_promotion("standard")  # ours rely on it; a user's may be strict
     with (
+        promoting,
         traced,
         memory as known,
         folder as checkpoints,
@@ -209,7 +211,7 @@ def sample(
         if in_company and sink is None:
             run.require_room()
         draws = carry_out(run, checkpoints, every, progress=progress, callback=callback)
-    warn_of(draws, num_samples)
+        warn_of(draws, num_samples)
     return draws
 
 

@@ -6,13 +6,14 @@ value it returns the constrained one, ``log_abs_det_jacobian(x, y)`` has one num
 """
 
 import importlib
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
-from gspmd_mcmc.tree import PyTree, is_traced, path_str
+from gspmd_mcmc.tree import PyTree, is_traced, path_str, pytree, static
 
 
 def is_bijection(node: Any) -> bool:
@@ -20,20 +21,102 @@ def is_bijection(node: Any) -> bool:
     return hasattr(node, "log_abs_det_jacobian")
 
 
-def bijection_onto(what: str, support: Any) -> Any:
-    """Return NumPyro's bijection onto a support.
+@pytree
+@dataclass(frozen=True)
+class ByModel:
+    """Stands for the bijection of a latent that the model constrains itself, each time it is run.
+
+    Its support depends on other values of the model, such as ``Uniform(0, high)`` on ``high``: the
+    model turns the position's unconstrained value into the constrained one, and adds the Jacobian.
+    """
+
+    name: str = static()
+
+    def __call__(self, x: Any) -> Any:
+        """Return the value as it is."""
+        return x
+
+    def log_abs_det_jacobian(self, x: Any, y: Any) -> jax.Array:
+        """Return zeros: the model adds the Jacobian."""
+        return jnp.zeros_like(x)
+
+    def inv(self, y: Any) -> Any:
+        """Refuse: what the support is, the model alone knows."""
+        raise ValueError(
+            f"{self.name!r}: its support depends on other values of the model, so its unconstrained "
+            "value is not known from its own. Start at target.origin(), or at prior_start(target)"
+        )
+
+
+@dataclass(frozen=True)
+class _OfTFP:
+    """A bijector of TFP in NumPyro's terms; ``event_ndims`` axes are of a value's event."""
+
+    bijector: Any
+    event_ndims: int
+
+    def __call__(self, x: Any) -> Any:
+        return self.bijector.forward(x)
+
+    def log_abs_det_jacobian(self, x: Any, y: Any) -> Any:
+        return self.bijector.forward_log_det_jacobian(
+            x, event_ndims=self.bijector.inverse_event_ndims(self.event_ndims)
+        )
+
+    def inv(self, y: Any) -> Any:
+        return self.bijector.inverse(y)
+
+    def inverse_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.bijector.inverse_event_shape(shape))
+
+
+def bijection_of(what: str, distribution: Any) -> Any:
+    """Return the bijection onto a distribution's support, as NumPyro or TFP know it; None if neither.
 
     Raises
     ------
     ValueError
-        If the support depends on values that are not known yet; the message begins with ``what``.
+        If it is TFP's and has none; the message begins with ``what``.
     """
-    if any(is_traced(x) for x in jax.tree.leaves(support)):
-        raise ValueError(
-            f"{what}: its support {support} depends on another latent or on data. Sample it on a fixed "
-            "support, and scale it in the model"
-        )
-    return importlib.import_module("numpyro.distributions").biject_to(support)
+    if hasattr(distribution, "experimental_default_event_space_bijector"):
+        with jax.numpy_rank_promotion("allow"):
+            bijector = distribution.experimental_default_event_space_bijector()
+        if bijector is None:
+            raise ValueError(
+                f"{what}: {type(distribution).__name__} has no default event space bijector, so its "
+                "support is not known. Sample a latent on the whole real line, and transform it in the "
+                "model, or observe it"
+            )
+        return _OfTFP(bijector, len(tuple(distribution.event_shape)))
+    if not type(distribution).__module__.startswith("numpyro."):
+        return None
+    with jax.numpy_rank_promotion("allow"):
+        return importlib.import_module("numpyro.distributions").biject_to(distribution.support)
+
+
+def bijection_for(
+    name: str, what: str, distribution: Any, shape: tuple[int, ...]
+) -> tuple[Any, tuple[int, ...]]:
+    """Return the bijection that a posterior keeps for a latent, and its unconstrained shape.
+
+    That is `ByModel` where the support depends on what a program computes; TFP's objects too are asked
+    each time, as they need not be pytrees.
+    """
+    support = getattr(distribution, "support", None)
+    is_tfp = hasattr(distribution, "experimental_default_event_space_bijector")
+    if not is_tfp and not any(is_traced(x) for x in jax.tree.leaves(support)):
+        with jax.ensure_compile_time_eval():  # arrays, where a model is being traced
+            bijection = bijection_of(what, distribution)
+        return bijection, shape if bijection is None else tuple(bijection.inverse_shape(shape))
+    inner = bijection_of(what, distribution)
+    return ByModel(name), tuple(inner.inverse_shape(shape))
+
+
+def log_jacobian_of(bijection: Any, x: jax.Array, y: jax.Array, ndim: int) -> jax.Array:
+    """Log Jacobian as an array of ``ndim`` axes, those of the log probability of ``y``."""
+    with jax.numpy_rank_promotion("allow"):
+        out = jnp.asarray(bijection.log_abs_det_jacobian(x, y))
+    return jnp.sum(out, axis=tuple(range(ndim, out.ndim)))
 
 
 def bijection_at(bijections: PyTree, path: KeyPath) -> Any:

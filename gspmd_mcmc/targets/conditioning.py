@@ -16,13 +16,14 @@ from gspmd_mcmc.placement.numbers import as_array
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.placement.place import place
 from gspmd_mcmc.targets import numpyro, sharded
-from gspmd_mcmc.targets.bijections import bijection_onto
+from gspmd_mcmc.targets.bijections import ByModel, bijection_for, bijection_of, log_jacobian_of
 from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates
 from gspmd_mcmc.targets.independence import coupling_of
 from gspmd_mcmc.targets.joint_parts import run, trace
 from gspmd_mcmc.targets.local import lay_out
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.prior_draws import cannot_draw, with_prior
+from gspmd_mcmc.targets.retracing import of_model
 from gspmd_mcmc.targets.rows import row_axes
 from gspmd_mcmc.targets.sharded import Sharded, shown, unpad
 
@@ -37,25 +38,21 @@ class _Fact:
         Shape and dtype of its value.
     rows
         Number of rows, mesh axes and mesh, if it is `Sharded`.
+    latent
+        Shape and dtype of the unconstrained value, of a latent.
     bijection
         Of a latent's support; None where that is all of real space, or unknown.
     """
 
     value: jax.ShapeDtypeStruct
     rows: tuple[int, tuple[str, ...], Mesh | None] | None
+    latent: jax.ShapeDtypeStruct | None = None
     bijection: Any = None
 
     @property
     def plate(self) -> str | None:
         """Name of the plate that the part's rows form."""
         return None if self.rows is None else f"{'x'.join(self.rows[1])}[{self.rows[0]}]"
-
-    @property
-    def latent(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the unconstrained value."""
-        shape = self.value.shape
-        shape = shape if self.bijection is None else self.bijection.inverse_shape(shape)
-        return jax.ShapeDtypeStruct(tuple(shape), self.value.dtype)
 
 
 def condition(joint: Any, observed: dict[str, Any]) -> Posterior:
@@ -73,6 +70,11 @@ def condition(joint: Any, observed: dict[str, Any]) -> Posterior:
     sites = tuple((name, facts[name].latent) for name in latent)
     target = tree.replace(blocks.posterior(), latents=sites)
     args = {key: blocks.args[key] for key in ("joint", "observed")}
+    by_model = frozenset(n for n in latent if isinstance(facts[n].bijection, ByModel))
+    if by_model:
+        target = tree.replace(
+            target, derived=of_model(blocks.door, partial(_constrained, by_model), args)
+        )
     target = with_prior(target, Partial(_draw, args))
     for which, name in enumerate(blocks.num_rows):
         _check_rows_apart(target, which, name)
@@ -92,16 +94,8 @@ def _fact(observed: dict[str, Any], name: str, part: Any, value: jax.Array) -> _
             f"part {name!r} is discrete and not observed: HMC moves through continuous space. Sum it "
             "out of the log density, or observe it"
         )
-    return _Fact(shape, rows, _bijection(name, part.distribution if is_sharded else part))
-
-
-def _bijection(name: str, distribution: Any) -> Any:
-    """Return the bijection onto the support of a NumPyro distribution."""
-    return bijection_onto(f"part {name!r}", distribution.support) if _is_numpyro(distribution) else None
-
-
-def _is_numpyro(distribution: Any) -> bool:
-    return type(distribution).__module__.startswith("numpyro.")
+    bijection, latent = bijection_for(name, f"part {name!r}", _plain(part), value.shape)
+    return _Fact(shape, rows, jax.ShapeDtypeStruct(latent, value.dtype), bijection)
 
 
 def _blocks(joint: Any, observed: dict[str, Any], facts: dict[str, _Fact]) -> Blocks:
@@ -114,13 +108,11 @@ def _blocks(joint: Any, observed: dict[str, Any], facts: dict[str, _Fact]) -> Bl
     bare = {
         p: _placed(np.arange(r[0], dtype=np.int32), r) for p, r in plates.items() if p not in owners
     }
+    by_model = frozenset(n for n, f in facts.items() if isinstance(f.bijection, ByModel))
     return Blocks(
         name=type(joint).__name__,
-        evaluate=_evaluate,
-        sites=tuple(
-            Site(name, fact.plate, None if name in observed else fact.latent)
-            for name, fact in facts.items()
-        ),
+        evaluate=partial(_evaluate, by_model),
+        sites=tuple(Site(name, fact.plate, fact.latent) for name, fact in facts.items()),
         args={"joint": joint, "observed": observed, "rows": bare},
         plate_of_leaf=(*owners, *sorted(bare)),
         num_rows=num_rows,
@@ -155,13 +147,23 @@ def _owners(joint: Any, plates: dict[str, tuple]) -> list[str | None]:
     return owners
 
 
-def _evaluate(values: dict, args: dict, sizes: dict, wanted: tuple) -> dict[str, jax.Array]:
-    """Log probabilities of the wanted parts, by row of `Sharded` ones, on any block of rows."""
+def _evaluate(
+    by_model: frozenset[str], values: dict, args: dict, sizes: dict, wanted: tuple
+) -> dict[str, jax.Array]:
+    """Log probabilities of the wanted parts, by row of `Sharded` ones, on any block of rows.
+
+    Values ``by_model`` come unconstrained, as their support is known only here.
+    """
 
     def visit(index: int, name: str, part: Any) -> Any:
+        x = given[name]
+        bijection = bijection_of(f"part {name!r}", _plain(part)) if name in by_model else None
+        y = x if bijection is None else _forward(bijection, x)
         if name in wanted:
-            out[name] = _terms(part, given[name])
-        return given[name]
+            out[name] = _terms(part, y)
+            if bijection is not None:
+                out[name] = out[name] + log_jacobian_of(bijection, x, y, out[name].ndim)
+        return y
 
     given = args["observed"] | values
     out: dict[str, jax.Array] = {}
@@ -169,29 +171,57 @@ def _evaluate(values: dict, args: dict, sizes: dict, wanted: tuple) -> dict[str,
     return out
 
 
+def _constrained(by_model: frozenset[str], args: dict, values: dict) -> dict[str, jax.Array]:
+    """Return the values that only the model can constrain, for `Draws`."""
+
+    def visit(index: int, name: str, part: Any) -> Any:
+        if name in by_model:
+            given[name] = out[name] = _forward(
+                bijection_of(f"part {name!r}", _plain(part)), given[name]
+            )
+        return given[name]
+
+    given = {name: unpad(x) for name, x in args["observed"].items()} | values
+    out: dict[str, jax.Array] = {}
+    run(args["joint"], visit)
+    return out
+
+
 def _draw(args: dict, rng_key: jax.Array) -> dict[str, jax.Array]:
-    """Draw the parts that are not observed: part i from ``fold_in(rng_key, i)``, as a joint does."""
+    """Draw the parts that are not observed, unconstrained: part i from ``fold_in(rng_key, i)``."""
 
     def visit(index: int, name: str, part: Any) -> Any:
         if name in args["observed"]:
             return unpad(args["observed"][name])
-        key = jax.random.fold_in(rng_key, index)
-        distribution = part.distribution if isinstance(part, Sharded) else part
+        key, distribution = jax.random.fold_in(rng_key, index), _plain(part)
         try:
-            out[name] = part.draw(key) if isinstance(part, Sharded) else sharded.draw(part, key, ())
+            y = part.draw(key) if isinstance(part, Sharded) else sharded.draw(part, key, ())
         except NotImplementedError as error:
             raise cannot_draw(f"part {name!r}", distribution) from error
-        return out[name]
+        bijection = bijection_of(f"part {name!r}", distribution)
+        with jax.numpy_rank_promotion("allow"):
+            out[name] = y if bijection is None else jnp.asarray(bijection.inv(y))
+        return y
 
     out: dict[str, jax.Array] = {}
     run(args["joint"], visit)
     return out
 
 
+def _plain(part: Any) -> Any:
+    return part.distribution if isinstance(part, Sharded) else part
+
+
+def _forward(bijection: Any, x: jax.Array) -> jax.Array:
+    with jax.numpy_rank_promotion("allow"):  # NumPyro's own code relies on it
+        return jnp.asarray(bijection(x))
+
+
 def _terms(part: Any, value: jax.Array) -> jax.Array:
-    distribution = part.distribution if isinstance(part, Sharded) else part
+    distribution = _plain(part)
     with jax.numpy_rank_promotion("allow"):
-        cheap = numpyro.log_prob(distribution, value) if _is_numpyro(distribution) else None
+        is_numpyro = type(distribution).__module__.startswith("numpyro.")
+        cheap = numpyro.log_prob(distribution, value) if is_numpyro else None
     terms = sharded.log_prob(distribution, value) if cheap is None else cheap
     if isinstance(part, Sharded) and terms.shape[:1] != value.shape[:1]:
         raise ValueError(

@@ -9,6 +9,7 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.numbers import check_leaves
 from gspmd_mcmc.placement.padding import refuse_padded
+from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
 from gspmd_mcmc.targets.functions import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
@@ -28,22 +29,42 @@ class LogDensity:
     data
         Trees of arrays, as `place` lays them out. They enter programs as arguments. They are seen as
         they are: rows that `place` had to pad are refused, as nothing would mask them.
+    bijections
+        A tree of NumPyro bijections for latents that are constrained, as `Posterior` takes it: ``fn``
+        and `Draws` see constrained values, positions are unconstrained, and the Jacobians are added.
     """
 
     fn: Partial
     data: tuple
+    bijections: PyTree
 
-    def __init__(self, fn: Callable, *data: PyTree):
+    def __init__(self, fn: Callable, *data: PyTree, bijections: PyTree = None):
         refuse_padded(data, "LogDensity data", "use Posterior with a Plate, which masks them")
         check_leaves("LogDensity data", data)
-        set_fields(self, fn=as_partial(fn), data=data)
+        set_fields(self, fn=as_partial(fn), data=data, bijections=bijections)
+
+    @on_any_mesh
+    def params(self, position: PyTree) -> PyTree:
+        """Return the constrained values at a position."""
+        return self._constrained(position)[0]
+
+    @on_any_mesh
+    def unconstrain(self, params: PyTree) -> PyTree:
+        """Return the position of constrained values, by the inverse of the bijections."""
+        return bijective.unconstrain(self.bijections, params)
+
+    def kept(self, position: PyTree) -> PyTree:
+        """Return what `Draws` keep of a position: constrained values."""
+        return self.params(position)
 
     @on_any_mesh
     def terms(self, position: PyTree) -> PyTree:
         """Return the summands of the log density."""
-        with noting_shapes(self.fn, position=position):
-            value = self.fn(position, *self.data)
-        return summands(self.fn, value)
+        params, log_jacobians = self._constrained(position)
+        with noting_shapes(self.fn, position=params):
+            value = self.fn(params, *self.data)
+        terms = summands(self.fn, value)
+        return {"fn": terms, "jacobians": log_jacobians} if log_jacobians else terms
 
     @grad_anywhere
     def grad(self, position: PyTree) -> PyTree:
@@ -55,6 +76,12 @@ class LogDensity:
         """Return `terms` and `grad` from one evaluation."""
         terms, pullback = jax.vjp(self.terms, position)
         return terms, pullback(tree.ones_like(terms))[0]
+
+    def _constrained(self, position: PyTree) -> tuple[PyTree, list[jax.Array]]:
+        if self.bijections is None:
+            return position, []
+        bijective.check(self.bijections, position)
+        return bijective.constrain(self.bijections, position, [True] * len(jax.tree.leaves(position)))
 
     def __repr__(self) -> str:
         return f"LogDensity({name_of_function(self.fn)})"

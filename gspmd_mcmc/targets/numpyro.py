@@ -24,7 +24,7 @@ from gspmd_mcmc.placement.numbers import as_array, check_leaves
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets import independence
-from gspmd_mcmc.targets.bijections import bijection_onto
+from gspmd_mcmc.targets.bijections import ByModel, bijection_for, bijection_of, log_jacobian_of
 from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates, unpadded
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.likelihoods import bernoulli_logits, categorical_logits
@@ -42,9 +42,10 @@ _PLACED = (jax.Array, jax.ShapeDtypeStruct)
 @on_any_mesh
 def from_numpyro(
     model: Callable,
+    /,
     *args: Any,
     plates: dict[str, Any] | None = None,
-    check: bool = True,
+    check: bool | None = None,
     **kwargs: Any,
 ) -> Posterior:
     """Turn a NumPyro model into a target. Needs the extra ``models``.
@@ -61,9 +62,9 @@ def from_numpyro(
         their rows, observations inside it are streamed. A plate whose rows are coupled (a latent of one
         row is read in another, or outside of the plate) is evaluated at once, with a warning.
     check
-        Whether to compare at once: some rows of each plate in blocks of several kinds, as `sample`
-        does too (``x - x.mean()`` couples rows), and log density and gradient with NumPyro's own, of
-        everything at one point, which takes the memory that NumPyro takes.
+        Whether to compare at once (None: yes): some rows of each plate in blocks of several kinds, as
+        `sample` does too (``x - x.mean()`` couples rows), and log density and gradient with NumPyro's
+        own, of everything at one point, which takes the memory that NumPyro takes.
 
     Returns
     -------
@@ -79,6 +80,7 @@ def from_numpyro(
         or the target disagrees with NumPyro.
     """
     _numpyro()
+    _refuse_own_keywords(model, {"plates": plates, "check": check})
     bound = _Bound.of(model, args, kwargs)
     sites = bound.trace()
     sharded = _sharded_plates(sites, plates or {}, bound.arrays)
@@ -89,9 +91,21 @@ def from_numpyro(
     if bound.has_shapes:  # of a mesh that is not there: nothing to check with
         return target
     _check_support(bound, blocks, target)
-    if check:
+    if check is None or check:
         _check_against_numpyro(bound, blocks, target)
     return target
+
+
+def _refuse_own_keywords(model: Callable, ours: dict[str, Any]) -> None:
+    """Raise where a model has an argument that is called as one of ours, and may be meant."""
+    bound = getattr(model, "keywords", {})  # of a functools.partial
+    for name, parameter in inspect.signature(model).parameters.items():
+        is_needed = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        if name in ours and name not in bound and (is_needed or ours[name] is not None):
+            raise ValueError(
+                f"{name}: the model has an argument of that name, and from_numpyro has one too. Bind "
+                f"the model's own: from_numpyro(functools.partial(model, {name}=...), ...)"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +116,8 @@ class _Bound:
     ----------
     arrays
         Path of an argument's leaf to the array.
+    lists
+        Names of the arguments that are Python lists.
     """
 
     model: Callable
@@ -110,6 +126,7 @@ class _Bound:
     paths: tuple[str, ...]
     constants: dict[str, Any]
     arrays: dict[str, Any]
+    lists: tuple[str, ...]
 
     @classmethod
     def of(cls, model: Callable, args: tuple, kwargs: dict) -> "_Bound":
@@ -125,7 +142,8 @@ class _Bound:
         }
         constants = {k: x for k, x in leaves.items() if k not in arrays}
         check_leaves("argument ", constants)
-        return cls(model, signature, treedef, tuple(leaves), constants, arrays)
+        lists = tuple(name for name, x in arguments.items() if isinstance(x, list))
+        return cls(model, signature, treedef, tuple(leaves), constants, arrays, lists)
 
     @property
     def has_shapes(self) -> bool:
@@ -148,21 +166,65 @@ class _Bound:
             return handlers.trace(model).get_trace(*bound.args, **bound.kwargs)
 
     def trace(self) -> dict[str, dict]:
-        """Run the model in the abstract, on everything, from NumPyro's own start."""
+        """Run the model in the abstract, on everything, from NumPyro's own start.
+
+        Latents get two entries more, ``bijection`` and the shape of their ``unconstrained`` value.
+        """
+
+        def run(arrays: dict[str, Any]) -> None:
+            found.update(self.call(arrays, start))
+            for name, site in found.items():
+                if site["type"] == "sample" and not site["is_observed"]:
+                    site |= _unconstrained(name, site)
+
         start = importlib.import_module("numpyro.infer").init_to_uniform
         found: dict[str, dict] = {}
-        jax.eval_shape(lambda x: found.update(self.call(x, start)), unpadded(self.arrays))
+        try:
+            jax.eval_shape(run, unpadded(self.arrays))
+        except (TypeError, AttributeError) as error:
+            if not self.lists:
+                raise
+            raise TypeError(
+                f"the model fails: {error}. Its arguments {list(self.lists)} are Python lists, which "
+                "do not compute as arrays do: pass numpy.asarray(...) of them"
+            ) from error
         return found
 
 
-def _substituted(values: dict[str, Any], sizes: dict[str, int], msg: dict) -> Any:
+def _unconstrained(name: str, site: dict) -> dict[str, Any]:
+    """Return a latent's bijection, and the shape of its unconstrained value."""
+    support = site["fn"].support
+    if support.is_discrete:
+        raise ValueError(
+            f"site {name!r} is discrete (support {support}) and not observed: HMC moves "
+            "through continuous space. Sum it out of the likelihood, or observe it"
+        )
+    bijection, shape = bijection_for(name, f"site {name!r}", site["fn"], _shape(site))
+    if isinstance(bijection, ByModel) and "_scan_current_index" in site["infer"]:
+        raise ValueError(
+            f"site {name!r}: its support {support} depends on other values of a scan. Sample it on a "
+            "fixed support, and scale it in the model"
+        )
+    return {"bijection": bijection, "unconstrained": shape}
+
+
+def _shape(msg: dict) -> tuple[int, ...]:
+    """Shape of a site's value; a plate has made ``sample_shape`` a part of the distribution's own."""
+    return (*msg["kwargs"].get("sample_shape", ()), *msg["fn"].shape())
+
+
+def _substituted(evaluate: "_Evaluate", values: dict[str, Any], sizes: dict, msg: dict) -> Any:
     """Return a message's value: rows of a resized plate, a latent's value; None leaves it alone."""
+    name = msg["name"]
     if msg["type"] == "plate":
-        return jnp.arange(sizes[msg["name"]]) if msg["name"] in sizes else None
-    if msg["type"] != "sample" or msg["name"] not in values:
+        return jnp.arange(sizes[name]) if name in sizes else None
+    if msg["type"] != "sample" or name not in values:
         return None
-    value, index = values[msg["name"]], msg["infer"].get("_scan_current_index")
-    return value if index is None or value.ndim <= len(msg["fn"].shape()) else value[index]
+    if name in evaluate.by_model:
+        with jax.numpy_rank_promotion("allow"):
+            return bijection_of(f"site {name!r}", msg["fn"])(values[name])
+    value, index = values[name], msg["infer"].get("_scan_current_index")
+    return value if index is None or value.ndim <= len(_shape(msg)) else value[index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,20 +237,23 @@ class _Evaluate:
         Site to the axis that the rows of its sharded plate are in NumPyro's shapes.
     plate_of
         Site to its sharded plate.
+    by_model
+        Latents that come unconstrained, as their support depends on other values.
     """
 
     bound: _Bound
     row_axis: dict[str, int]
     plate_of: dict[str, str]
+    by_model: tuple[str, ...]
 
     def __call__(self, values: dict, arrays: dict, sizes: dict, wanted: tuple) -> dict[str, jax.Array]:
         trace = self.trace(values, arrays, sizes)
         with jax.numpy_rank_promotion("allow"):
-            return {name: self._log_prob(name, trace, sizes) for name in wanted}
+            return {name: self._log_prob(name, values, trace, sizes) for name in wanted}
 
     def trace(self, values: dict, arrays: dict, sizes: dict) -> dict[str, dict]:
         """Run the model with constrained values whose rows come first."""
-        return self.bound.call(arrays, partial(_substituted, self.as_numpyro(values), sizes))
+        return self.bound.call(arrays, partial(_substituted, self, self.as_numpyro(values), sizes))
 
     def as_numpyro(self, values: dict) -> dict[str, jax.Array]:
         """Move the rows from the first axis to where NumPyro has them."""
@@ -197,13 +262,22 @@ class _Evaluate:
             name: jnp.moveaxis(x, 0, axes[name]) if name in axes else x for name, x in values.items()
         }
 
-    def _log_prob(self, name: str, trace: dict[str, dict], sizes: dict) -> jax.Array:
+    def rows_first(self, values: dict) -> dict[str, jax.Array]:
+        """Undo `as_numpyro`."""
+        axes = self.row_axis
+        return {n: jnp.moveaxis(x, axes[n], 0) if n in axes else x for n, x in values.items()}
+
+    def _log_prob(self, name: str, values: dict, trace: dict[str, dict], sizes: dict) -> jax.Array:
         site, plate = trace[name], self.plate_of.get(name)
         out = log_prob(site["fn"], site["value"])
         if site["scale"] is not None:
             # A plate of a fixed size takes a block for a subsample, and scales it up.
             taken = sizes[plate] / trace[plate]["args"][0] if plate and plate in sizes else 1.0
             out = site["scale"] * taken * out
+        if name in self.by_model:
+            bijection = bijection_of(f"site {name!r}", site["fn"])
+            x = self.as_numpyro({name: values[name]})[name]
+            out = out + log_jacobian_of(bijection, x, site["value"], out.ndim)
         return jnp.moveaxis(out, self.row_axis[name], 0) if plate else out
 
 
@@ -291,18 +365,17 @@ def _blocks(bound: _Bound, sites: dict, sharded: dict) -> Blocks:
         if frame is not None
     }
     plate_of = {name: frame.name for name, frame in frames.items() if frame is not None}
-    bijections = {n: _bijection(n, s) for n, s in sampled.items() if not s["is_observed"]}
+    bijections = {n: s["bijection"] for n, s in sampled.items() if not s["is_observed"]}
+    by_model = tuple(n for n, b in bijections.items() if isinstance(b, ByModel))
     facts = tuple(
-        Site(
-            n, plate_of.get(n), _latent(s, bijections[n], row_axis.get(n)) if n in bijections else None
-        )
+        Site(n, plate_of.get(n), _latent(s, row_axis.get(n)) if n in bijections else None)
         for n, s in sampled.items()
     )
     over = {name: axes for name, (_, axes) in sharded.items()}
     return Blocks(
         name=getattr(bound.model, "__name__", type(bound.model).__name__),
         # Functions of the target hold it, and take the arrays as arguments.
-        evaluate=_Evaluate(replace(bound, arrays={}), row_axis, plate_of),
+        evaluate=_Evaluate(replace(bound, arrays={}), row_axis, plate_of, by_model),
         sites=facts,
         args=bound.arrays,
         plate_of_leaf=rows_of_plates(bound.arrays, num_rows, over),
@@ -323,20 +396,9 @@ def _frame(name: str, site: dict, sharded: dict) -> Any:
     return frames[0] if frames else None
 
 
-def _bijection(name: str, site: dict) -> Any:
-    """Return the bijection onto a latent's support."""
-    support = site["fn"].support
-    if support.is_discrete:
-        raise ValueError(
-            f"site {name!r} is discrete (support {support}) and not observed: HMC moves "
-            "through continuous space. Sum it out of the likelihood, or observe it"
-        )
-    return bijection_onto(f"site {name!r}", support)
-
-
-def _latent(site: dict, bijection: Any, row_axis: int | None) -> jax.ShapeDtypeStruct:
+def _latent(site: dict, row_axis: int | None) -> jax.ShapeDtypeStruct:
     """Shape of a latent's unconstrained value, its rows first."""
-    shape = list(bijection.inverse_shape(site["fn"].shape()))
+    shape = list(site["unconstrained"])
     if row_axis is not None:
         shape.insert(0, shape.pop(row_axis))
     return jax.ShapeDtypeStruct(tuple(shape), site["value"].dtype)
@@ -345,18 +407,19 @@ def _latent(site: dict, bijection: Any, row_axis: int | None) -> jax.ShapeDtypeS
 def _with_derived(bound: _Bound, blocks: Blocks, target: Posterior, sites: dict) -> Posterior:
     """Add what `Draws` keep besides the latents, and the shapes of those."""
     latents = tuple((s.name, s.latent) for s in blocks.sites if s.latent is not None)
-    names = tuple(name for name, site in sites.items() if site["type"] == "deterministic")
+    by_model = blocks.evaluate.by_model
+    names = tuple(n for n, s in sites.items() if s["type"] == "deterministic" or n in by_model)
     derived = of_model(DOOR, partial(_derived, blocks.evaluate, names), bound.arrays)
     return tree.replace(target, latents=latents, derived=derived if names else None)
 
 
 def _derived(evaluate: Any, names: tuple, arrays: dict, params: dict) -> dict[str, jax.Array]:
     trace = evaluate.trace(params, unpadded(arrays), {})
-    return {name: jnp.asarray(trace[name]["value"]) for name in names}
+    return evaluate.rows_first({name: jnp.asarray(trace[name]["value"]) for name in names})
 
 
 def _draw(evaluate: Any, names: tuple, arrays: dict, rng_key: jax.Array) -> dict[str, jax.Array]:
-    """Draw the latents from their prior: constrained values, rows first."""
+    """Draw the latents from their prior: unconstrained values, rows first."""
 
     def look(msg: dict) -> None:
         if msg["type"] == "sample":
@@ -367,10 +430,12 @@ def _draw(evaluate: Any, names: tuple, arrays: dict, rng_key: jax.Array) -> dict
         trace = evaluate.bound.call(unpadded(arrays), look, rng_key)
     except NotImplementedError as error:
         raise cannot_draw(f"site {looked_at[-1]['name']!r}", looked_at[-1]["fn"]) from error
-    drawn = {name: jnp.asarray(trace[name]["value"]) for name in names}
-    return {
-        n: jnp.moveaxis(x, evaluate.row_axis.get(n, 0), 0) if x.ndim else x for n, x in drawn.items()
-    }
+    drawn = {}
+    for name in names:
+        bijection = bijection_of(f"site {name!r}", trace[name]["fn"])
+        with jax.numpy_rank_promotion("allow"):
+            drawn[name] = jnp.asarray(bijection.inv(trace[name]["value"]))
+    return evaluate.rows_first(drawn)
 
 
 def _check_support(bound: _Bound, blocks: Blocks, target: Posterior) -> None:

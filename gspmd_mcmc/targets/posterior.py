@@ -34,7 +34,7 @@ class Posterior:
         ``log_prior(params) -> summands``: a tree of arrays whose elements add up to the log prior of
         the shared parameters; local ones (`Plate`) are not in ``params``. An array the shape of a
         latent (best: differences are then taken element by element), or scalars. None where all
-        latents are local.
+        latents are local; a flat prior is said, ``lambda params: jnp.zeros(())``.
     plates
         One `Plate` or more.
     transform
@@ -210,6 +210,9 @@ class Posterior:
 
 
 def _no_prior(params: PyTree) -> PyTree:
+    names = (tree.path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
     raise ValueError(
-        f"Posterior: log_prior is None, but there are shared parameters: {jax.tree.structure(params)}"
+        f"log_prior: it is None, but rows share the latents {', '.join(names)}, which would be flat, "
+        "and perhaps improper. Write their log prior; where flat is meant, say so: "
+        "log_prior=lambda params: jnp.zeros(())"
     )

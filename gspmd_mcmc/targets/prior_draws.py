@@ -15,7 +15,7 @@ _NAME = "_prior_draw"
 
 
 def with_prior(target: Posterior, draw: Partial) -> Posterior:
-    """Return a copy of the target that remembers ``draw(rng_key) -> constrained latents by name``."""
+    """Return a copy of the target that remembers ``draw(rng_key) -> unconstrained latents by name``."""
     return tree.replace(target, **{_NAME: draw})
 
 

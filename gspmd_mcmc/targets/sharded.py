@@ -234,6 +234,8 @@ def _check_axis(axis: Any, mesh: Mesh | None) -> None:
     axes = (axis,) if isinstance(axis, str) else axis
     if not isinstance(axes, tuple | list) or not axes or not all(isinstance(a, str) for a in axes):
         raise TypeError(f"Sharded: axis: expected the name of a mesh axis, or names, got {axis!r}")
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"Sharded: axis: expected each mesh axis once, got {axis!r}")
     if mesh is None:
         return
     auto_mesh("Sharded: mesh", mesh)
