@@ -132,7 +132,7 @@ def posterior(way="dict", num_devices=8):
     return gm.Posterior(lambda x: log_prior(unpack(x)), plate, bijections=of)
 
 
-def position(dtype=np.float32):
+def position(dtype: Any = np.float32):
     rng = np.random.default_rng(1)
     return {n: jnp.asarray(0.7 * rng.normal(size=shape), dtype) for n, shape in SHAPES.items()}
 
