@@ -521,7 +521,7 @@ def rejects(name: str, target: gm.Posterior | None = None, mesh: str = "8") -> N
         check_density(name, mesh, is_double=True, target=target)
 
 
-def log_prob_that_scales_by_numpyro_s_scale(evaluate, name, trace, sizes):
+def log_prob_that_scales_by_numpyro_s_scale(evaluate, name, values, trace, sizes):
     site = trace[name]
     out = of_numpyro.log_prob(site["fn"], site["value"])
     return out if site["scale"] is None else site["scale"] * out
