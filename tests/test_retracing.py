@@ -3,6 +3,7 @@
 import gc
 import os
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -16,6 +17,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
+from gspmd_mcmc import tree
+from gspmd_mcmc.targets import independence
 
 SHORT = {"num_warmup": 100, "num_samples": 100, "progress": False}
 mu = 0.0
@@ -119,3 +122,35 @@ def test_a_cell_of_a_notebook_changed_and_run_again_is_sampled():
         cells[0].source = SET.format(10.0)
         assert abs(run(0, 2) - 10) < 1
         assert abs(run(0, 1, 2) - 10) < 1
+
+
+@tree.pytree
+@dataclass(frozen=True, eq=False)
+class Module:
+    """As libraries of neural networks have them: its arrays are leaves, its call reads a global."""
+
+    w: jax.Array
+
+    def __call__(self, x):
+        return -0.5 * jnp.sum(self.w * (x - mu) ** 2)
+
+
+def test_what_a_modules_call_reads_counts(monkeypatch):
+    target = gm.LogDensity(Module(jnp.ones(1)))
+    grad = jax.jit(gm.LogDensity.grad)
+    assert float(grad(target, jnp.float32(0.0))) == 0.0
+    monkeypatch.setitem(globals(), "mu", 10.0)
+    assert float(grad(target, jnp.float32(0.0))) == 10.0
+
+
+def row_term(x):
+    return x
+
+
+def test_rows_are_tried_again_once_a_function_has_changed(monkeypatch):
+    plate = gm.Plate(lambda p, rows: -0.5 * (row_term(rows) - p) ** 2, jnp.arange(16.0))
+    target = gm.Posterior(lambda p: -0.5 * p**2, plate)
+    independence.check_rows(target, jnp.float32(1.0))
+    monkeypatch.setitem(globals(), "row_term", lambda x: x - x.mean())
+    with pytest.raises(independence.CoupledRows, match="depends on the rows beside it"):
+        independence.check_rows(target, jnp.float32(1.0))

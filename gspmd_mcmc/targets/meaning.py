@@ -5,10 +5,7 @@ another meaning once a global, a closure, a field or an entry that it reads has 
 """
 
 import enum
-import pickle
-import sys
 import types
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Set
@@ -18,6 +15,22 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from gspmd_mcmc.targets.contents import (
+    Same,
+    digest_of,
+    ids,
+    ids_of_items,
+    is_code,
+    is_data,
+    is_dunder,
+    is_frozen,
+    is_leaf,
+    is_of_python,
+    is_value,
+    of_jax_array,
+    pickle_of,
+    unboxed,
+)
 from gspmd_mcmc.targets.reads import (
     MISSING,
     Names,
@@ -30,13 +43,9 @@ from gspmd_mcmc.targets.reads import (
     part_of,
     reads_of,
 )
-from gspmd_mcmc.tree import is_traced
 
 MOST_OBJECTS = 20_000  # what is beyond is compared by identity
-_SMALL_BYTES = 1 << 12
-_CONTENT_BYTES = 1 << 20  # of a jax array, which cannot change where it lies
 _PLAIN = (bool, int, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
-_VALUES = sys.stdlib_module_names | {"jax", "jaxlib"}  # what compares by value there does not change
 _WRAPPERS = (property, staticmethod, classmethod)
 
 
@@ -92,21 +101,6 @@ class Look:
         return all(look() == seen for look, seen in self._contents)
 
 
-class _Same:
-    """Something that is compared by identity."""
-
-    __slots__ = ("thing",)
-
-    def __init__(self, thing: Any):
-        self.thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.thing is self.thing
-
-    def __hash__(self) -> int:
-        return id(self.thing)
-
-
 class _Walk:
     """Goes through all that a root reads, breadth first; of objects only attributes that code names."""
 
@@ -121,6 +115,7 @@ class _Walk:
         self._queue: deque[tuple[str, Any, int]] = deque()
         self._names: set[str] = set()
         self._is_dynamic = False
+        self._constant: set[int] = set()  # of dicts that need no look
         self._of_leaves: set[type] = set()  # classes of objects that are leaves of pytrees
         self._by_name: list[tuple[str, Any, int, set[str]]] = []  # where, object, number, names done
         self.entries.append(self._ref("", root))
@@ -138,7 +133,7 @@ class _Walk:
         if number is None:
             number = self._numbers[id(node)] = len(self._numbers)
             if number > MOST_OBJECTS:
-                return _Same(node)
+                return Same(node)
             self.alive.append(node)
             self._queue.append((where, node, number))
         return number
@@ -169,9 +164,10 @@ class _Walk:
         if isinstance(node, types.BuiltinFunctionType):
             owner = node.__self__
             is_plain = owner is None or isinstance(owner, types.ModuleType)
-            return (_Same(node),) if is_plain else (node.__name__, self._ref(where, owner))
+            return (Same(node),) if is_plain else (node.__name__, self._ref(where, owner))
         if isinstance(node, partial):
             parts = (unboxed(node.func), node.args, node.keywords)
+            self._constant.add(id(node.keywords))
             return ("partial", *(self._ref(where, part) for part in parts))
         if isinstance(node, _WRAPPERS):
             inner = node.fget if isinstance(node, property) else node.__func__
@@ -179,13 +175,13 @@ class _Walk:
         if isinstance(node, np.ndarray | np.generic):
             return self._array(where, node)
         if isinstance(node, jax.Array):
-            return _of_jax_array(node)
+            return of_jax_array(node)
         if isinstance(node, types.ModuleType):
             return self._module(where, node, number)
         if isinstance(node, type):
             return self._class(where, node, number)
         if isinstance(node, enum.Enum):
-            return (_Same(type(node)), node.name, self._ref(where, node.value))
+            return (Same(type(node)), node.name, self._ref(where, node.value))
         if isinstance(node, dict | types.MappingProxyType):
             return self._items(where, node) + self._object(where, node, number, is_opaque=False)
         if isinstance(node, list | tuple | deque | set | frozenset):
@@ -213,12 +209,12 @@ class _Walk:
 
     def _array(self, where: str, node: Any) -> tuple:
         if type(node) is not np.ndarray and not isinstance(node, np.generic):
-            return (_Same(type(node)), self._opaque(where, node))
+            return (Same(type(node)), self._opaque(where, node))
         if node.dtype.hasobject:
             return (node.shape, *(self._ref(where, x) for x in node.flat))
         if isinstance(node, np.generic):
             return (type(node), node.tobytes())
-        digest = self._watch(partial(_digest, node), where, node)
+        digest = self._watch(partial(digest_of, node), where, node)
         return ("ignored",) if (id(node), None) in self._ignored else digest
 
     def _module(self, where: str, node: types.ModuleType, number: int) -> tuple:
@@ -228,20 +224,21 @@ class _Walk:
 
     def _class(self, where: str, node: type, number: int) -> tuple:
         if is_library(node):
-            return (_Same(node),)
+            return (Same(node),)
         self.has_users_code = True
         self._by_name.append((where, node, number, set()))
-        special = [n for n, x in vars(node).items() if _is_dunder(n) and _is_code(x)]
+        special = [n for n, x in vars(node).items() if is_dunder(n) and is_code(x)]
         methods = [self._read(Read(f"{where}.{n}", node, vars(node).get, n)) for n in special]
         if node in self._of_leaves:
             self._of_leaves.update(node.__bases__)
         bases = [self._ref(where, base) for base in node.__bases__]
         # A program returns the classes that it was traced with; those of leaves it cannot return.
-        identity = None if node in self._of_leaves else _Same(node)
+        identity = None if node in self._of_leaves else Same(node)
         return ("class", node.__qualname__, identity, *bases, *special, *methods)
 
     def _items(self, where: str, node: Any) -> tuple:
-        self._watch(partial(_ids_of_items, node), where, node)
+        if id(node) not in self._constant:
+            self._watch(partial(ids_of_items, node), where, node)
         if (id(node), None) in self._ignored:
             return ("ignored",)
         return tuple(
@@ -250,7 +247,7 @@ class _Walk:
 
     def _elements(self, where: str, node: Iterable) -> tuple:
         if not isinstance(node, tuple | frozenset):
-            self._watch(partial(_ids, node), where, node)
+            self._watch(partial(ids, node), where, node)
         if (id(node), None) in self._ignored:
             return ("ignored",)
         ordered = sorted(node, key=repr) if isinstance(node, set | frozenset) else node
@@ -261,17 +258,20 @@ class _Walk:
         kept = attributes_of(node)
         owner = where or cls.__name__
         if not is_library(cls):
-            self._of_leaves.update([cls] if _is_leaf(node) else [])
+            self._of_leaves.update([cls] if is_leaf(node) else [])
             self._follow(owner, node, number)
             return ("object", self._ref("", cls))
         if cls.__module__.startswith("jaxlib") and "__wrapped__" in getattr(node, "__dict__", ()):
-            return (_Same(cls), self._ref(where, node.__wrapped__))  # a jitted function
-        if is_opaque and _is_value(node):
+            return (Same(cls), self._ref(where, node.__wrapped__))  # a jitted function
+        if is_opaque and is_value(node):
             return (cls, node)
-        if is_opaque and not kept:
-            return (_Same(cls), self._opaque(where, node))
-        watch = not (_is_frozen(cls) or cls.__module__.split(".")[0] in ("gspmd_mcmc", "jax", "jaxlib"))
-        return (_Same(cls), *((r.key, self._attribute(owner, r, watch)) for r in kept))
+        if is_opaque and not kept and not is_of_python(cls):
+            return (Same(cls), self._opaque(where, node))
+        package = cls.__module__.split(".")[0]
+        if package == "gspmd_mcmc":  # nobody writes to the dicts of ours
+            self._constant.update(id(r.value) for r in kept)
+        watch = not (is_frozen(cls) or package in ("gspmd_mcmc", "jax", "jaxlib"))
+        return (Same(cls), *((r.key, self._attribute(owner, r, watch)) for r in kept))
 
     def _attribute(self, owner: str, read: Read, watch: bool = True) -> Any:
         return self._read(read, part_of(owner, read.where), watch=watch)
@@ -291,7 +291,7 @@ class _Walk:
                 names = (self._names & held.keys()) - done
                 reads = [Read(f".{n}", node, held.get, n) for n in sorted(names)]
             else:
-                is_whole = self._is_dynamic or _is_data(node)
+                is_whole = self._is_dynamic or is_data(node)
                 kept = [r for r in attributes_of(node) if r.key not in done]
                 reads = [r for r in kept if is_whole or r.key in self._names]
             done.update(r.key for r in reads)
@@ -300,87 +300,7 @@ class _Walk:
 
     def _opaque(self, where: str, node: Any) -> Any:
         """Return what stands for an object that shows no attributes: its pickle, or its identity."""
-        if _pickled(node) is None:
-            return _Same(node)
-        found = self._watch(partial(_pickled, node), where, node)
+        if pickle_of(node) is None:
+            return Same(node)
+        found = self._watch(partial(pickle_of, node), where, node)
         return "ignored" if (id(node), None) in self._ignored else found
-
-
-def _ids(node: Iterable) -> list[int]:
-    return [*map(id, node)]
-
-
-def _ids_of_items(node: Any) -> tuple:
-    return [*map(id, node.values())], [*map(id, node)]
-
-
-def _digest(array: np.ndarray) -> tuple:
-    """Describe an array by its numbers; a large one by a hash of 64 bits."""
-    data: Any = array.tobytes()
-    if array.nbytes > _SMALL_BYTES:
-        data = hash(data)
-    return (array.dtype, array.shape, data)
-
-
-def _of_jax_array(array: jax.Array) -> tuple:
-    if is_traced(array) or not array.is_fully_addressable or array.is_deleted():
-        return (_Same(array),)
-    is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
-    with jax.ensure_compile_time_eval():
-        numbers = jax.random.key_data(array) if is_key else array
-    if numbers.nbytes > _CONTENT_BYTES:
-        return (_Same(array),)
-    is_weak = getattr(array, "weak_type", False)  # a key has none
-    kind = (str(array.dtype), array.shape, is_weak, array.sharding)
-    return (*kind, np.asarray(jax.device_get(numbers)).tobytes())
-
-
-def _pickled(node: Any) -> bytes | None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return pickle.dumps(node)
-    except Exception:  # whatever an object of unknown make raises
-        return None
-
-
-def _is_dunder(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
-
-
-def _is_code(thing: Any) -> bool:
-    return isinstance(thing, types.FunctionType | property | staticmethod | classmethod)
-
-
-def _is_leaf(node: Any) -> bool:
-    return jax.tree_util.all_leaves([node])
-
-
-def _is_data(node: Any) -> bool:
-    """Tell whether all fields of a user's object count: JAX reads those of a pytree without code."""
-    cls = type(node)
-    looks_up = any("__getattr__" in vars(c) or "__getattribute__" in vars(c) for c in cls.__mro__[:-1])
-    return hasattr(cls, "__dataclass_fields__") or looks_up or not _is_leaf(node)
-
-
-def unboxed(function: Any) -> Any:
-    """Return the function of a ``Partial``, out of the box that JAX puts a ``functools.partial`` in."""
-    return function.fun if type(function).__name__ == "_HashableCallableShim" else function
-
-
-def _is_frozen(cls: type) -> bool:
-    return getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
-
-
-def _is_value(node: Any) -> bool:
-    """Tell whether an object of the standard library or of JAX compares by value."""
-    cls = type(node)
-    if cls.__module__.split(".")[0] not in _VALUES or isinstance(node, weakref.ref):
-        return False
-    if cls.__hash__ in (None, object.__hash__) or cls.__eq__ is object.__eq__:
-        return False
-    try:
-        hash(node)
-    except Exception:  # of something that it holds
-        return False
-    return True
