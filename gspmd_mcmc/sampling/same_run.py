@@ -51,7 +51,8 @@ def require_same_run(
 def _facts(name: str, thing: Any) -> dict[str, str]:
     facts = {name: _kind(thing)}
     if dataclasses.is_dataclass(thing):
-        settings = {f.name: getattr(thing, f.name) for f in dataclasses.fields(thing)}
+        # What is not shown, as the meanings of functions, is of this process alone.
+        settings = {f.name: getattr(thing, f.name) for f in dataclasses.fields(thing) if f.repr}
         facts |= {f"{name}.{k}": repr(v) for k, v in settings.items() if isinstance(v, PLAIN)}
         # A kernel holds the target, which has its own facts.
         thing = tree.replace(thing, target=None) if "target" in settings else thing
