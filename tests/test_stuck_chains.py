@@ -361,3 +361,47 @@ def test_a_large_rhat_is_excused_by_few_draws_a_chain_alone(num_chains, num_draw
 def test_good_chains_of_a_hundred_draws_need_no_excuse():
     draws = np.random.default_rng(0).normal(size=(64, 100)).astype(np.float32)
     assert summarise({"x": draws}, {"log_density": draws}).worst().value < 1.005
+
+
+def correlated(rng, num_chains, num_draws, rho, size=8):
+    """Normal chains of which 1 draw is worth (1 - rho) / (1 + rho)."""
+    x = rng.normal(size=(num_chains, num_draws, size))
+    for i in range(1, num_draws):
+        x[:, i] = rho * x[:, i - 1] + np.sqrt(1 - rho**2) * x[:, i]
+    return x.astype(np.float32)
+
+
+def judged(draws):
+    summary = summarise({"x": draws}, {"log_density": draws[..., 0]})
+    return sum("chains do not agree" in text for text in summary.warnings), summary
+
+
+def test_short_chains_that_agree_are_not_said_to_disagree():
+    """Four draws are worth one: R-hat is 1.015 in 200 draws, of chains without any fault."""
+    for seed in range(5):
+        warned, summary = judged(correlated(np.random.default_rng(seed), 64, 200, 0.6))
+        assert summary.worst().value > advice.MOST_RHAT
+        assert not warned
+        assert any("only because chains are short" in note for note in summary.notes)
+
+
+@pytest.mark.parametrize("fault", ["one chain elsewhere", "two halves", "drift", "slow"])
+def test_short_chains_that_disagree_are_told_of(fault):
+    """The same chains: one of 64 off by 3 sd, half by 0.8, all drift by 0.8, 40 draws are worth one."""
+    for seed in range(5):
+        x = correlated(np.random.default_rng(seed), 64, 200, 0.95 if fault == "slow" else 0.6)
+        if fault == "one chain elsewhere":
+            x[0, :, 3] += 3
+        elif fault == "two halves":
+            x[:32, :, 3] += 0.8
+        elif fault == "drift":
+            x[..., 3] += np.linspace(0, 0.8, 200, dtype=np.float32)
+        warned, summary = judged(x)
+        assert warned
+        assert fault == "slow" or any("x[3]" in text for text in summary.warnings)
+
+
+def test_few_chains_are_judged_by_rhat_as_ever():
+    warned, summary = judged(correlated(np.random.default_rng(0), 4, 200, 0.6))
+    assert warned
+    assert not summary.notes

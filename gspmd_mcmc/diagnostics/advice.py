@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gspmd_mcmc.diagnostics.energy import bfmi
-from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS
+from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS, LONGEST_CORRELATION
 
 MOST_RHAT = 1.01
 LEAST_BFMI = 0.3
@@ -21,7 +21,6 @@ LEAST_ACCEPTANCE = 0.1
 MOST_SATURATED = 0.01  # share of trajectories that reached their largest depth
 MANY_CHAINS = 32
 LEAST_TO_SETTLE = 100  # draws of a chain from which on R-hat has no excuse, and a start stands out
-LONGEST_CORRELATION = 10  # draws, in which those of a short chain may be taken for one
 MOST_NAMED = 4  # chains, or numbers, that a warning names
 
 
@@ -214,7 +213,7 @@ def on_rhat(
     Parameters
     ----------
     name
-        Which R-hat it is, "rhat" or "nested_rhat".
+        Which R-hat it is, "rhat", "rhat_beyond_noise" or "nested_rhat".
     count, size
         How many of how many numbers are over the limit.
     worst
@@ -232,6 +231,16 @@ def on_rhat(
     is_excused = num_draws < LEAST_TO_SETTLE and worst[0][1] <= 1 + LONGEST_CORRELATION / num_draws
     is_excused &= name == "rhat" and num_chains >= MANY_CHAINS
     return f"{found} {MANY_SHORT}" if is_excused else found
+
+
+def on_noise(count: int) -> str:
+    """Note of how many numbers R-hat is over its limit by noise; empty if of none."""
+    if not count:
+        return ""
+    return (
+        f"R-hat of {count} numbers is over {MOST_RHAT} only because chains are short: they differ from "
+        "each other no more than each, in its halves, from itself."
+    )
 
 
 def on_ess(what: str, limit: float, count: int, size: int, worst: Sequence[tuple[str, float]]) -> str:

@@ -8,6 +8,8 @@ from gspmd_mcmc.diagnostics.ranks import folded, has_nan, scored, split
 from gspmd_mcmc.tree import PyTree
 
 LEAST_DRAWS = 4
+LONGEST_CORRELATION = 10  # draws, in which those of a short chain may be taken for one
+MOST_NOISE = 4.0  # standard errors
 
 
 def rhat(draws: PyTree) -> PyTree:
@@ -45,6 +47,37 @@ def column_rhat(x: jax.Array) -> jax.Array:
     # Draws of two values have one distance from the median, and then no folded R-hat.
     largest = jnp.fmax(scale_reduction(bulk.scores), scale_reduction(tail.scores))
     return jnp.where(has_nan(x), jnp.nan, largest)
+
+
+def column_rhat_beyond_noise(x: jax.Array) -> jax.Array:
+    """R-hat [...] of draws [chains, draws, ...] where chains disagree, and 1 where they are but short.
+
+    The mean of a short chain is noisy: of t draws that are worth one, R-hat of N draws is about
+    1 + (t - 1) / N, however well chains agree. So much is forgiven where chains differ hardly more from
+    each other than each, in its halves, from itself, and the halves show no common drift. Then what
+    disagreement there may be is less than the Monte Carlo error that ESS tells of.
+    """
+    if x.shape[1] < LEAST_DRAWS:
+        return nan_columns(x)
+    halves = split(x)
+    bulk = scored(halves)
+    tail = scored(folded(halves, bulk.ordered))
+    largest = jnp.fmax(*(_beyond_noise(s.scores, x.shape[1]) for s in (bulk, tail)))
+    return jnp.where(has_nan(x), jnp.nan, largest)
+
+
+def _beyond_noise(x: jax.Array, num_draws: int) -> jax.Array:
+    """R-hat [...] of half chains [2 x chains, ...], 1 where their noise explains it."""
+    found = scale_reduction(x)
+    means = jnp.mean(x, axis=1)
+    change, total = means[1::2] - means[::2], means[1::2] + means[::2]
+    own = jnp.var(change, axis=0, ddof=1)
+    # The logarithm of a ratio of two variances of n means has a variance of 4 / (n - 1).
+    disagreement = jnp.log(jnp.var(total, axis=0, ddof=1) / own) * jnp.sqrt(len(change) - 1) / 2
+    drift = jnp.mean(change, axis=0) / jnp.sqrt(own / len(change))
+    is_noise = (disagreement <= MOST_NOISE) & (jnp.abs(drift) <= MOST_NOISE)
+    is_noise &= found <= 1 + LONGEST_CORRELATION / num_draws
+    return jnp.where(is_noise, 1, found)
 
 
 def scale_reduction(x: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from gspmd_mcmc.diagnostics.columns import per_leaf
 from gspmd_mcmc.diagnostics.ess import column_ess_bulk, column_ess_tail
 from gspmd_mcmc.diagnostics.mcse import column_mcse_mean, column_mcse_sd, column_mean, column_sd
 from gspmd_mcmc.diagnostics.quantiles import column_quantile
-from gspmd_mcmc.diagnostics.rhat import column_rhat
+from gspmd_mcmc.diagnostics.rhat import column_rhat, column_rhat_beyond_noise
 from gspmd_mcmc.tree import PyTree
 
 COPIES = 22  # see `per_leaf`
@@ -26,6 +26,7 @@ class Statistics(NamedTuple):
     ess_bulk: PyTree
     ess_tail: PyTree
     rhat: PyTree
+    rhat_beyond_noise: PyTree
 
 
 def statistics(draws: PyTree) -> Statistics:
@@ -47,4 +48,5 @@ def column_statistics(x: jax.Array) -> Statistics:
         ess_bulk=column_ess_bulk(x),
         ess_tail=column_ess_tail(x),
         rhat=column_rhat(x),
+        rhat_beyond_noise=column_rhat_beyond_noise(x),
     )

@@ -72,6 +72,9 @@ class Summary:
         Monte Carlo errors, the quantiles at 5 % and 95 %, effective sample sizes, R-hat.
     nested_rhat
         Nested R-hat likewise, if superchains were asked for; else None.
+    rhat_beyond_noise
+        R-hat where chains disagree, and 1 where R-hat is large as chains are short, and no more: they
+        differ from each other as each does in its halves. Judged of 32 chains and more, from 100 draws.
     log_density
         The same statistics of the log density, scalars by name.
     warnings
@@ -98,6 +101,7 @@ class Summary:
     ess_bulk: PyTree
     ess_tail: PyTree
     rhat: PyTree
+    rhat_beyond_noise: PyTree
     nested_rhat: PyTree
     log_density: dict[str, float]
     warnings: list[str]
@@ -190,7 +194,7 @@ def summarise(
     compute = partial(_statistics, num_superchains=num_superchains)
     with jax.numpy_dtype_promotion("standard"):  # statistics rely on it; a user's may be strict
         found = by_name(compute, named | {own_name: stats["log_density"]})
-    limits = _limits(num_chains, num_superchains)
+    limits = _limits(num_chains, num_draws, num_superchains)
     leaves = [_leaf(name, found[name], limits) for name in (*named, own_name)]
     rows = sorted((row for leaf in leaves[:-1] for row in leaf.rows), key=lambda row: row.order)
     log_density = leaves[-1].rows[0]
@@ -210,7 +214,7 @@ def summarise(
         **{"nested_rhat": None} | trees,
         log_density=log_density.values,
         warnings=warnings,
-        notes=[note] if note else [],
+        notes=[text for text in (note, advice.on_noise(_num_excused(leaves, limits))) if text],
         rows=[*rows[:max_rows], log_density],
         num_left_out=sum(row.size for row in rows[max_rows:]),
         num_chains=num_chains,
@@ -228,6 +232,17 @@ def _rhat_before(moves: Sequence[Any], log_density: Any) -> float:
     return float(rhat(seen))
 
 
+def _num_excused(leaves: list[_Leaf], limits: dict[str, float]) -> int:
+    """Count the numbers whose R-hat is over its limit by the noise of short chains alone."""
+    if "rhat_beyond_noise" not in limits:
+        return 0
+    over, beyond = (
+        sum(leaf.num_beyond(name, advice.MOST_RHAT) for leaf in leaves)
+        for name in ("rhat", "rhat_beyond_noise")
+    )
+    return over - beyond
+
+
 def _statistics(draws: PyTree, num_superchains: int | None) -> dict[str, PyTree]:
     """Return the trees of all statistics by name."""
     found = statistics(draws)._asdict()
@@ -238,10 +253,12 @@ def _statistics(draws: PyTree, num_superchains: int | None) -> dict[str, PyTree]
     return {**found, "nested_rhat": function(draws, num_superchains)}
 
 
-def _limits(num_chains: int, num_superchains: int | None) -> dict[str, float]:
+def _limits(num_chains: int, num_draws: int, num_superchains: int | None) -> dict[str, float]:
     """Return the limit of each statistic that is judged."""
     size = advice.least_ess(num_chains)
     judged = "rhat" if num_superchains is None else "nested_rhat"
+    if judged == "rhat" and num_chains >= advice.MANY_CHAINS and num_draws >= advice.LEAST_TO_SETTLE:
+        judged = "rhat_beyond_noise"
     return {"mean": 0.0, judged: advice.MOST_RHAT, "ess_bulk": size, "ess_tail": size}
 
 
