@@ -65,6 +65,7 @@ def pytest_collection_finish():
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
     gc.collect()
     gc.freeze()  # hundreds of thousands of objects that were imported
+    gc.set_threshold(100_000, 50, 100)  # JAX makes many objects as it traces, and few are in cycles
 
 
 @pytest.fixture(autouse=True, scope="session")
