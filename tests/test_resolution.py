@@ -1,15 +1,18 @@
-"""A log density too large for its floating-point numbers is told of, and one that is not is not."""
+"""Log densities too large for their numbers, and draws at a support's rounded edge, are told of."""
 
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
+from numpyro.distributions import transforms
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.sampling.errors import SamplingWarning
-from gspmd_mcmc.targets.resolution import on_coarse_terms
+from gspmd_mcmc.targets.resolution import on_coarse_terms, on_rounded_bijections
 
 
 def added_up(x):
@@ -93,3 +96,64 @@ def test_sample_warns(fn, is_told):
             progress=False,
         )
     assert any("numbers lie 8 apart" in str(w.message) for w in caught) == is_told
+
+
+# Draws at the edge of a support, of 2,000 exact ones.
+
+SUPPORTS = {
+    "Dirichlet(0.1)": (dist.Dirichlet(jnp.full(5, 0.1)), True),
+    "Dirichlet(1)": (dist.Dirichlet(jnp.ones(5)), False),
+    "Beta(0.1, 0.1)": (dist.Beta(0.1, 0.1), True),
+    "Beta(1, 1)": (dist.Beta(1.0, 1.0), False),
+    "probability near 1": (dist.Beta(1e6, 1.0), True),
+    "half Cauchy": (dist.HalfCauchy(1.0), False),
+    "tiny, but not rounded": (dist.LogNormal(-40.0, 1.0), False),
+    "correlations": (dist.LKJCholesky(4, 1.0), False),
+    "normal": (dist.Normal(0.0, 1.0), False),
+}
+
+
+def latent(d):
+    def model():
+        numpyro.sample("x", d)
+
+    return gm.from_numpyro(model)
+
+
+@pytest.mark.parametrize("name", SUPPORTS)
+def test_draws_at_a_rounded_edge_are_told_of(name):
+    """Of Beta(0.1, 0.1) a tenth is nearer to 1 than float32 can be."""
+    d, is_told = SUPPORTS[name]
+    draws = d.sample(jax.random.key(0), (4, 500))
+    said = on_rounded_bijections(latent(d), {"x": draws})
+    assert ("['x']" in said and "float64" in said) == is_told
+
+
+def test_float64_has_room_at_the_edge():
+    with jax.enable_x64(True):
+        d = dist.Dirichlet(jnp.full(5, 0.3))
+        draws = d.sample(jax.random.key(0), (4, 500))
+        assert on_rounded_bijections(latent(d), {"x": draws}) == ""
+
+
+def test_sample_tells_of_draws_at_the_edge_and_leaves_what_a_function_collected_alone():
+    def said(**options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", SamplingWarning)
+            target = latent(dist.Beta(0.05, 0.05))
+            counts = {"num_warmup": 300, "num_samples": 300, "progress": False}
+            gm.sample(jax.random.key(0), target, **counts, **options)
+        return any("at the edge of its support" in str(w.message) for w in caught)
+
+    assert said()
+    assert not said(collect=lambda position, info: {"x": position["x"] * 0 + 1.0})
+
+
+def test_a_distribution_that_remembers_its_inverse_means_the_same():
+    """A transform of NumPyro keeps a weak reference to its inverse once it was asked for."""
+    base = dist.Normal(0.0, 1.0).expand([4]).to_event(1)
+    d = dist.TransformedDistribution(base, transforms.OrderedTransform())
+    target = latent(d)
+    assert d.transforms[0].inv is not None
+    draws = gm.sample(jax.random.key(0), target, num_warmup=20, num_samples=5, progress=False)
+    assert np.all(np.diff(draws.position["x"]) > 0)

@@ -378,3 +378,14 @@ def test_draws_that_are_no_real_numbers_are_named(draws):
     position = {"z": np.zeros((CHAINS, DRAWS), np.complex64)}
     with pytest.raises(TypeError, match=r"\['z'\].*complex"):
         dataclasses.replace(draws, position=position).summary()
+
+
+@pytest.mark.parametrize(("offset", "is_told"), [(1e7, True), (1e4, False), (0.0, False)])
+@pytest.mark.parametrize("size", [3, 2000])
+def test_draws_as_coarse_as_their_numbers_are_told_of(offset, is_told, size):
+    x = (np.random.default_rng(0).normal(size=(4, 100, size)) + offset).astype(np.float32)
+    x[..., 0] = 1e7  # all equal, as the diagonal of a correlation matrix: nothing is rounded
+    summary = summarise({"x": jnp.asarray(x)}, {"log_density": x[..., 1] + np.float32(1e9)})
+    told = [text for text in summary.warnings if "distance of floating-point numbers" in text]
+    assert bool(told) == is_told
+    assert all(f"of {size - 1} numbers" in text for text in told)

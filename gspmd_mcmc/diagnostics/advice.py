@@ -16,6 +16,7 @@ from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS, LONGEST_CORRELATION
 
 MOST_RHAT = 1.01
 LEAST_BFMI = 0.3
+LEAST_SPACINGS = 10.0  # of floating-point numbers, in a standard deviation
 ACCEPTANCE_SPREAD = 0.15
 LEAST_ACCEPTANCE = 0.1
 MOST_SATURATED = 0.01  # share of trajectories that reached their largest depth
@@ -250,6 +251,15 @@ def on_ess(what: str, limit: float, count: int, size: int, worst: Sequence[tuple
         f"{what} ESS is under {limit:.0f} for {count} of {size} numbers, least "
         f"{_numbers(worst, '.0f')}: {less_sure}, and R-hat itself, are not to be relied on yet. Draw "
         "more."
+    )
+
+
+def on_spacing(count: int, worst: Sequence[tuple[str, float]]) -> str:
+    """Warn of draws that differ by hardly more than their floating-point numbers can."""
+    return (
+        f"the standard deviation of {count} numbers is under {LEAST_SPACINGS:.0f} times the distance "
+        f"of floating-point numbers of their size, least {_numbers(worst, '.1f')} times: steps are "
+        "rounded, and draws may be wrong. Subtract an offset from these latents, or use float64."
     )
 
 

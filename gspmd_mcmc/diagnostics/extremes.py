@@ -10,7 +10,7 @@ import numpy as np
 # What is judged, and the sign that makes the worst the largest. A mean is bad if it is not finite.
 SIGNS = {
     **{"nested_rhat": 1.0, "rhat": 1.0, "rhat_beyond_noise": 1.0},
-    **{"ess_bulk": -1.0, "ess_tail": -1.0, "mean": 1.0},
+    **{"ess_bulk": -1.0, "ess_tail": -1.0, "spacings": -1.0, "mean": 1.0},
 }
 
 

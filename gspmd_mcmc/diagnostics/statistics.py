@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from gspmd_mcmc.diagnostics.columns import per_leaf
 from gspmd_mcmc.diagnostics.ess import column_ess_bulk, column_ess_tail
@@ -15,7 +16,11 @@ COPIES = 22  # see `per_leaf`
 
 
 class Statistics(NamedTuple):
-    """Statistics of columns, each a tree like the draws with leaves [...]; q5, q95 are quantiles."""
+    """Statistics of columns, each a tree like the draws with leaves [...]; q5, q95 are quantiles.
+
+    ``spacings`` is the standard deviation in distances of floating-point numbers of the mean's size;
+    infinite of draws that are all equal.
+    """
 
     mean: PyTree
     sd: PyTree
@@ -27,6 +32,7 @@ class Statistics(NamedTuple):
     ess_tail: PyTree
     rhat: PyTree
     rhat_beyond_noise: PyTree
+    spacings: PyTree
 
 
 def statistics(draws: PyTree) -> Statistics:
@@ -38,9 +44,11 @@ def statistics(draws: PyTree) -> Statistics:
 
 def column_statistics(x: jax.Array) -> Statistics:
     """Statistics [...] of draws [chains, draws, ...]."""
+    mean, sd = column_mean(x), column_sd(x)
+    spacing = jnp.abs(mean) * jnp.finfo(x.dtype).eps
     return Statistics(
-        mean=column_mean(x),
-        sd=column_sd(x),
+        mean=mean,
+        sd=sd,
         mcse_mean=column_mcse_mean(x),
         mcse_sd=column_mcse_sd(x),
         q5=column_quantile(x, 0.05),
@@ -49,4 +57,5 @@ def column_statistics(x: jax.Array) -> Statistics:
         ess_tail=column_ess_tail(x),
         rhat=column_rhat(x),
         rhat_beyond_noise=column_rhat_beyond_noise(x),
+        spacings=jnp.where(sd > 0, sd / spacing, jnp.inf),
     )

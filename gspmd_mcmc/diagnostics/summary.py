@@ -75,6 +75,8 @@ class Summary:
     rhat_beyond_noise
         R-hat where chains disagree, and 1 where R-hat is large as chains are short, and no more: they
         differ from each other as each does in its halves. Judged of 32 chains and more, from 100 draws.
+    spacings
+        The standard deviation in distances of floating-point numbers of the mean's size.
     log_density
         The same statistics of the log density, scalars by name.
     warnings
@@ -102,6 +104,7 @@ class Summary:
     ess_tail: PyTree
     rhat: PyTree
     rhat_beyond_noise: PyTree
+    spacings: PyTree
     nested_rhat: PyTree
     log_density: dict[str, float]
     warnings: list[str]
@@ -259,7 +262,8 @@ def _limits(num_chains: int, num_draws: int, num_superchains: int | None) -> dic
     judged = "rhat" if num_superchains is None else "nested_rhat"
     if judged == "rhat" and num_chains >= advice.MANY_CHAINS and num_draws >= advice.LEAST_TO_SETTLE:
         judged = "rhat_beyond_noise"
-    return {"mean": 0.0, judged: advice.MOST_RHAT, "ess_bulk": size, "ess_tail": size}
+    spacings = {"spacings": advice.LEAST_SPACINGS}
+    return {"mean": 0.0, judged: advice.MOST_RHAT, "ess_bulk": size, "ess_tail": size} | spacings
 
 
 def _leaf(name: str, found: dict[str, Any], limits: dict[str, float]) -> _Leaf:
@@ -287,12 +291,16 @@ def _on_numbers(
     size = sum(leaf.size for leaf in leaves)
     found = []
     for statistic, limit in limits.items():
-        count = sum(leaf.num_beyond(statistic, limit) for leaf in leaves)
-        worst = [x for x in _worst_first(leaves, statistic) if is_beyond(x.value, statistic, limit)]
+        # The log density, the last, is rounded only when it is written down: kernels use its summands.
+        judged = leaves[:-1] if statistic == "spacings" else leaves
+        count = sum(leaf.num_beyond(statistic, limit) for leaf in judged)
+        worst = [x for x in _worst_first(judged, statistic) if is_beyond(x.value, statistic, limit)]
         if not count:
             continue
         if statistic == "mean":
             found.append(advice.on_not_finite(count, sorted(worst)))
+        elif statistic == "spacings":
+            found.append(advice.on_spacing(count, worst))
         elif statistic.startswith("ess"):
             found.append(advice.on_ess(statistic.removeprefix("ess_"), limit, count, size, worst))
         else:

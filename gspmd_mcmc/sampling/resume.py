@@ -86,5 +86,5 @@ def resume(
         traced = traced_with(run.phase.kernel, run.plan.adaptation)
         with traced, reserved(run.sink, is_resumed=True):
             draws = carry_out(run, checkpoints, document["every"], progress=progress, callback=callback)
-    warn_of(draws, run.plan.num_samples)
+    warn_of(draws, run.plan)
     return draws

@@ -33,7 +33,7 @@ from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import lay_out
 from gspmd_mcmc.targets.modules import is_module
-from gspmd_mcmc.targets.resolution import on_coarse_terms
+from gspmd_mcmc.targets.resolution import on_coarse_terms, on_rounded_bijections
 from gspmd_mcmc.targets.retracing import changes, traced_with
 from gspmd_mcmc.tree import PyTree, path_str
 
@@ -211,7 +211,7 @@ def sample(
         if in_company and sink is None:
             run.require_room()
         draws = carry_out(run, checkpoints, every, progress=progress, callback=callback)
-        warn_of(draws, num_samples)
+        warn_of(draws, plan)
     return draws
 
 
@@ -332,21 +332,23 @@ def _check_goes_on(draws: Draws, target: Any, kernel: Any, num_chains: int) -> N
         )
 
 
-def warn_of(draws: Draws, num_samples: int) -> None:
+def warn_of(draws: Draws, plan: Plan) -> None:
     """Say in plain words what is suspicious about a run."""
-    if draws.num_draws < num_samples:
-        message = f"stopped after {draws.num_draws} of {num_samples} draws"
+    if draws.num_draws < plan.num_samples:
+        message = f"stopped after {draws.num_draws} of {plan.num_samples} draws"
         warnings.warn(message, SamplingWarning, stacklevel=4)
     if not draws.num_draws:
         return
     names = ("acceptance_rate", "is_divergent", "log_density")
     stats = {name: np.asarray(draws.stats[name]) for name in names}
+    values = draws.position if plan.collect.func is keep_position else None
     found = (
         advice.on_acceptance(stats),
         advice.on_divergences(stats),
         advice.on_arrivals(stats["log_density"]),
         advice.on_moves(draws.moves, draws.num_chains),
         on_coarse_terms(draws.kernel.target, draws.state),
+        on_rounded_bijections(draws.kernel.target, values),
     )
     for warning in found:
         if warning:

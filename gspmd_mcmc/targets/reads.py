@@ -4,6 +4,7 @@ import dis
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,7 +129,10 @@ def _in_cell(cell: types.CellType, _: Any, default: Any) -> Any:
 
 
 def attributes_of(node: Any) -> list[Read]:
-    """Return the attributes that an object keeps, in its slots and in its dictionary."""
+    """Return the attributes that an object keeps, in its slots and in its dictionary.
+
+    Weak references of a library's objects are caches: NumPyro's transforms remember their inverses so.
+    """
     declared = [vars(c).get("__slots__", ()) for c in type(node).__mro__]
     slots = [name for s in declared for name in ((s,) if isinstance(s, str) else s)]
     found = [
@@ -139,6 +143,8 @@ def attributes_of(node: Any) -> list[Read]:
     held = getattr(node, "__dict__", None)
     if isinstance(held, dict):
         told = [n for n in held if not n.startswith("__") or n == "__wrapped__"]
+        if is_library(type(node)):
+            told = [n for n in told if not isinstance(held[n], weakref.ref)]
         found += [Read(f".{name}", held, held.get, name) for name in told]
     return found
 
