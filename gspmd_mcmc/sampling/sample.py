@@ -24,7 +24,7 @@ from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved, sink_of
 from gspmd_mcmc.sampling.layout import Layout, read_layout
 from gspmd_mcmc.sampling.memory import explained
 from gspmd_mcmc.sampling.mode import Mode
-from gspmd_mcmc.sampling.observing import ChunkReport, tell_of_small_data
+from gspmd_mcmc.sampling.observing import ChunkReport, warn_of_small_data
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.same_run import require_same_run
 from gspmd_mcmc.sampling.same_target import evaluated_anew, require_same_density
@@ -181,7 +181,7 @@ def sample(
         require_same_run("sample", mesh, target, given | {"collect": collect}, settings)
     first_step = earlier.num_steps if earlier is not None else 0
     start_key, step_key = jax.random.split(rng_key)
-    tell_of_small_data(target)
+    warn_of_small_data(target)
     folder, memory = kept_in(checkpoint), explained(target)
     traced = traced_with(kernel, adaptation)
     promoting = jax.numpy_dtype_promotion("standard")  # ours rely on it; a user's may be strict
