@@ -20,6 +20,7 @@ from gspmd_mcmc.sampling.attributes import attributes_of
 from gspmd_mcmc.sampling.collecting import keep_position, shapes_of_draw
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.errors import SamplingWarning
+from gspmd_mcmc.sampling.flat_latents import warn_of_flat_latents
 from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved, sink_of
 from gspmd_mcmc.sampling.layout import Layout, read_layout
 from gspmd_mcmc.sampling.memory import explained
@@ -204,6 +205,8 @@ def sample(
     ):
         layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
         independence.check_rows(target, states.position, chain=0)
+        if earlier is None:
+            warn_of_flat_latents(target, states, layout)
         if isinstance(initial_position, Mode) and hasattr(adaptation, "started_at_mode"):
             adaptation = adaptation.started_at_mode()
         adaptation = defaults.with_metric(adaptation, kernel, layout, states.position)
