@@ -5,6 +5,7 @@ import json
 import math
 import resource
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ def parse(description: str, out: str, *flags: tuple[str, str]) -> argparse.Names
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     for name, text in flags:
         parser.add_argument(name, action="store_true", help=text)
+    # Quick runs, and what stands in for data that are not here, are meant to be small.
+    warnings.filterwarnings("ignore", "small data on many devices")
     # A notebook passes options of its own kernel.
     options = parser.parse_args([] if "ipykernel" in sys.modules else None)
     options.out.mkdir(parents=True, exist_ok=True)

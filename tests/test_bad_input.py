@@ -450,6 +450,59 @@ def test_a_key_that_depends_on_the_layout_warns():
     assert draws.num_draws == 1
 
 
+# Settings of a run.
+
+WRONG = [
+    ("checkpoint", 3, "checkpoint: expected the path of a folder, got 3, a int"),
+    ("checkpoint", b"run", "checkpoint: expected the path of a folder"),
+    ("every", None, "every: expected a number of seconds, got None"),
+    ("every", True, "every: expected a number of seconds, got True"),
+    ("device_bytes", True, "device_bytes: expected a number of bytes or None, got True"),
+    ("progress", "no", "progress: expected True or False, got 'no'"),
+    ("collect", "w", "collect: expected a function, got str"),
+    ("callback", "log", "callback: expected a function, got str"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG)
+def test_a_setting_of_another_kind_is_refused(name, value, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        sample(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": 3}, "path: expected the path of a folder, got 3, a int"),
+        ({"num_samples": "3"}, "num_samples: expected an integer of at least 0, got '3'"),
+        ({"progress": "no"}, "progress: expected True or False, got 'no'"),
+        ({"callback": "log"}, "callback: expected a function, got str"),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused_by_resume(options, message, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=message):
+        gm.resume(**{"path": tmp_path, "target": TARGET, **options})
+
+
+@pytest.mark.parametrize("wrong", [("w",), (["w"],), (3.0,), (None, "w"), (None, 2.5), (None, -1)])
+def test_a_summary_of_no_number_of_superchains_or_rows_is_refused(wrong):
+    draws = sample(num_samples=4, kernel=gm.HMC(TARGET, 0.1, 1))
+    name = ("num_superchains", "max_rows")[len(wrong) - 1]
+    with pytest.raises((TypeError, ValueError), match=f"{name}: expected an integer"):
+        draws.summary(*wrong)
+
+
+@pytest.mark.parametrize("is_double", [False, True])
+def test_a_kernel_of_another_precision_is_refused(is_double):
+    with jax.enable_x64(is_double):
+        kernel = gm.HMC(TARGET, 0.1, 1)
+    with (
+        jax.enable_x64(not is_double),
+        pytest.raises(ValueError, match="kernel: its numbers are float.*jax_enable_x64 was switched"),
+    ):
+        sample(kernel=kernel, rng_key=jax.random.key(0))
+
+
 # Kernels.
 
 

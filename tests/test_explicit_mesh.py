@@ -3,6 +3,7 @@
 The model has a latent for each row, and rows that the mesh does not divide.
 """
 
+import warnings
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics import batch_means, energy, ess, streaming
 from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.placement.explicit import on_any_mesh
-from gspmd_mcmc.sampling.observing import tell_of_small_data
+from gspmd_mcmc.sampling.observing import warn_of_small_data
 
 AUTO = gm.make_mesh(chains=2, data=4)
 EXPLICIT = jax.make_mesh((2, 4), ("chains", "data"))
@@ -354,17 +355,27 @@ def test_a_numpyro_model():
 # Small data.
 
 
-def test_the_log_tells_of_small_data_on_many_devices(auto, caplog):
-    def warned(target):
-        caplog.clear()
-        tell_of_small_data(target)
-        return [record.getMessage() for record in caplog.records]
+def test_small_data_on_many_devices_are_warned_of_once_a_run(auto):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gm.sample(KEY, auto["target"], POSITION, kernel=hmc(auto["target"]), **RUN)
+    (warned,) = [w for w in caught if str(w.message).startswith("small data on many devices")]
+    assert issubclass(warned.category, gm.SamplingWarning) and warned.filename == __file__
+    assert "0.00 MB of rows on 4 devices" in str(warned.message)
 
-    (message,) = warned(auto["target"])
-    assert "0.00 MB of rows on 4 devices" in message
-    large = jax.ShapeDtypeStruct((1 << 19,), np.float32)
-    for data in (gm.place(large, AUTO, P("data")), jnp.asarray(Y), gm.place(Y, AUTO, P())):
-        assert warned(gm.Posterior(log_prior, gm.Plate(log_likelihood, data))) == []
+
+def test_enough_data_or_one_device_are_not_warned_of():
+    def plates(*data):
+        return gm.Posterior(log_prior, *(gm.Plate(log_likelihood, of) for of in data))
+
+    small, large = gm.place(Y, AUTO, P("data")), jax.ShapeDtypeStruct((1 << 19,), np.float32)
+    large = gm.place(large, AUTO, P("data"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for target in (plates(large), plates(large, small), plates(Y), plates(gm.place(Y, AUTO, P()))):
+            warn_of_small_data(target)
+        with pytest.raises(gm.SamplingWarning, match="small data on many devices"):
+            warn_of_small_data(plates(small))
 
 
 # Views and diagnostics.

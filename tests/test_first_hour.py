@@ -259,6 +259,11 @@ def test_a_modules_arrays_are_arguments_of_a_log_density(compiled):
     assert found[0] != found[1]
 
 
+def test_a_module_goes_by_the_name_of_its_class():
+    target = gm.LogDensity(Shifted(jnp.zeros(3), jnp.sin))
+    assert repr(target) == "LogDensity(Shifted)"
+
+
 # Progress where there is no terminal.
 
 

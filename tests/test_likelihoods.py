@@ -140,6 +140,24 @@ def test_poisson_probabilities_sum_to_one():
     np.testing.assert_allclose(total, 1, rtol=1e-5)
 
 
+# Factor models on chips, which round a product's factors: biases are to be none of them.
+
+
+def products_of(function, platform, *args):
+    """Shapes that the products of a program for a platform contract, as StableHLO writes them."""
+    text = jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    return [line.rsplit(" : (")[1] for line in text.splitlines() if "dot_general" in line]
+
+
+@pytest.mark.parametrize(("platform", "width"), [("cpu", 6), ("tpu", 4), ("cuda", 4)])
+def test_biases_are_no_columns_of_a_product_on_a_chip_that_rounds_it(platform, width):
+    args = jnp.ones((50, 4)), jnp.ones((30, 4)), jnp.ones(50), jnp.ones(30)
+    (found,) = products_of(gm.inner_products, platform, *args)
+    assert found.startswith(f"tensor<50x{width}xf32>, tensor<{width}x30xf32>")
+    derivative = jax.grad(lambda *args: jnp.sum(jnp.sin(gm.inner_products(*args))))
+    assert products_of(derivative, platform, *args)[0].startswith(f"tensor<50x{width}xf32>")
+
+
 # Memory: what a pass that returns terms and gradient holds of a tile
 
 ROWS, COLUMNS, CHAINS = 512, 1024, 2

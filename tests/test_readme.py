@@ -33,7 +33,7 @@ def test_code_blocks_run_one_after_the_other(tmp_path):
     )
     assert len(blocks) > 10
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "20001 rows + 3 pad over data=4" in done.stdout
+    assert "100001 rows + 3 pad over data=4" in done.stdout
     assert "1 all-reduce a leapfrog" in done.stdout
     assert "mesh chains=2, data=4 (8 cpu devices 0-7)" in done.stdout  # visualize
     assert "loop leapfrog, 9 times" in done.stdout  # communication

@@ -143,6 +143,94 @@ def test_what_a_modules_call_reads_counts(monkeypatch):
     assert float(grad(target, jnp.float32(0.0))) == 10.0
 
 
+shift = 0.0
+
+
+def shifted(kernel, step):
+    state, info = step
+    moved = jax.tree.map(lambda x: x + shift, state.position)
+    return kernel.init(moved), info
+
+
+@tree.pytree
+@dataclass(frozen=True, eq=False, init=False)
+class OwnStep(gm.HMC):
+    """A kernel whose step reads a global, and so is no sampler."""
+
+    def step(self, rng_key, state):
+        return shifted(self, super().step(rng_key, state))
+
+
+@tree.pytree
+@dataclass(frozen=True, eq=False, init=False)
+class OwnJittedStep(gm.HMC):
+    """One whose step is a program of its own."""
+
+    @jax.jit
+    def step(self, rng_key, state):
+        return shifted(self, gm.HMC.step(self, rng_key, state))
+
+
+@tree.pytree
+@dataclass(frozen=True, eq=False, init=False)
+class OwnInit(gm.HMC):
+    """One that begins elsewhere, and stays there."""
+
+    def init(self, position):
+        return super().init(jax.tree.map(lambda x: x + shift, position))
+
+    def step(self, rng_key, state):
+        return state, super().step(rng_key, state)[1]
+
+
+@tree.pytree
+@dataclass(frozen=True, eq=False)
+class OwnWarmup(gm.WindowAdaptation):
+    """A warm-up that tunes nothing."""
+
+    def tuned(self, kernel, state):
+        return super().tuned(kernel, state).with_step_size(1.0 + shift)
+
+    def final(self, kernel, state):
+        return self.tuned(kernel, state)
+
+
+@pytest.mark.parametrize("kernel", (OwnStep, OwnJittedStep, OwnInit))
+def test_a_users_kernel_is_what_its_methods_read_now(kernel, compiled, monkeypatch):
+    """A shift of 100 a step, or of the start, is not to be overlooked."""
+    target = gm.LogDensity(density)
+    options = {"kernel": kernel(target, 1e-3, 1), "warmup": gm.WindowAdaptation()}
+    options |= {"num_warmup": 0, "num_samples": 5, "progress": False}
+
+    def last():
+        draws = gm.sample(jax.random.key(0), target, {"x": jnp.zeros(())}, **options)
+        return float(np.asarray(draws.position["x"])[0, -1])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gm.SamplingWarning)
+        assert abs(last()) < 3
+        compiled.clear()
+        assert abs(last()) < 3 and compiled == []
+        monkeypatch.setitem(globals(), "shift", 100.0)
+        assert last() > 97
+        compiled.clear()
+        assert last() > 97 and compiled == []
+
+
+def test_a_users_warmup_is_what_its_methods_read_now(monkeypatch):
+    target = gm.LogDensity(density)
+    options = {"kernel": gm.HMC(target, 1.0, 2), "warmup": OwnWarmup(), "num_warmup": 8}
+
+    def size():
+        start = {"x": jnp.zeros(())}
+        draws = gm.sample(jax.random.key(0), target, start, **SHORT | options)
+        return float(np.asarray(draws.warmup["step_size"])[..., -1].max())
+
+    assert size() == 1.0
+    monkeypatch.setitem(globals(), "shift", -0.5)
+    assert size() == 0.5
+
+
 def row_term(x):
     return x
 

@@ -6,6 +6,8 @@ Margossian, Hoffman, Sountsov, Riou-Durand, Vehtari and Gelman, "Nested R-hat: a
 of Markov chain Monte Carlo when running many short chains", Bayesian Analysis (2024), equations 4 to 8.
 """
 
+from numbers import Integral
+
 import jax
 import jax.numpy as jnp
 
@@ -89,6 +91,8 @@ def from_moments(mean: jax.Array, variance: jax.Array, num_superchains: int) -> 
 
 def check_superchains(draws: PyTree, num_superchains: int) -> None:
     """Raise if the chains, axis 0 of every leaf, do not make equal superchains, two or more."""
+    if not isinstance(num_superchains, Integral) or isinstance(num_superchains, bool):
+        raise TypeError(f"num_superchains: expected an integer, got {num_superchains!r}")
     numbers = {x.shape[0] for x in jax.tree.leaves(draws) if x.shape}
     uneven = [n for n in sorted(numbers) if num_superchains < 2 or n % num_superchains]
     if uneven:

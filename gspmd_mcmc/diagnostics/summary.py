@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -190,6 +191,8 @@ def summarise(
     note
         What the kernel says of all its draws.
     """
+    if not isinstance(max_rows, Integral) or isinstance(max_rows, bool) or max_rows < 0:
+        raise ValueError(f"max_rows: expected an integer of at least 0, got {max_rows!r}")
     check_draws(position)
     num_chains, num_draws = np.shape(stats["log_density"])
     named = named_leaves(position)

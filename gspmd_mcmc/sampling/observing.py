@@ -4,11 +4,14 @@ import json
 import logging
 import math
 import time
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from gspmd_mcmc.sampling.errors import SamplingWarning
 
 LOGGER = logging.getLogger("gspmd_mcmc")
 LOGGER.addHandler(logging.NullHandler())
@@ -82,22 +85,22 @@ def _or_null(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def tell_of_small_data(target: Any) -> None:
-    """Log it where the rows of a plate are so few that one device would be faster than the mesh.
+def warn_of_small_data(target: Any) -> None:
+    """Warn where rows on several devices are so few that one of them would be faster.
 
-    A log record and no warning: on a mesh of small data one learns, or tests what will run on large.
+    A large plate pays for small ones beside it.
     """
-    for plate in getattr(target, "plates", ()):
-        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plate.data))
-        if plate.rows.num_blocks > 1 and num_bytes < LEAST_BYTES:
-            LOGGER.warning(
-                "%s: %.2f MB of rows on %d devices: each gradient waits for all of them longer than "
-                "one device takes for the rows, if their terms are as cheap as a regression's. Lay "
-                "chains over the mesh, make_mesh(chains=...), or take one device",
-                plate,
-                num_bytes / 1e6,
-                plate.rows.num_blocks,
-            )
+    spread = [plate for plate in getattr(target, "plates", ()) if plate.rows.num_blocks > 1]
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves([p.data for p in spread]))
+    if spread and num_bytes < LEAST_BYTES:
+        warnings.warn(
+            f"small data on many devices: {' and '.join(map(str, spread))}, {num_bytes / 1e6:.2f} MB "
+            f"of rows on {spread[0].rows.num_blocks} devices. If their terms are as cheap as a "
+            "regression's, each gradient waits for the devices longer than one of them takes for all "
+            "rows. Lay chains over the mesh, make_mesh(chains=...), or take one device",
+            SamplingWarning,
+            stacklevel=4,
+        )
 
 
 def marked(part: str) -> jax.profiler.TraceAnnotation:

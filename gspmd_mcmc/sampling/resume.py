@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.processes import spans_processes
+from gspmd_mcmc.sampling import arguments
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved
 from gspmd_mcmc.sampling.memory import explained
@@ -70,6 +71,11 @@ def resume(
     ProcessesDisagree
         If the processes of a run on several are given different things, or see no common folder.
     """
+    arguments.check_path("path", path)
+    if num_samples is not None:
+        arguments.check_counts({"num_samples": 0}, {"num_samples": num_samples})
+        num_samples = int(num_samples)
+    arguments.check_observers(progress, callback)
     mesh = common_mesh(mesh, target)
     is_there = Path(path).is_dir()
     if mesh is not None and spans_processes(mesh):

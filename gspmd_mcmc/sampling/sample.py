@@ -14,17 +14,18 @@ from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.processes import spans_processes
-from gspmd_mcmc.sampling import defaults
+from gspmd_mcmc.sampling import arguments, defaults
 from gspmd_mcmc.sampling import start as starts
 from gspmd_mcmc.sampling.attributes import attributes_of
 from gspmd_mcmc.sampling.collecting import keep_position, shapes_of_draw
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.errors import SamplingWarning
+from gspmd_mcmc.sampling.flat_latents import warn_of_flat_latents
 from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved, sink_of
 from gspmd_mcmc.sampling.layout import Layout, read_layout
 from gspmd_mcmc.sampling.memory import explained
 from gspmd_mcmc.sampling.mode import Mode
-from gspmd_mcmc.sampling.observing import ChunkReport, tell_of_small_data
+from gspmd_mcmc.sampling.observing import ChunkReport, warn_of_small_data
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.same_run import require_same_run
 from gspmd_mcmc.sampling.same_target import evaluated_anew, require_same_density
@@ -36,6 +37,8 @@ from gspmd_mcmc.targets.modules import is_module
 from gspmd_mcmc.targets.resolution import on_coarse_terms, on_rounded_bijections
 from gspmd_mcmc.targets.retracing import changes, traced_with
 from gspmd_mcmc.tree import PyTree, path_str
+
+LEAST = {"num_chains": 1, "num_warmup": 0, "num_samples": 0, "thin": 1}
 
 
 @on_any_mesh
@@ -150,15 +153,22 @@ def sample(
         If another process of the run has ended.
     """
     checks.check_outside_programs("sample", (rng_key, target, initial_position, kernel))
-    _check_counts(num_chains, num_warmup, num_samples, thin)
-    num_chains, num_warmup, num_samples = int(num_chains), int(num_warmup), int(num_samples)
-    _check_number("device_bytes", device_bytes, "of bytes or None")
-    _check_number("every", every, "of seconds")
-    _check_number("target_acceptance_rate", target_acceptance_rate, "between 0 and 1, or None")
+    counts = {"num_chains": num_chains, "num_warmup": num_warmup, "num_samples": num_samples}
+    counts["thin"] = thin
+    arguments.check_counts(LEAST, counts)
+    counts = {name: int(count) for name, count in counts.items()}
+    num_chains, num_warmup, num_samples, thin = counts.values()
+    arguments.check_number("every", every, "of seconds")
+    if device_bytes is not None:
+        arguments.check_number("device_bytes", device_bytes, "of bytes or None")
+    if target_acceptance_rate is not None:
+        rate = "between 0 and 1, or None"
+        arguments.check_number("target_acceptance_rate", target_acceptance_rate, rate)
+    if checkpoint is not None:
+        arguments.check_path("checkpoint", checkpoint)
+    arguments.check_observers(progress, callback)
     if to is not None:
         checks.require_instance("to", to, ("reserve", "check"), 'ZarrSink("draws.zarr")')
-    if callback is not None and not callable(callback):
-        raise TypeError(f"callback: expected a function, got {type(callback).__name__}")
     _check_key(rng_key)
     mesh = common_mesh(mesh, target)
     earlier = initial_position if isinstance(initial_position, Draws) else None
@@ -166,13 +176,14 @@ def sample(
         _check_goes_on(earlier, target, kernel, num_chains)
         kernel = earlier.kernel
     kernel = defaults.chosen_kernel(kernel, target, num_chains, max_tree_depth)
+    arguments.check_precision(kernel)
     tuning = {"target_acceptance_rate": target_acceptance_rate, "metric": metric}
     adaptation = defaults.chosen_warmup(warmup, kernel, num_warmup, tuning)
     initial_position = _origin(target) if initial_position is None else initial_position
 
+    if not callable(collect):
+        raise TypeError(f"collect: expected a function, got {type(collect).__name__}")
     collect = as_partial(collect)
-    counts = {"num_chains": num_chains, "num_warmup": num_warmup, "num_samples": num_samples}
-    counts["thin"] = int(thin)
     in_company = spans_processes(mesh)
     if in_company and mesh is not None:
         given = {"initial_position": initial_position, "kernel": kernel, "warmup": adaptation}
@@ -181,7 +192,7 @@ def sample(
         require_same_run("sample", mesh, target, given | {"collect": collect}, settings)
     first_step = earlier.num_steps if earlier is not None else 0
     start_key, step_key = jax.random.split(rng_key)
-    tell_of_small_data(target)
+    warn_of_small_data(target)
     folder, memory = kept_in(checkpoint), explained(target)
     traced = traced_with(kernel, adaptation)
     promoting = jax.numpy_dtype_promotion("standard")  # ours rely on it; a user's may be strict
@@ -194,6 +205,8 @@ def sample(
     ):
         layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
         independence.check_rows(target, states.position, chain=0)
+        if earlier is None:
+            warn_of_flat_latents(target, states, layout)
         if isinstance(initial_position, Mode) and hasattr(adaptation, "started_at_mode"):
             adaptation = adaptation.started_at_mode()
         adaptation = defaults.with_metric(adaptation, kernel, layout, states.position)
@@ -205,7 +218,7 @@ def sample(
         if sink is not None:
             sink.check(shapes)
             about = attributes_of(rng_key, mesh, kernel, adaptation, collect, **counts)
-        plan = Plan(adaptation, collect, num_warmup, num_samples, int(thin), device_bytes, about)
+        plan = Plan(adaptation, collect, num_warmup, num_samples, thin, device_bytes, about)
         moves = earlier.moves if earlier is not None else ()
         run = known.run = Run(plan, kernel, states, step_key, first_step, layout, sink, moves)
         if in_company and sink is None:
@@ -275,24 +288,6 @@ def common_mesh(mesh: Mesh | None, target: Any) -> Mesh | None:
                 )
             return sharding.mesh
     return mesh
-
-
-def _check_counts(num_chains: int, num_warmup: int, num_samples: int, thin: int) -> None:
-    least = {"num_chains": 1, "num_warmup": 0, "num_samples": 0, "thin": 1}
-    given = {
-        "num_chains": num_chains,
-        "num_warmup": num_warmup,
-        "num_samples": num_samples,
-        "thin": thin,
-    }
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least[name]:
-            raise ValueError(f"{name}: expected an integer of at least {least[name]}, got {value!r}")
-
-
-def _check_number(name: str, value: Any, what: str) -> None:
-    if value is not None and (not isinstance(value, int | float) or not value >= 0):
-        raise ValueError(f"{name}: expected a number {what}, got {value!r}")
 
 
 def _check_key(rng_key: jax.Array) -> None:

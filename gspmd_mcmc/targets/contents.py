@@ -83,7 +83,8 @@ def is_dunder(name: str) -> bool:
 
 def is_code(thing: Any) -> bool:
     """Tell whether an attribute of a class is one of its methods."""
-    return isinstance(thing, types.FunctionType | property | staticmethod | classmethod)
+    is_wrapper = callable(thing) and hasattr(thing, "__wrapped__")  # as jax.jit makes them
+    return is_wrapper or isinstance(thing, types.FunctionType | property | staticmethod | classmethod)
 
 
 def is_leaf(node: Any) -> bool:

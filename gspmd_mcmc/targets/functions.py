@@ -9,7 +9,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.numbers import check_leaves
-from gspmd_mcmc.targets.modules import call_of, is_module, without_arrays
+from gspmd_mcmc.targets.modules import call_module, call_of, called_class, is_module, without_arrays
 from gspmd_mcmc.targets.retracing import Function, function_of
 from gspmd_mcmc.tree import PyTree
 
@@ -26,8 +26,9 @@ def as_partial(function: Callable) -> Function:
 
 
 def name_of_function(function: Callable) -> str:
-    """Return what a function, or the one that a `Partial` binds, is called."""
+    """Return what a function, or the one that a `Partial` binds, is called; of a module its class."""
     inner = getattr(function, "func", function)
+    inner = called_class(function) if inner is call_module else inner
     return getattr(inner, "__name__", repr(inner))
 
 

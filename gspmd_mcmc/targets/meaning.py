@@ -79,12 +79,17 @@ class Look:
         A function, or any object.
     ignored
         Places (`Watched.place`) that are no part of the meaning.
+    with_methods
+        Whether all methods of users' classes count: this library calls them, so no user's code has to
+        name them.
     """
 
     __slots__ = ("_alive", "_contents", "_lookups", "meaning", "places")
 
-    def __init__(self, root: Any, ignored: Set[tuple[int, Any]] = frozenset()):
-        walk = _Walk(root, ignored)
+    def __init__(
+        self, root: Any, ignored: Set[tuple[int, Any]] = frozenset(), *, with_methods: bool = False
+    ):
+        walk = _Walk(root, ignored, with_methods)
         entries = tuple(walk.entries)
         self.meaning = _KNOWN.setdefault(entries, Meaning(entries, walk.has_users_code))
         self._alive = walk.alive  # so that identities stay theirs
@@ -104,13 +109,13 @@ class Look:
 class _Walk:
     """Goes through all that a root reads, breadth first; of objects only attributes that code names."""
 
-    def __init__(self, root: Any, ignored: Set[tuple[int, Any]]):
+    def __init__(self, root: Any, ignored: Set[tuple[int, Any]], with_methods: bool):
         self.entries: list[Any] = []
         self.lookups: list[tuple[Read, Any]] = []
         self.contents: list[Watched] = []
         self.alive: list[Any] = []
         self.has_users_code = False
-        self._ignored = ignored
+        self._ignored, self._with_methods = ignored, with_methods
         self._numbers: dict[int, int] = {}
         self._queue: deque[tuple[str, Any, int]] = deque()
         self._names: set[str] = set()
@@ -227,14 +232,15 @@ class _Walk:
             return (Same(node),)
         self.has_users_code = True
         self._by_name.append((where, node, number, set()))
-        special = [n for n, x in vars(node).items() if is_dunder(n) and is_code(x)]
-        methods = [self._read(Read(f"{where}.{n}", node, vars(node).get, n)) for n in special]
+        is_all = self._with_methods
+        called = [n for n, x in vars(node).items() if (is_all or is_dunder(n)) and is_code(x)]
+        methods = [self._read(Read(f"{where}.{n}", node, vars(node).get, n)) for n in called]
         if node in self._of_leaves:
             self._of_leaves.update(node.__bases__)
         bases = [self._ref(where, base) for base in node.__bases__]
         # A program returns the classes that it was traced with; those of leaves it cannot return.
         identity = None if node in self._of_leaves else Same(node)
-        return ("class", node.__qualname__, identity, *bases, *special, *methods)
+        return ("class", node.__qualname__, identity, *bases, *called, *methods)
 
     def _items(self, where: str, node: Any) -> tuple:
         if id(node) not in self._constant:

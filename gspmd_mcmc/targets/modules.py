@@ -28,6 +28,11 @@ def call_of(module: PyTree) -> Partial:
     return Partial(call_module, _Parts(arrays, rest, treedef))
 
 
+def called_class(call: Any) -> type:
+    """Return the class of the module whose call, as `call_of` gives it, this is."""
+    return call.args[0].treedef.node_data()[0]
+
+
 def without_arrays(module: PyTree) -> PyTree:
     """Return a module with None for its arrays: what its call reads besides."""
     return jax.tree.map(lambda leaf: None if _is_array(leaf) else leaf, module)

@@ -130,7 +130,7 @@ def changes(before: tuple["_Static", ...]) -> str:
 def traced_with(kernel: Any, adaptation: Any) -> AbstractContextManager:
     """Trace what a user's own kernel or warm-up does anew where its code means something else."""
     bare = jax.tree.map(lambda _: None, (kernel, adaptation), is_leaf=lambda x: x is kernel.target)
-    meaning = Look(bare).meaning
+    meaning = Look(bare, with_methods=True).meaning
     return _TRACED_WITH(meaning if meaning.has_users_code else None)
 
 
