@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.adaptation.low_rank import LowRank
@@ -20,7 +21,7 @@ from gspmd_mcmc.targets import likelihoods
 from gspmd_mcmc.tree import pytree
 
 HIGHEST = jax.lax.Precision.HIGHEST
-SIZE, NUM_CHAINS, NUM_STEPS = 8, 4000, 5
+SIZE, NUM_CHAINS, NUM_STEPS = 8, 24_000, 5
 
 
 def inner(eqn):
@@ -42,12 +43,12 @@ def is_exact(eqn):
     return eqn.params["precision"] in (HIGHEST, (HIGHEST, HIGHEST))
 
 
-# Two factors, and little besides: what rounding adds to them is as large as that
+# Two factors, and little besides: what rounding adds to them is as large as that. Their axes are given: an
+# eigensolver's, of equal eigenvalues, are others on each make of processor, and so is what rounding does.
 
-ANGLES = np.random.default_rng(0).uniform(0, 2 * np.pi, SIZE)
-LOADINGS = np.stack([np.cos(ANGLES), np.sin(ANGLES)])
-COVARIANCE = LOADINGS.T @ LOADINGS + 0.003**2 * np.eye(SIZE)
-EIGENVALUES, AXES = np.linalg.eigh(COVARIANCE)
+AXES = np.linalg.qr(np.random.default_rng(0).normal(size=(SIZE, SIZE)))[0]
+EIGENVALUES = np.where(np.arange(SIZE) < SIZE - 2, 0.003**2, SIZE / 2)
+COVARIANCE = AXES * EIGENVALUES @ AXES.T
 
 
 def dense():
@@ -162,22 +163,25 @@ def few_steps(kernel, keys, positions):
     return jax.vmap(chain)(keys, positions)["x"]
 
 
-def worst_variance(metric):
-    """Of variances along the axes, after steps from the distribution, in standard errors."""
+def worst_share(metric):
+    """Of draws within one standard deviation along an axis, after steps from the distribution.
+
+    In standard errors. A variance would not do: single chains that are thrown far off hide in its error.
+    """
     starts = np.random.default_rng(1).normal(size=(NUM_CHAINS, SIZE)) @ (AXES * np.sqrt(EIGENVALUES)).T
     target = gm.LogDensity(gaussian, jnp.asarray(np.linalg.inv(COVARIANCE), jnp.float32))
     kernel = gm.HMC(target, 0.4, 4, metric)
     keys = jax.random.split(jax.random.key(0), NUM_CHAINS)
     x = np.asarray(few_steps(kernel, keys, {"x": jnp.asarray(starts, jnp.float32)}), np.float64)
     assert np.mean(np.all(x != starts.astype(np.float32), axis=1)) > 0.7
-    squares = (x @ AXES) ** 2 / EIGENVALUES - 1
-    return np.abs(squares.mean(0) / (squares.std(0) / np.sqrt(NUM_CHAINS))).max()
+    share, expected = np.mean((x @ AXES) ** 2 < EIGENVALUES, axis=0), stats.chi2.cdf(1, 1)
+    return np.abs(share - expected).max() / np.sqrt(expected * (1 - expected) / NUM_CHAINS)
 
 
 @every_metric
 def test_a_chip_that_rounds_products_keeps_the_distribution(name):
-    """Its variances are right; where it does not hear what we ask, the worst is 13 errors off."""
-    heard, unheard = (worst_variance(OnChip(METRICS[name](), jnp.asarray(h))) for h in (True, False))
+    """Its draws are as wide as they should be; those of a chip that does not hear what we ask are not."""
+    heard, unheard = (worst_share(OnChip(METRICS[name](), jnp.asarray(h))) for h in (True, False))
     assert heard < 4
     assert unheard > 8
 

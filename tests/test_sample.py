@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from typing import Any
 
 import jax
@@ -618,8 +619,13 @@ def test_ctrl_c_from_outside_stops_a_long_run(long_run, monkeypatch):
     monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 1)
     timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
     after_chunk(monkeypatch, lambda n: n == 1 and timer.start())
-    with pytest.warns(gm.SamplingWarning, match="stopped after"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         draws = fixed(num_samples=100_000, device_bytes=8000)
+    # Without warm-up chains may also be told to have arrived late, if a hundred draws were made by then.
+    said = [str(w.message) for w in caught]
+    assert said[0].startswith("stopped after")
+    assert all("had not arrived" in text for text in said[1:])
     assert 1 <= draws.num_draws < 100_000
     assert_equal(draws.position["b"][:, :1], np.asarray(long_run.position["b"])[:, :1])
 
