@@ -58,7 +58,7 @@ def families(num_chains, num_draws):
     }
 
 
-def reference(x, dtype=float):
+def reference(x, dtype: type = float):
     """What arviz-stats makes of [chains, draws, columns]; the error of the sd by the formula."""
     centred = x - x.mean(axis=(0, 1))
     with np.errstate(all="ignore"):

@@ -43,8 +43,8 @@ def is_exact(eqn):
     return eqn.params["precision"] in (HIGHEST, (HIGHEST, HIGHEST))
 
 
-# Two factors, and little besides: what rounding adds to them is as large as that. Their axes are given: an
-# eigensolver's, of equal eigenvalues, are others on each make of processor, and so is what rounding does.
+# Two factors, and little besides: what rounding adds to them is as large as that. Their axes are given:
+# an eigensolver has others, where eigenvalues are equal, on each make of processor.
 
 AXES = np.linalg.qr(np.random.default_rng(0).normal(size=(SIZE, SIZE)))[0]
 EIGENVALUES = np.where(np.arange(SIZE) < SIZE - 2, 0.003**2, SIZE / 2)
@@ -166,7 +166,7 @@ def few_steps(kernel, keys, positions):
 def worst_share(metric):
     """Of draws within one standard deviation along an axis, after steps from the distribution.
 
-    In standard errors. A variance would not do: single chains that are thrown far off hide in its error.
+    In standard errors. Of a variance they are too large where single chains are thrown far off.
     """
     starts = np.random.default_rng(1).normal(size=(NUM_CHAINS, SIZE)) @ (AXES * np.sqrt(EIGENVALUES)).T
     target = gm.LogDensity(gaussian, jnp.asarray(np.linalg.inv(COVARIANCE), jnp.float32))
@@ -180,7 +180,7 @@ def worst_share(metric):
 
 @every_metric
 def test_a_chip_that_rounds_products_keeps_the_distribution(name):
-    """Its draws are as wide as they should be; those of a chip that does not hear what we ask are not."""
+    """Its draws are as wide as they should be; where it does not hear what we ask they are not."""
     heard, unheard = (worst_share(OnChip(METRICS[name](), jnp.asarray(h))) for h in (True, False))
     assert heard < 4
     assert unheard > 8

@@ -622,7 +622,7 @@ def test_ctrl_c_from_outside_stops_a_long_run(long_run, monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         draws = fixed(num_samples=100_000, device_bytes=8000)
-    # Without warm-up chains may also be told to have arrived late, if a hundred draws were made by then.
+    # Chains without warm-up may also have arrived late, which a hundred draws tell.
     said = [str(w.message) for w in caught]
     assert said[0].startswith("stopped after")
     assert all("had not arrived" in text for text in said[1:])
