@@ -422,7 +422,7 @@ def test_sample_tunes_step_size_length_and_metric_from_far_off():
         kernel=MAMS(target, 0.1, 1.0),
         warmup=MAMSAdaptation(metric=Diagonal()),
         num_warmup=800,
-        num_samples=800,
+        num_samples=4000,
         progress=False,
     )
     log_density = np.asarray(draws.warmup["log_density"])
