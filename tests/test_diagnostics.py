@@ -75,7 +75,7 @@ def reference(x, dtype: type = float):
             ess_bulk=arviz.ess(x, method="bulk", **AXES),
             ess_tail=arviz.ess(x, method="tail", prob=(0.05, 0.95), **AXES),
             rhat=arviz.rhat(x, **AXES),
-            rhat_beyond_noise=rhat_beyond_noise(x),
+            rhat_beyond_noise=rhat_beyond_noise(x) if len(x) > 4 else arviz.rhat(x, **AXES),
             spacings=x.reshape(-1, x.shape[2]).std(axis=0, ddof=1)
             / np.abs(x.mean((0, 1)) * np.finfo(dtype).eps),
         )

@@ -354,7 +354,7 @@ def test_tails_are_seldom_taken_for_arrivals():
     [(64, 20, 1.3, True), (64, 20, 1.6, False), (64, 100, 1.05, False), (4, 20, 1.3, False)],
 )
 def test_a_large_rhat_is_excused_by_few_draws_a_chain_alone(num_chains, num_draws, rhat, is_excused):
-    text = advice.on_rhat("rhat", 1, 1, [("x", rhat)], num_chains, num_draws)
+    text = advice.on_rhat("rhat_beyond_noise", 1, 1, [("x", rhat)], num_chains, num_draws)
     assert (advice.MANY_SHORT in text) == is_excused
 
 

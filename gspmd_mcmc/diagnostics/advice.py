@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gspmd_mcmc.diagnostics.energy import bfmi
-from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS, LONGEST_CORRELATION
+from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS, LEAST_TO_SETTLE, LONGEST_CORRELATION, MANY_CHAINS
 
 MOST_RHAT = 1.01
 LEAST_BFMI = 0.3
@@ -20,8 +20,6 @@ LEAST_SPACINGS = 10.0  # of floating-point numbers, in a standard deviation
 ACCEPTANCE_SPREAD = 0.15
 LEAST_ACCEPTANCE = 0.1
 MOST_SATURATED = 0.01  # share of trajectories that reached their largest depth
-MANY_CHAINS = 32
-LEAST_TO_SETTLE = 100  # draws of a chain from which on R-hat has no excuse, and a start stands out
 MOST_NAMED = 4  # chains, or numbers, that a warning names
 
 
@@ -214,7 +212,7 @@ def on_rhat(
     Parameters
     ----------
     name
-        Which R-hat it is, "rhat", "rhat_beyond_noise" or "nested_rhat".
+        Which R-hat it is, "rhat_beyond_noise" or "nested_rhat".
     count, size
         How many of how many numbers are over the limit.
     worst
@@ -230,7 +228,7 @@ def on_rhat(
     )
     # Where t draws are worth one, R-hat of short chains that agree is about 1 + (t - 1) / draws.
     is_excused = num_draws < LEAST_TO_SETTLE and worst[0][1] <= 1 + LONGEST_CORRELATION / num_draws
-    is_excused &= name == "rhat" and num_chains >= MANY_CHAINS
+    is_excused &= name != "nested_rhat" and num_chains >= MANY_CHAINS
     return f"{found} {MANY_SHORT}" if is_excused else found
 
 

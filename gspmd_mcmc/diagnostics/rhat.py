@@ -8,6 +8,8 @@ from gspmd_mcmc.diagnostics.ranks import folded, has_nan, scored, split
 from gspmd_mcmc.tree import PyTree
 
 LEAST_DRAWS = 4
+MANY_CHAINS = 32
+LEAST_TO_SETTLE = 100  # draws of a chain from which on R-hat needs no excuse, and a start stands out
 LONGEST_CORRELATION = 10  # draws, in which those of a short chain may be taken for one
 MOST_NOISE = 4.0  # standard errors
 
@@ -55,10 +57,11 @@ def column_rhat_beyond_noise(x: jax.Array) -> jax.Array:
     The mean of a short chain is noisy: of t draws that are worth one, R-hat of N draws is about
     1 + (t - 1) / N, however well chains agree. So much is forgiven where chains differ hardly more from
     each other than each, in its halves, from itself, and the halves show no common drift. Then what
-    disagreement there may be is less than the Monte Carlo error that ESS tells of.
+    disagreement there may be is less than the Monte Carlo error that ESS tells of. Of under 32 chains
+    or 100 draws, too few to tell, it is `rhat`.
     """
-    if x.shape[1] < LEAST_DRAWS:
-        return nan_columns(x)
+    if len(x) < MANY_CHAINS or x.shape[1] < LEAST_TO_SETTLE:
+        return column_rhat(x)
     halves = split(x)
     bulk = scored(halves)
     tail = scored(folded(halves, bulk.ordered))

@@ -75,7 +75,7 @@ class Summary:
         Nested R-hat likewise, if superchains were asked for; else None.
     rhat_beyond_noise
         R-hat where chains disagree, and 1 where R-hat is large as chains are short, and no more: they
-        differ from each other as each does in its halves. Judged of 32 chains and more, from 100 draws.
+        differ from each other as each does in its halves. R-hat itself of under 32 chains or 100 draws.
     spacings
         The standard deviation in distances of floating-point numbers of the mean's size.
     log_density
@@ -200,7 +200,7 @@ def summarise(
     compute = partial(_statistics, num_superchains=num_superchains)
     with jax.numpy_dtype_promotion("standard"):  # statistics rely on it; a user's may be strict
         found = by_name(compute, named | {own_name: stats["log_density"]})
-    limits = _limits(num_chains, num_draws, num_superchains)
+    limits = _limits(num_chains, num_superchains)
     leaves = [_leaf(name, found[name], limits) for name in (*named, own_name)]
     rows = sorted((row for leaf in leaves[:-1] for row in leaf.rows), key=lambda row: row.order)
     log_density = leaves[-1].rows[0]
@@ -259,12 +259,10 @@ def _statistics(draws: PyTree, num_superchains: int | None) -> dict[str, PyTree]
     return {**found, "nested_rhat": function(draws, num_superchains)}
 
 
-def _limits(num_chains: int, num_draws: int, num_superchains: int | None) -> dict[str, float]:
+def _limits(num_chains: int, num_superchains: int | None) -> dict[str, float]:
     """Return the limit of each statistic that is judged."""
     size = advice.least_ess(num_chains)
-    judged = "rhat" if num_superchains is None else "nested_rhat"
-    if judged == "rhat" and num_chains >= advice.MANY_CHAINS and num_draws >= advice.LEAST_TO_SETTLE:
-        judged = "rhat_beyond_noise"
+    judged = "rhat_beyond_noise" if num_superchains is None else "nested_rhat"
     spacings = {"spacings": advice.LEAST_SPACINGS}
     return {"mean": 0.0, judged: advice.MOST_RHAT, "ess_bulk": size, "ess_tail": size} | spacings
 

@@ -1,5 +1,6 @@
 """Where floating-point numbers are too coarse for a log density, or for a bijection near its edge."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -87,7 +88,7 @@ def on_rounded_bijections(target: Any, values: PyTree) -> str:
     found = {
         path: leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(values)
-        if _is_known(bijection_at(bijections, path)) and 0 < leaf[0, 0].size <= MOST_ELEMENTS
+        if _is_known(bijection_at(bijections, path)) and 0 < math.prod(leaf.shape[2:]) <= MOST_ELEMENTS
     }
     if not found:
         return ""
@@ -98,6 +99,8 @@ def on_rounded_bijections(target: Any, values: PyTree) -> str:
         for path, x in zip(found, last, strict=True)
         if _may_be_near(bijection_at(bijections, path), x)
     }
+    if not near:
+        return ""
     shares = to_host(_shares(target, tuple(near), list(near.values())))
     rounded = {path: share for path, share in zip(near, shares, strict=True) if share > MOST_ROUNDED}
     if not rounded:
