@@ -129,6 +129,14 @@ def test_draws_at_a_rounded_edge_are_told_of(name):
     assert ("['x']" in said and "float64" in said) == is_told
 
 
+@pytest.mark.parametrize(("num_at_edge", "is_told"), [(5, False), (6, True)])
+def test_a_few_draws_at_the_edge_are_chance(num_at_edge, is_told):
+    values = np.linspace(0.2, 0.8, 40, dtype=np.float32)
+    values[:num_at_edge] = np.nextafter(np.float32(1), np.float32(0))
+    draws = jnp.asarray(values).reshape(4, 10)
+    assert bool(on_rounded_bijections(latent(dist.Beta(0.1, 0.1)), {"x": draws})) == is_told
+
+
 def test_float64_has_room_at_the_edge():
     with jax.enable_x64(True):
         d = dist.Dirichlet(jnp.full(5, 0.3))

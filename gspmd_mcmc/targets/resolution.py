@@ -23,7 +23,9 @@ MOST_ELEMENTS = 100_000  # a summand of more is apart already, and its elements 
 # the unconstrained value. Of Beta(0.1, 0.1) in float32 3 % are, and a tenth of its mass lies beyond.
 NEAR = 2.0
 MOST_ROUNDED = 0.01  # share of draws
+FEW = 5  # draws that may be there by chance
 LAST_DRAWS = 2000  # of all chains together
+MOST_NUMBERS = 5_000  # of a latent: so many draws of more are too much for a look
 FAR = 1e-4  # of an edge, relative to numbers beside it: float32 rounds 1,000 times finer
 
 
@@ -80,7 +82,7 @@ def on_rounded_bijections(target: Any, values: PyTree) -> str:
         It says by ``bijections`` which latents have one.
     values
         Draws of constrained values by the paths of the latents, leaves [chains, draws, ...]. The last
-        ones are looked at, and none of a latent of over 100,000 numbers.
+        ones are looked at, and none of a latent of over 5,000 numbers.
     """
     bijections = getattr(target, "bijections", None)
     if bijections is None:
@@ -88,7 +90,7 @@ def on_rounded_bijections(target: Any, values: PyTree) -> str:
     found = {
         path: leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(values)
-        if _is_known(bijection_at(bijections, path)) and 0 < math.prod(leaf.shape[2:]) <= MOST_ELEMENTS
+        if _is_known(bijection_at(bijections, path)) and 0 < math.prod(leaf.shape[2:]) <= MOST_NUMBERS
     }
     if not found:
         return ""
@@ -102,7 +104,8 @@ def on_rounded_bijections(target: Any, values: PyTree) -> str:
     if not near:
         return ""
     shares = to_host(_shares(target, tuple(near), list(near.values())))
-    rounded = {path: share for path, share in zip(near, shares, strict=True) if share > MOST_ROUNDED}
+    most = max(MOST_ROUNDED, FEW / math.prod(last[0].shape[:2]))
+    rounded = {path: share for path, share in zip(near, shares, strict=True) if share > most}
     if not rounded:
         return ""
     path = max(rounded, key=lambda path: rounded[path])
