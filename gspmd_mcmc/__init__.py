@@ -3,6 +3,7 @@
 import gspmd_mcmc.versions  # noqa: F401  first: it says so if JAX is too old for the rest
 
 # isort: split
+from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Transition, Window
 from gspmd_mcmc.adaptation.chees import ChEESAdaptation
 from gspmd_mcmc.adaptation.dense import Dense, DenseBlock
 from gspmd_mcmc.adaptation.low_rank import LowRank
@@ -14,10 +15,12 @@ from gspmd_mcmc.adaptation.rotated import Rotated
 from gspmd_mcmc.adaptation.snaper import SNAPERAdaptation
 from gspmd_mcmc.adaptation.window import WindowAdaptation
 from gspmd_mcmc.diagnostics.summary import Summary
+from gspmd_mcmc.errors import CheckpointNotSaved, Preempted, SamplingWarning
 from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
+from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.kernels.mams import MAMS, MAMSInfo
-from gspmd_mcmc.kernels.mclmc import MCLMC, MCLMCInfo
+from gspmd_mcmc.kernels.mclmc import MCLMC, MCLMCInfo, MCLMCState
 from gspmd_mcmc.kernels.nuts import NUTS, NUTSInfo
 from gspmd_mcmc.placement.agreement import ProcessesDisagree, ProcessLost
 from gspmd_mcmc.placement.local import local_rows, place_from_reader, place_local
@@ -27,12 +30,10 @@ from gspmd_mcmc.placement.place import place
 from gspmd_mcmc.placement.positional import PositionalSharding
 from gspmd_mcmc.placement.processes import initialize, to_host
 from gspmd_mcmc.sampling.draws import Draws
-from gspmd_mcmc.sampling.errors import CheckpointNotSaved, Preempted, SamplingWarning
 from gspmd_mcmc.sampling.memory import OutOfDeviceMemory
 from gspmd_mcmc.sampling.mode import Mode, find_mode
-from gspmd_mcmc.sampling.observing import ChunkReport, JSONLines
 from gspmd_mcmc.sampling.prior_start import prior_start
-from gspmd_mcmc.sampling.resume import resume
+from gspmd_mcmc.sampling.reporting import ChunkReport, JSONLines
 from gspmd_mcmc.sampling.sample import sample
 from gspmd_mcmc.sampling.saved import SavedDraws, open_draws
 from gspmd_mcmc.sampling.sinks import DrawsNotSaved, ZarrSink
@@ -55,6 +56,8 @@ from gspmd_mcmc.targets.numpyro import from_numpyro
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.sharded import Sharded
+from gspmd_mcmc.targets.target import Target
+from gspmd_mcmc.tree import Pad, each_chain, like_position, pytree, shared, static
 from gspmd_mcmc.views import cost, plots
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.plan import plan
@@ -64,11 +67,23 @@ from gspmd_mcmc.views.visualize import LayoutView, visualize
 
 __version__ = "0.1.0"
 __all__ = [
+    "Adaptation",
+    "Info",
+    "Kernel",
+    "Pad",
+    "Stage",
+    "Target",
+    "Transition",
+    "Window",
+    "each_chain",
+    "like_position",
+    "pytree",
+    "shared",
+    "static",
     "Accelerator",
     "BudgetExceeded",
     "CheckpointNotSaved",
     "Preempted",
-    "resume",
     "plan",
     "plots",
     "visualize",
@@ -118,6 +133,7 @@ __all__ = [
     "MAMSInfo",
     "MCLMC",
     "MCLMCInfo",
+    "MCLMCState",
     "NUTS",
     "NUTSInfo",
     "NonFiniteStart",

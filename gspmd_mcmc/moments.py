@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.tree import PyTree, pytree
+from gspmd_mcmc.tree import Pad, PyTree, like_position, pytree
 
 
 @pytree
@@ -29,8 +29,8 @@ class Moments:
     """
 
     count: jax.Array
-    mean: PyTree
-    sum_of_squares: PyTree
+    mean: PyTree = like_position(has_chains=True, pad=Pad.STAYS)
+    sum_of_squares: PyTree = like_position(has_chains=True, pad=Pad.ZERO)
 
 
 def init(positions: PyTree) -> Moments:

@@ -6,12 +6,21 @@ Nothing here ravels: every result has the structure, the shapes and so the layou
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.tree_util import DictKey, GetAttrKey, KeyPath, keystr, register_pytree_with_keys
+from jax.tree_util import (
+    DictKey,
+    GetAttrKey,
+    KeyPath,
+    PyTreeDef,
+    keystr,
+    register_pytree_with_keys,
+    treedef_is_leaf,
+)
 
 PyTree = Any
 
@@ -50,12 +59,120 @@ def pytree(cls: type[T]) -> type[T]:
         return fill(cls, dict(zip(data, children, strict=True)) | dict(zip(meta, aux, strict=True)))
 
     register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    _DECLARED[cls] = tuple(_role_of(f) for f in fields if f.name in data)
     return cls
+
+
+# What the fields of each class that `pytree` has registered say of themselves.
+_DECLARED: dict[type, tuple["Role", ...]] = {}
 
 
 def static(**kwargs) -> Any:
     """Return a dataclass field that is metadata of the pytree: hashable, compared by value."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+class Pad(Enum):
+    """What the pad rows of a leaf that is like the position hold, where another mesh needs more of them.
+
+    The rows themselves never move: their mask is on terms, gradients and momenta.
+    """
+
+    COPY = "the last real row"
+    STAYS = "the pad row of the position, in every draw"
+    ZERO = "zeros"
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """What the arrays of a state's field are; see `like_position`, `each_chain`, `shared`.
+
+    Attributes
+    ----------
+    is_like_position
+        Whether the field is a tree like the position; else its arrays are whole on every device.
+    has_chains
+        Whether its arrays have a first axis of chains. In a state that is mapped over chains all have.
+    num_axes
+        Further axes before those of the position.
+    pad
+        What its pad rows hold.
+    is_derived
+        Whether it follows from the position, and is evaluated anew on another mesh.
+    """
+
+    is_like_position: bool = False
+    has_chains: bool = False
+    num_axes: int = 0
+    pad: Pad = Pad.COPY
+    is_derived: bool = False
+
+
+def like_position(
+    *, pad: Pad = Pad.COPY, has_chains: bool = False, num_axes: int = 0, is_derived: bool = False
+) -> Any:
+    """Return a dataclass field that is a tree like the position, leaves [(chains,) (axes,) ...].
+
+    Or an object, such as a metric, whose own fields say what they are.
+    """
+    role = Role(True, has_chains, num_axes, pad, is_derived)
+    return dataclasses.field(metadata={"role": role})
+
+
+def each_chain() -> Any:
+    """Return a dataclass field whose arrays have a first axis of chains, [chains, ...]."""
+    return dataclasses.field(metadata={"role": Role(has_chains=True)})
+
+
+def derived() -> Any:
+    """Return a dataclass field that follows from the position: evaluated anew on another mesh."""
+    return dataclasses.field(metadata={"role": Role(is_derived=True)})
+
+
+def shared() -> Any:
+    """Return a dataclass field whose arrays are one for all chains; so is what declares nothing."""
+    return dataclasses.field(metadata={"role": Role()})
+
+
+def fields_like_position(cls: type) -> list[str]:
+    """Name the fields of a class that are trees like the position."""
+    return [f.name for f in dataclasses.fields(cls) if _role_of(f).is_like_position]
+
+
+def _role_of(field: dataclasses.Field) -> Role:
+    return field.metadata.get("role", Role())
+
+
+def roles(
+    value: PyTree, position: PyTreeDef, role: Role = Role(), *, of_each_chain: bool = False
+) -> PyTree:
+    """Return the role of each leaf of a tree of states, as the fields of their classes declare it.
+
+    Parameters
+    ----------
+    value
+        The tree. Dicts, lists and tuples hand on the role that they have.
+    position
+        The structure of a position.
+    role
+        What the tree is, if it is not of a class that declares it.
+    of_each_chain
+        Whether every leaf has one more first axis, of chains: of states that are mapped over them.
+    """
+    is_like_position = role.is_like_position and jax.tree.structure(value) == position
+    children, treedef = jax.tree.flatten(value, is_leaf=lambda x: x is not value)
+    if is_like_position or treedef_is_leaf(treedef):
+        own = dataclasses.replace(role, is_like_position=is_like_position)
+        if of_each_chain:
+            num_axes = role.num_axes + role.has_chains
+            own = dataclasses.replace(own, has_chains=True, num_axes=num_axes)
+        return jax.tree.map(lambda _: own, value)
+    of_children = _DECLARED.get(type(value), (role,) * len(children))
+    found = [
+        roles(child, position, r, of_each_chain=of_each_chain)
+        for child, r in zip(children, of_children, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, found)
 
 
 def replace(obj: T, **changes) -> T:

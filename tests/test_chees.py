@@ -22,7 +22,7 @@ from gspmd_mcmc.diagnostics.mcse import mcse_mean
 from gspmd_mcmc.kernels.hmc import HMC
 from gspmd_mcmc.kernels.jittered_hmc import JITTER, JitteredHMC, van_der_corput
 from gspmd_mcmc.sampling.chunks import draw_kernel, step_chains
-from gspmd_mcmc.sampling.layout import Layout, read_layout
+from gspmd_mcmc.placement.layout import Layout, read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.tree import pytree
 from gspmd_mcmc.views.communication import communication

@@ -30,7 +30,7 @@ from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
-from gspmd_mcmc.sampling.layout import read_layout
+from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets import numpyro as of_numpyro

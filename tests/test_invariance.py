@@ -24,7 +24,7 @@ from seeds import seed, within
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.sampling.chunks import advance
-from gspmd_mcmc.sampling.layout import Layout, read_layout
+from gspmd_mcmc.placement.layout import Layout, read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.tree import pytree
 

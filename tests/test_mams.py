@@ -25,7 +25,7 @@ from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.isokinetic import LEAPFROG, MINIMAL_NORM
 from gspmd_mcmc.kernels.mams import MAMS, MAMSInfo
 from gspmd_mcmc.sampling.chunks import advance
-from gspmd_mcmc.sampling.layout import read_layout
+from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.tree import pytree
 from gspmd_mcmc.views.communication import communication

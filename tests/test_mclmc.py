@@ -19,7 +19,7 @@ from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.isokinetic import LEAPFROG, MINIMAL_NORM
 from gspmd_mcmc.kernels.mclmc import MCLMC, MCLMCInfo
 from gspmd_mcmc.sampling.chunks import advance
-from gspmd_mcmc.sampling.layout import read_layout
+from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.views.communication import communication
 

@@ -13,7 +13,7 @@ import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.sampling import chunks, collecting
 from gspmd_mcmc.sampling.chunks import advance
-from gspmd_mcmc.sampling.layout import read_layout
+from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.views.communication import communication
 

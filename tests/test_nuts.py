@@ -22,7 +22,7 @@ from gspmd_mcmc.kernels import metrics, nuts, u_turns
 from gspmd_mcmc.kernels.metrics_dense import DenseMetric
 from gspmd_mcmc.kernels.nuts import NUTS
 from gspmd_mcmc.sampling.chunks import advance
-from gspmd_mcmc.sampling.layout import read_layout
+from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.tree import pytree
 from gspmd_mcmc.views.communication import communication

@@ -17,7 +17,7 @@ from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.diagnostics.summary import summarise
 from gspmd_mcmc.sampling import warmup
 from gspmd_mcmc.sampling.keeping import Keeper
-from gspmd_mcmc.sampling.layout import Layout
+from gspmd_mcmc.placement.layout import Layout
 
 KEY = jax.random.key(0)
 MESH = gm.make_mesh(chains=8)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import adam, dual_averaging, stuck_chains
-from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition, Window
+from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Adaptation, Transition, Window
 from gspmd_mcmc.adaptation.criterion import ChangeOfSquares, Criterion, Trajectories
 from gspmd_mcmc.adaptation.metrics import Diagonal
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
@@ -25,7 +25,7 @@ from gspmd_mcmc.adaptation.window import first_metric
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.hmc import HMC
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
-from gspmd_mcmc.tree import PyTree, pytree, static
+from gspmd_mcmc.tree import PyTree, each_chain, like_position, pytree, static
 
 # Where windows end, in parts of warm-up. The first finds the posterior, with no metric yet; five learn
 # a metric each; the last, with that metric, the step size and the trajectory length. Where coefficients
@@ -78,18 +78,18 @@ class ChEESState:
     ascent: adam.AdamState
     max_leapfrogs: jax.Array
     jitter: jax.Array
-    inverse_mass_matrix: PyTree
+    inverse_mass_matrix: PyTree = like_position()
     moments: PyTree
     num_metrics: jax.Array
-    variances: PyTree
+    variances: PyTree = like_position()
     spread: PyTree
     criterion: Any
-    rates: jax.Array
+    rates: jax.Array = each_chain()
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class ChEESAdaptation:
+class ChEESAdaptation(Adaptation):
     """Settings of a warm-up of `JitteredHMC` by many chains together; 32 or more are advised.
 
     Chains whose recent acceptance rate is under 0.1, while most others move, have no part in the shared

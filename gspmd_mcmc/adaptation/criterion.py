@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.tree import PyTree, pytree
+from gspmd_mcmc.tree import Pad, PyTree, like_position, pytree
 
 
 class Trajectories(NamedTuple):
@@ -53,7 +53,7 @@ class RunningMean:
     """The mean over chains and recent steps: of the last eighth of them, about."""
 
     count: jax.Array  # []
-    mean: PyTree
+    mean: PyTree = like_position(pad=Pad.ZERO)
 
     @classmethod
     def of(cls, mean: PyTree) -> "RunningMean":

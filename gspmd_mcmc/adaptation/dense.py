@@ -20,7 +20,7 @@ from gspmd_mcmc.adaptation.metrics import (
 from gspmd_mcmc.kernels.metrics_dense import DenseMetric, Groups, read_groups
 from gspmd_mcmc.kernels.metrics_leaves import names_of, product
 from gspmd_mcmc.moments import Moments
-from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
+from gspmd_mcmc.tree import PyTree, each_chain, pytree, set_fields, static
 
 
 @pytree
@@ -37,7 +37,7 @@ class DenseMoments:
     """
 
     moments: Moments
-    products: tuple[jax.Array, ...]
+    products: tuple[jax.Array, ...] = each_chain()
 
 
 @pytree

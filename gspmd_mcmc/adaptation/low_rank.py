@@ -31,7 +31,7 @@ from gspmd_mcmc.adaptation.metrics import (
 from gspmd_mcmc.kernels.metrics_leaves import product
 from gspmd_mcmc.kernels.metrics_low_rank import LowRankMetric
 from gspmd_mcmc.moments import Moments
-from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
+from gspmd_mcmc.tree import Pad, PyTree, like_position, pytree, set_fields, static
 
 OVERSAMPLING = 5  # vectors iterated besides those that are kept
 NUM_ROUNDS = 20
@@ -52,7 +52,7 @@ class LowRankMoments:
     """
 
     moments: Moments
-    draws: PyTree
+    draws: PyTree = like_position(has_chains=True, num_axes=1, pad=Pad.STAYS)
 
 
 @pytree

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation import correlation
+from gspmd_mcmc.adaptation import batches
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition
-from gspmd_mcmc.adaptation.approach import ApproachedAdaptation
-from gspmd_mcmc.adaptation.correlation import Length
+from gspmd_mcmc.adaptation.batches import Length
+from gspmd_mcmc.adaptation.hmc_burn_in import AfterHMCBurnIn
 from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState
 from gspmd_mcmc.kernels.mams import MAMS
 from gspmd_mcmc.tree import pytree, static
@@ -40,10 +40,10 @@ class MAMSAdaptationState:
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class MAMSAdaptation(ApproachedAdaptation):
+class MAMSAdaptation(AfterHMCBurnIn):
     """Settings of a warm-up of `MAMS`, pooled over chains.
 
-    The first tenth is the approach, by HMC. Then step size and metric are tuned as `WindowAdaptation`
+    The first tenth is a burn-in by HMC. Then step size and metric are tuned as `WindowAdaptation`
     does; the mean length of trajectories is sqrt(d) π/2 in units of the metric, a quarter of the period
     of a coordinate of that scale. In the end it is a third of the distance that one independent draw
     takes, of the leaf that takes longest, where that is more, or the metric was not learned; at most
@@ -94,53 +94,59 @@ class MAMSAdaptation(ApproachedAdaptation):
             )
         return self.prepared(kernel, states)
 
-    def _init(self, kernel: MAMS, states: Any) -> MAMSAdaptationState:
-        window = self.by_window.init(kernel, states)
+    def init(self, kernel: MAMS, states: Any) -> MAMSAdaptationState:
+        """Return the state after the burn-in."""
+        window = self.by_window.init(self.arrived(kernel, states), states)
         return MAMSAdaptationState(window, Length.first(kernel, states.position))
 
-    def _begin(
+    def begin(
         self,
         state: MAMSAdaptationState,
         kernel: MAMS,
         states: Any,
+        is_first: jax.Array,
         rng_key: jax.Array,
         acceptance_rates: AcceptanceRates,
     ) -> MAMSAdaptationState:
-        is_first = jnp.asarray(False)
+        """Begin a window: search a step size for its metric, and forget the draws."""
         window = self.by_window.begin(state.window, kernel, states, is_first, rng_key, acceptance_rates)
         # A draw covers one length.
         one = jnp.ones_like(state.trajectory_length.value)
         length = state.trajectory_length.begun(states.position, one)
         return MAMSAdaptationState(window, length)
 
-    def _tuned(self, kernel: MAMS, state: MAMSAdaptationState) -> MAMS:
+    def tuned(self, kernel: MAMS, state: MAMSAdaptationState) -> MAMS:
+        """Return the kernel with the step size, length and metric of this moment."""
         return _with_length(self.by_window.tuned(kernel, state.window), state)
 
-    def _update(
+    def update(
         self, state: MAMSAdaptationState, kernel: MAMS, transition: Transition
     ) -> MAMSAdaptationState:
+        """Take in one step of all chains."""
         window = self.by_window.update(state.window, kernel, transition)
         length = state.trajectory_length.updated(transition.after.position)
         return MAMSAdaptationState(window, length)
 
-    def _end(
+    def end(
         self,
         state: MAMSAdaptationState,
         kernel: MAMS,
         states: Any,
         learns_metric: bool,
     ) -> MAMSAdaptationState:
+        """End a window: a new metric, or the length that suits."""
         window = self.by_window.end(state.window, kernel, states, learns_metric)
         length = state.trajectory_length
         if not learns_metric:
             distance = self.final(kernel, state).trajectory_length
-            measured = LENGTH_FACTOR * correlation.slowest_correlation_time(length.batches) * distance
+            measured = LENGTH_FACTOR * batches.slowest_correlation_time(length.batches) * distance
             # Where the metric's units are the target's, no length that is shorter is better.
             least = length.value if self.learns_metric else 0
             length = length.ended(jnp.maximum(measured, least))
         return MAMSAdaptationState(window, length)
 
-    def _final(self, kernel: MAMS, state: MAMSAdaptationState) -> MAMS:
+    def final(self, kernel: MAMS, state: MAMSAdaptationState) -> MAMS:
+        """Return the kernel with the averaged step size."""
         return _with_length(self.by_window.final(kernel, state.window), state)
 
 

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation import correlation, stuck_chains
+from gspmd_mcmc.adaptation import batches, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition
-from gspmd_mcmc.adaptation.approach import ApproachedAdaptation
-from gspmd_mcmc.adaptation.correlation import Length
+from gspmd_mcmc.adaptation.batches import Length
 from gspmd_mcmc.adaptation.dual_averaging import LEAST_STEP_SIZE, MOST_STEP_SIZE
+from gspmd_mcmc.adaptation.hmc_burn_in import AfterHMCBurnIn
 from gspmd_mcmc.kernels.mclmc import MCLMC
-from gspmd_mcmc.tree import PyTree, pytree, static
+from gspmd_mcmc.tree import PyTree, each_chain, like_position, pytree, static
 
 # The recursion of the step size remembers so many steps, and listens less to a step whose squared error
 # is far from what is desired, by its logarithm in units of TRUST.
@@ -56,17 +56,17 @@ class MCLMCAdaptationState:
 
     step_size: StepSize
     trajectory_length: Length
-    inverse_mass_matrix: PyTree
+    inverse_mass_matrix: PyTree = like_position()
     moments: PyTree
-    rates: jax.Array
+    rates: jax.Array = each_chain()
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class MCLMCAdaptation(ApproachedAdaptation):
+class MCLMCAdaptation(AfterHMCBurnIn):
     """Settings of a warm-up of `MCLMC`, pooled over chains.
 
-    The first tenth is the approach, by HMC. Then the length is sqrt(d) in units of the metric, and in
+    The first tenth is a burn-in by HMC. Then the length is sqrt(d) in units of the metric, and in
     the end 0.4 times the distance that one independent draw takes.
 
     Parameters
@@ -107,23 +107,26 @@ class MCLMCAdaptation(ApproachedAdaptation):
             )
         return self.prepared(kernel, states)
 
-    def _init(self, kernel: MCLMC, states: Any) -> MCLMCAdaptationState:
+    def init(self, kernel: MCLMC, states: Any) -> MCLMCAdaptationState:
+        """Return the state after the burn-in."""
         return MCLMCAdaptationState(
-            step_size=_restarted(kernel.step_size),
+            step_size=_restarted(self.arrived(kernel, states).step_size),
             trajectory_length=Length.first(kernel, states.position),
             inverse_mass_matrix=kernel.inverse_mass_matrix,
             moments=self._no_moments(states),
             rates=stuck_chains.no_rates(states.log_density),
         )
 
-    def _begin(
+    def begin(
         self,
         state: MCLMCAdaptationState,
         kernel: MCLMC,
         states: Any,
+        is_first: jax.Array,
         rng_key: jax.Array,
         acceptance_rates: AcceptanceRates,
     ) -> MCLMCAdaptationState:
+        """Begin a window: forget the draws."""
         lengths_a_draw = state.step_size.value / state.trajectory_length.value
         return tree.replace(
             state,
@@ -131,7 +134,8 @@ class MCLMCAdaptation(ApproachedAdaptation):
             moments=self._no_moments(states),
         )
 
-    def _tuned(self, kernel: MCLMC, state: MCLMCAdaptationState) -> MCLMC:
+    def tuned(self, kernel: MCLMC, state: MCLMCAdaptationState) -> MCLMC:
+        """Return the kernel with the step size, length and metric of this moment."""
         return tree.replace(
             kernel,
             step_size=state.step_size.value,
@@ -139,11 +143,12 @@ class MCLMCAdaptation(ApproachedAdaptation):
             inverse_mass_matrix=state.inverse_mass_matrix,
         )
 
-    def _update(
+    def update(
         self, state: MCLMCAdaptationState, kernel: MCLMC, transition: Transition
     ) -> MCLMCAdaptationState:
+        """Take in one step of all chains; a few numbers are summed over them, once."""
         positions = transition.after.position
-        desired = self.energy_variance * correlation.dimension_of_chain(kernel, positions)
+        desired = self.energy_variance * batches.dimension_of_chain(kernel, positions)
         moments = state.moments
         if self.learns_metric:
             moments = self.metric.update(moments, positions)
@@ -155,30 +160,27 @@ class MCLMCAdaptation(ApproachedAdaptation):
             rates=stuck_chains.recent_rates(state.rates, transition.info.acceptance_rate),
         )
 
-    def _end(
+    def end(
         self,
         state: MCLMCAdaptationState,
         kernel: MCLMC,
         states: Any,
         learns_metric: bool,
     ) -> MCLMCAdaptationState:
+        """End a window: a new metric, or the length that suits."""
         if learns_metric:
             return self._with_metric(state, kernel, states)
-        count = correlation.dimension_of_chain(kernel, states.position)
-        time = correlation.correlation_time(state.trajectory_length.batches, count)
+        count = batches.dimension_of_chain(kernel, states.position)
+        time = batches.correlation_time(state.trajectory_length.batches, count)
         length = state.trajectory_length.ended(LENGTH_FACTOR * time * state.step_size.value)
         return tree.replace(state, trajectory_length=length)
-
-    def _final(self, kernel: MCLMC, state: MCLMCAdaptationState) -> MCLMC:
-        """Return the kernel of the last moment: the recursion's memory is an average."""
-        return self._tuned(kernel, state)
 
     def _with_metric(
         self, state: MCLMCAdaptationState, kernel: MCLMC, states: Any
     ) -> MCLMCAdaptationState:
         """Learn the metric; the step size is to turn directions as much as in the old one."""
         metric = self.metric.final(state.moments, states.position)
-        change = correlation.change_of_scale(self._tuned(kernel, state), metric, states)
+        change = batches.change_of_scale(self.tuned(kernel, state), metric, states)
         return tree.replace(
             state,
             step_size=_restarted(change * state.step_size.value),

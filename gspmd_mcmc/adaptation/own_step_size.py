@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation.approach import ApproachHMC, Fall
+from gspmd_mcmc.adaptation.hmc_burn_in import BurnInHMC, HMCOnStates
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
 from gspmd_mcmc.kernels.hmc import HMC, OneLeapfrog
 
@@ -45,7 +45,7 @@ def walk(
 
         def one(step_size, chain, state):
             hmc = hmc_of(tree.replace(kernel, step_size=step_size))
-            return Fall(hmc).step(jax.random.fold_in(key, chain), state)
+            return HMCOnStates(hmc).step(jax.random.fold_in(key, chain), state)
 
         return vmap(one, (0, 0, 0))(step_sizes, chains, states)
 
@@ -56,7 +56,7 @@ def walk(
         def acceptance_rates(kernel, key):
             return step(OneLeapfrog.of, kernel.step_size, key, states)[1].acceptance_rate
 
-        own = tree.replace(ApproachHMC.of(kernel), step_size=step_sizes)
+        own = tree.replace(BurnInHMC.of(kernel), step_size=step_sizes, is_per_chain=True)
         step_sizes = find_step_size(own, search_key, acceptance_rates)
 
         def one_part(carry, part):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition, Window
+from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Adaptation, Transition, Window
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
 from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState
 from gspmd_mcmc.tree import PyTree, pytree
@@ -19,7 +19,7 @@ from gspmd_mcmc.tree import PyTree, pytree
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class PerChainAdaptation:
+class PerChainAdaptation(Adaptation):
     """Window adaptation in which every chain has a step size and a metric of its own.
 
     For chains that are to explore different regions, such as modes apart. In a mode that is much
@@ -35,13 +35,15 @@ class PerChainAdaptation:
 
     adaptation: WindowAdaptation = WindowAdaptation()  # frozen
 
-    needs_end: ClassVar[bool] = False
-    traced: ClassVar[tuple[str, ...]] = ("step_size",)
+    is_per_chain: ClassVar[bool] = True
 
-    @property
-    def metric(self) -> Any:
-        """The kind of metric that each chain learns."""
-        return self.adaptation.metric
+    def with_metric(self, choose: Callable[[], Any]) -> "PerChainAdaptation":
+        """Return the settings with the estimator that each chain's leave open."""
+        return PerChainAdaptation(self.adaptation.with_metric(choose))
+
+    def from_mode(self) -> "PerChainAdaptation":
+        """Return the settings for chains that start exactly at a mode."""
+        return PerChainAdaptation(self.adaptation.from_mode())
 
     def windows(self, num_warmup: int) -> list[Window]:
         """Cut warm-up into windows, as the pooled form does."""
@@ -49,7 +51,7 @@ class PerChainAdaptation:
 
     def prepare(self, kernel: Any, states: Any) -> Any:
         """Return the kernel with settings that have an axis of chains."""
-        if is_per_chain(kernel):
+        if kernel.is_per_chain:
             return kernel
         kernel = self.adaptation.prepare(kernel, states)
         num_chains = len(states.log_density)
@@ -57,7 +59,9 @@ class PerChainAdaptation:
             lambda x: jnp.broadcast_to(x, (num_chains, *x.shape)),
             (kernel.step_size, kernel.inverse_mass_matrix),
         )
-        return tree.replace(kernel, step_size=settings[0], inverse_mass_matrix=settings[1])
+        return tree.replace(
+            kernel, step_size=settings[0], inverse_mass_matrix=settings[1], is_per_chain=True
+        )
 
     def init(self, kernel: Any, states: Any) -> WindowState:
         """Return the state of every chain, leaves [chains, ...]."""
@@ -120,11 +124,6 @@ def _one(chain: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x[None], chain)
 
 
-def is_per_chain(kernel: Any) -> bool:
-    """Tell whether a kernel's settings have an axis of chains."""
-    return jnp.ndim(kernel.step_size) == 1
-
-
 def map_chains(function: Callable, kernel: Any, *trees: PyTree, vmap: Callable = jax.vmap) -> PyTree:
     """Map ``function(kernel, *trees)`` over chains; of the kernel only what differs between them.
 
@@ -139,12 +138,12 @@ def map_chains(function: Callable, kernel: Any, *trees: PyTree, vmap: Callable =
     vmap
         ``vmap(function, in_axes)``.
     """
-    if not is_per_chain(kernel):
+    if not kernel.is_per_chain:
         return vmap(lambda *one: function(kernel, *one), (0,) * len(trees))(*trees)
 
     def of_one(step_size, metric, *one):
-        mine = tree.replace(kernel, step_size=step_size, inverse_mass_matrix=metric)
-        return function(mine, *one)
+        own = {"step_size": step_size, "inverse_mass_matrix": metric, "is_per_chain": False}
+        return function(tree.replace(kernel, **own), *one)
 
     settings = (kernel.step_size, kernel.inverse_mass_matrix)
     return vmap(of_one, (0,) * (2 + len(trees)))(*settings, *trees)

@@ -36,7 +36,7 @@ def find_step_size(kernel: Any, rng_key: jax.Array, acceptance_rates: Acceptance
         key = jax.random.fold_in(rng_key, i)
         rates = acceptance_rates(tree.replace(one_step, step_size=step_size), key)
         # The median: one chain in a bad place must not shrink the step for all.
-        return rates if step_size.ndim else jnp.median(rates)
+        return rates if kernel.is_per_chain else jnp.median(rates)
 
     def any_goes_on(carry):
         _, _, goes_on, i = carry

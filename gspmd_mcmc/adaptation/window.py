@@ -6,17 +6,17 @@ Stan Reference Manual, "HMC algorithm parameters: automatic parameter tuning" (w
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import dual_averaging, stuck_chains
-from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition, Window
+from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Adaptation, Transition, Window
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
 from gspmd_mcmc.kernels.mclmc import MCLMC
-from gspmd_mcmc.tree import PyTree, pytree, static
+from gspmd_mcmc.tree import PyTree, each_chain, like_position, pytree, static
 
 FAST_START, FAST_END, FIRST_SLOW = 75, 50, 25
 
@@ -39,14 +39,14 @@ class WindowState:
     """
 
     step_size: dual_averaging.DualAveragingState
-    inverse_mass_matrix: PyTree
+    inverse_mass_matrix: PyTree = like_position()
     moments: PyTree
-    rates: jax.Array
+    rates: jax.Array = each_chain()
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class WindowAdaptation:
+class WindowAdaptation(Adaptation):
     """Settings of a warm-up, pooled over chains: step size and metric.
 
     Parameters
@@ -71,9 +71,6 @@ class WindowAdaptation:
     adapt_step_size: bool = static(default=True)
     first_step_factor: float = 1.0
 
-    needs_end: ClassVar[bool] = False
-    traced: ClassVar[tuple[str, ...]] = ("step_size",)
-
     def __post_init__(self):
         if not 0 < self.target_acceptance_rate < 1:
             raise ValueError(
@@ -86,8 +83,8 @@ class WindowAdaptation:
         """Whether there is a metric to learn, and an estimator to learn it with."""
         return self.adapt_mass_matrix and self.metric is not None
 
-    def started_at_mode(self) -> "WindowAdaptation":
-        """Return settings for chains that start exactly at a mode."""
+    def from_mode(self) -> "WindowAdaptation":
+        """Return the settings for chains that start exactly at a mode."""
         return replace(self, first_step_factor=self.first_step_factor / 4)
 
     def windows(self, num_warmup: int) -> list[Window]:

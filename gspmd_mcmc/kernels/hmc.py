@@ -7,7 +7,7 @@ using Hamiltonian dynamics", Handbook of Markov Chain Monte Carlo (2011).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import metrics, settings
 from gspmd_mcmc.kernels.integrators import PhasePoint, integrate, velocity_verlet_with_terms
+from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.targets import checks, independence, local
 from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
-from gspmd_mcmc.tree import PyTree, pytree, set_fields
+from gspmd_mcmc.tree import Pad, PyTree, derived, like_position, pytree, set_fields, static
 
 DIVERGENT_ENERGY_ERROR = 1000.0
 
@@ -27,42 +28,21 @@ DIVERGENT_ENERGY_ERROR = 1000.0
 class HMCState:
     """Where a chain is, and what it need not compute again."""
 
-    position: PyTree
-    log_density: jax.Array  # []
-    log_density_grad: PyTree  # like position
-    terms: PyTree  # the target's summands, apart
+    position: PyTree = like_position()
+    log_density: jax.Array = derived()  # []
+    log_density_grad: PyTree = like_position(pad=Pad.ZERO, is_derived=True)
+    terms: PyTree = derived()  # the target's summands, apart
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class HMCInfo:
-    """What one transition did; every field is a scalar.
-
-    Attributes
-    ----------
-    acceptance_rate
-        min(1, exp(-energy_error)): the probability with which the proposal was accepted.
-    is_accepted, is_divergent
-        Whether the proposal was kept; whether the energy error exceeded 1000 or was not finite.
-    energy
-        The Hamiltonian where the transition ended, in nats.
-    energy_error
-        The Hamiltonian of the proposal less that of the start, in nats, summed over differences.
-    num_integration_steps
-        Leapfrogs, each one gradient.
-    """
-
-    acceptance_rate: jax.Array
-    is_accepted: jax.Array
-    is_divergent: jax.Array
-    energy: jax.Array
-    energy_error: jax.Array
-    num_integration_steps: jax.Array
+class HMCInfo(Info):
+    """What one transition of `HMC` did; see `Info`."""
 
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class HMC(settings.Tunable):
+class HMC(Kernel):
     """Hamiltonian Monte Carlo with a fixed number of leapfrogs, one number for all chains.
 
     A pytree that holds its target, so that data enter programs as arguments:
@@ -87,8 +67,11 @@ class HMC(settings.Tunable):
     target: Any
     step_size: jax.Array
     num_integration_steps: jax.Array
-    inverse_mass_matrix: PyTree | None
+    inverse_mass_matrix: PyTree | None = like_position()
     jitter: jax.Array
+    is_per_chain: bool = static(default=False)
+
+    draws_momenta: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -118,7 +101,7 @@ class HMC(settings.Tunable):
         """Return the kernel whose steps are one leapfrog: what a first step size is tried with."""
         return OneLeapfrog.of(self)
 
-    def drawn(self, rng_key: jax.Array, step: jax.Array) -> "HMC":
+    def with_jitter(self, rng_key: jax.Array, step: jax.Array) -> "HMC":
         """Return the kernel of one step: its number of leapfrogs drawn, for all chains at once."""
         low, high = 1 - self.jitter, 1 + self.jitter
         factor = jax.random.uniform(rng_key, dtype=self.jitter.dtype, minval=low, maxval=high)
@@ -209,11 +192,12 @@ class OneLeapfrog(HMC):
     @classmethod
     def of(cls, kernel: Any) -> "OneLeapfrog":
         """Return the one with the target, the step size and the metric of another kernel."""
-        values = {n: getattr(kernel, n) for n in ("target", "step_size", "inverse_mass_matrix")}
+        names = ("target", "step_size", "inverse_mass_matrix", "is_per_chain")
+        values = {name: getattr(kernel, name) for name in names}
         one, none = jnp.ones((), int), jnp.zeros((), kernel.step_size.dtype)
         return tree.fill(cls, values | {"num_integration_steps": one, "jitter": none})
 
-    def drawn(self, rng_key: jax.Array, step: jax.Array) -> "OneLeapfrog":
+    def with_jitter(self, rng_key: jax.Array, step: jax.Array) -> "OneLeapfrog":
         """Return the kernel itself."""
         return self
 

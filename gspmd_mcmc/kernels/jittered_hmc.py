@@ -9,16 +9,17 @@ sequence is Halton's in base 2.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import hmc, settings
-from gspmd_mcmc.kernels.hmc import HMC, HMCState
-from gspmd_mcmc.targets.anywhere import init_anywhere
-from gspmd_mcmc.tree import PyTree, pytree, set_fields
+from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState
+from gspmd_mcmc.kernels.kernel import Kernel
+from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
+from gspmd_mcmc.tree import PyTree, like_position, pytree, set_fields, static
 
 # On a Gaussian, with the length that the criterion then finds, a step leaves less correlation than with
 # 1: of the slowest direction for the same work too, of the worst direction's squares a step alone.
@@ -27,7 +28,7 @@ JITTER = 0.75
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class JitteredHMC(settings.Tunable):
+class JitteredHMC(Kernel):
     """HMC with trajectories of lengths spread evenly over (1 ± jitter) T, by a quasi-random sequence.
 
     One length serves all chains of a step, so that they stay in lock-step; a fixed length would make
@@ -36,8 +37,8 @@ class JitteredHMC(settings.Tunable):
     ones would leave gaps. As h depends on the step's number only, never on where a chain is, every
     step leaves the posterior as it is.
 
-    A pytree that holds its target, as `HMC` is. A step is drawn first: ``kernel.drawn(rng_key, i)`` is
-    a plain `HMC`, whose `step` is then taken by each chain.
+    A pytree that holds its target, as `HMC` is. Each step's length is set
+    first: ``kernel.with_jitter(rng_key, i)`` is a plain `HMC`, whose `step` each chain then takes.
 
     Parameters
     ----------
@@ -61,9 +62,12 @@ class JitteredHMC(settings.Tunable):
     target: Any
     step_size: jax.Array
     trajectory_length: jax.Array
-    inverse_mass_matrix: PyTree | None
+    inverse_mass_matrix: PyTree | None = like_position()
     max_leapfrogs: jax.Array
     jitter: jax.Array
+    is_per_chain: bool = static(default=False)
+
+    draws_momenta: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -97,24 +101,32 @@ class JitteredHMC(settings.Tunable):
         """Return a kernel whose steps are one leapfrog: what a first step size is tried with."""
         return hmc.OneLeapfrog.of(self)
 
-    def drawn(self, rng_key: jax.Array, step: jax.Array) -> HMC:
+    def with_jitter(self, rng_key: jax.Array, step: jax.Array) -> HMC:
         """Return the HMC of one step, for all chains at once; only the step's number matters."""
-        length = spread(step, self.jitter) * self.trajectory_length
+        return self._hmc(spread(step, self.jitter) * self.trajectory_length)
+
+    def _hmc(self, length: jax.Array) -> HMC:
         count = jnp.ceil(length / self.step_size)
         # A length of no number asks for one leapfrog; the clip is before the cast, which would wrap.
         count = jnp.where(jnp.isnan(count), 1, jnp.clip(count, 1, self.max_leapfrogs))
-        return HMC(
+        kernel = HMC(
             self.target,
             self.step_size,
             count.astype(self.max_leapfrogs.dtype),
             self.inverse_mass_matrix,
             jnp.zeros_like(self.step_size),
         )
+        return tree.replace(kernel, is_per_chain=self.is_per_chain)
 
     @init_anywhere
     def init(self, position: PyTree) -> HMCState:
         """Evaluate the target at a position; errors are those of `HMC.init`."""
         return hmc.init("JitteredHMC", self.target, self.inverse_mass_matrix, position)
+
+    @step_anywhere
+    def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, HMCInfo]:
+        """One transition with the mean length; `with_jitter` has those of the sequence."""
+        return self._hmc(self.trajectory_length).step(rng_key, state)
 
 
 def spread(step: jax.Array, jitter: jax.Array) -> jax.Array:

@@ -18,44 +18,28 @@ from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR, HMCState
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.isokinetic import MINIMAL_NORM, Span, Splitting
 from gspmd_mcmc.kernels.jittered_hmc import spread
+from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.targets import checks, local
 from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
-from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
+from gspmd_mcmc.tree import PyTree, like_position, pytree, set_fields, static
 
 MOST_STEPS = 1_000_000  # of a trajectory
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class MAMSInfo:
-    """What one transition did; every field is a scalar.
+class MAMSInfo(Info):
+    """What one transition of `MAMS` did; see `Info`.
 
-    Attributes
-    ----------
-    acceptance_rate
-        min(1, exp(-energy_error)): the probability with which the proposal was accepted.
-    is_accepted, is_divergent
-        Whether the proposal was kept; whether the energy error exceeded 1000 or was not finite.
-    energy
-        The negative log density at the start, and the energy error if it was accepted, in nats: a
-        trajectory starts with no kinetic energy.
-    energy_error
-        The kinetic energy's change less the log density's, in nats, summed over differences.
-    num_integration_steps
-        Gradients of the trajectory.
+    ``energy`` is the negative log density at the start, and the energy error if the proposal was
+    accepted: a trajectory starts with no kinetic energy. ``energy_error`` is the kinetic energy's change
+    less the log density's.
     """
-
-    acceptance_rate: jax.Array
-    is_accepted: jax.Array
-    is_divergent: jax.Array
-    energy: jax.Array
-    energy_error: jax.Array
-    num_integration_steps: jax.Array
 
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class MAMS(settings.Tunable):
+class MAMS(Kernel):
     """Microcanonical trajectories of one length for all chains, with a Metropolis test.
 
     A pytree that holds its target, as `HMC` is; other numbers compile nothing anew.
@@ -83,9 +67,10 @@ class MAMS(settings.Tunable):
     target: Any
     step_size: jax.Array
     trajectory_length: jax.Array
-    inverse_mass_matrix: PyTree | None
+    inverse_mass_matrix: PyTree | None = like_position()
     jitter: jax.Array
     splitting: Splitting = static()
+    is_per_chain: bool = static(default=False)
 
     def __init__(
         self,
@@ -116,7 +101,7 @@ class MAMS(settings.Tunable):
         """Return the kernel whose trajectories are one step: what a first step size is tried with."""
         return tree.replace(self, trajectory_length=jnp.zeros_like(self.trajectory_length))
 
-    def drawn(self, rng_key: jax.Array, step: jax.Array) -> "MAMS":
+    def with_jitter(self, rng_key: jax.Array, step: jax.Array) -> "MAMS":
         """Return the kernel of one step: the length of its trajectories, for all chains at once.
 
         It comes from the van der Corput sequence at the step's number, as in `JitteredHMC`: 2^k steps

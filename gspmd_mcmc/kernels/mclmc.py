@@ -17,9 +17,10 @@ from gspmd_mcmc.kernels import hmc, isokinetic, metrics, settings
 from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.isokinetic import MINIMAL_NORM, Span, Splitting
+from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.targets import checks, local
 from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
-from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
+from gspmd_mcmc.tree import Pad, PyTree, derived, like_position, pytree, set_fields, static
 
 MOST_REFRESHMENT = 50.0  # step sizes a decoherence length: nothing of the old momentum is left
 
@@ -29,45 +30,29 @@ MOST_REFRESHMENT = 50.0  # step sizes a decoherence length: nothing of the old m
 class MCLMCState:
     """Where a chain is, which way it goes, and what it need not compute again."""
 
-    position: PyTree
-    momentum: PyTree  # like position, p·M⁻¹p = 1; zero before the first step
-    log_density: jax.Array  # []
-    log_density_grad: PyTree  # like position
-    terms: PyTree  # the target's summands, apart
+    position: PyTree = like_position()
+    momentum: PyTree = like_position(pad=Pad.ZERO)  # p·M⁻¹p = 1; zero before the first step
+    log_density: jax.Array = derived()  # []
+    log_density_grad: PyTree = like_position(pad=Pad.ZERO, is_derived=True)
+    terms: PyTree = derived()  # the target's summands, apart
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class MCLMCInfo:
-    """What one step did; every field is a scalar.
+class MCLMCInfo(Info):
+    """What one step of `MCLMC` did; see `Info`.
 
-    Attributes
-    ----------
-    acceptance_rate
-        1 where the step was made and 0 where it was refused. It tells nothing of the bias.
-    is_accepted, is_divergent
-        Whether the step was made; whether it was refused, because its energy error exceeded 1000 or was
-        not finite. The chain then stays and goes on in a fresh direction.
-    energy
-        The negative log density where the step ended, in nats.
-    energy_error
-        The kinetic energy's change less the log density's, in nats, summed over differences; infinite
-        where it is not finite. Its variance over steps, by dimension, is what tuning holds small.
-    num_integration_steps
-        Gradients of the step.
+    ``acceptance_rate`` is 1 where the step was made and 0 where it was refused, because its energy error
+    exceeded 1000 or was not finite; the chain then stays and goes on in a fresh direction. It tells
+    nothing of the bias. ``energy`` is the negative log density where the step ended. ``energy_error``,
+    the kinetic energy's change less the log density's, has the variance over steps that tuning holds
+    small.
     """
-
-    acceptance_rate: jax.Array
-    is_accepted: jax.Array
-    is_divergent: jax.Array
-    energy: jax.Array
-    energy_error: jax.Array
-    num_integration_steps: jax.Array
 
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class MCLMC(settings.Tunable):
+class MCLMC(Kernel):
     """Unadjusted microcanonical Langevin Monte Carlo: a step is one or two gradients.
 
     Draws are biased, by an amount that falls with the step size; `MAMS` is its form without bias. A
@@ -99,7 +84,7 @@ class MCLMC(settings.Tunable):
     target: Any
     step_size: jax.Array
     trajectory_length: jax.Array
-    inverse_mass_matrix: PyTree | None
+    inverse_mass_matrix: PyTree | None = like_position()
     splitting: Splitting = static()
 
     def __init__(
@@ -123,14 +108,6 @@ class MCLMC(settings.Tunable):
     def with_trajectory_length(self, trajectory_length: float | jax.Array) -> "MCLMC":
         """Return the kernel with another decoherence length; nothing compiles anew."""
         return tree.replace(self, trajectory_length=isokinetic.length_of("MCLMC", trajectory_length))
-
-    def one_leapfrog(self) -> "MCLMC":
-        """Return the kernel itself: a step is one step of the integrator."""
-        return self
-
-    def drawn(self, rng_key: jax.Array, step: jax.Array) -> "MCLMC":
-        """Return the kernel of one step: nothing is drawn for all chains at once."""
-        return self
 
     @init_anywhere
     def init(self, position: PyTree) -> MCLMCState:

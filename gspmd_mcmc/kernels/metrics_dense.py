@@ -22,7 +22,7 @@ from gspmd_mcmc.kernels.metrics_leaves import (
     product,
 )
 from gspmd_mcmc.targets import local
-from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
+from gspmd_mcmc.tree import PyTree, like_position, pytree, set_fields, static
 
 
 @pytree
@@ -45,7 +45,7 @@ class DenseMetric:
         the name of a bare array. They must be whole on every device; the others stay diagonal.
     """
 
-    variances: PyTree
+    variances: PyTree = like_position()
     factors: tuple[jax.Array, ...]
     inverses: tuple[jax.Array, ...]  # L⁻¹: every step draws a momentum, and solving takes long
     groups: tuple[tuple[str, ...], ...] = static()

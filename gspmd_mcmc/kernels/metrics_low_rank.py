@@ -18,7 +18,7 @@ from gspmd_mcmc.kernels.metrics_leaves import (
     product,
 )
 from gspmd_mcmc.targets import local
-from gspmd_mcmc.tree import PyTree, pytree
+from gspmd_mcmc.tree import Pad, PyTree, like_position, pytree
 
 
 @pytree
@@ -41,8 +41,8 @@ class LowRankMetric:
         column does nothing.
     """
 
-    variances: PyTree
-    vectors: PyTree
+    variances: PyTree = like_position()
+    vectors: PyTree = like_position(pad=Pad.ZERO, num_axes=1)
     eigenvalues: jax.Array
 
     def velocity(self, momentum: PyTree) -> PyTree:

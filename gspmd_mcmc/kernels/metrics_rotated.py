@@ -19,7 +19,7 @@ from gspmd_mcmc.kernels.metrics_leaves import (
     product,
 )
 from gspmd_mcmc.targets import local
-from gspmd_mcmc.tree import PyTree, pytree, set_fields
+from gspmd_mcmc.tree import PyTree, like_position, pytree, set_fields
 
 Rotations = Mapping[str, tuple[Any, ...]]
 
@@ -42,7 +42,7 @@ class RotatedMetric:
         local leaf, its first axis, cannot be rotated.
     """
 
-    variances: PyTree
+    variances: PyTree = like_position()
     rotations: dict[str, tuple[jax.Array | None, ...]]
 
     def __init__(self, variances: PyTree, rotations: Rotations):

@@ -15,7 +15,7 @@ progressive sampling); Phan, Pradhan and Jankowiak, arXiv 1912.11554, and Lao an
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,45 +25,33 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import hmc, metrics, settings, u_turns
 from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR, HMCState
 from gspmd_mcmc.kernels.integrators import PhasePoint, velocity_verlet_with_terms
+from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.kernels.u_turns import BLOCK, Path
 from gspmd_mcmc.targets import checks, local
 from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
-from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
+from gspmd_mcmc.tree import PyTree, like_position, pytree, set_fields, static
 
 MOST_DOUBLINGS = 20
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class NUTSInfo:
-    """What one transition did; every field is a scalar.
+class NUTSInfo(Info):
+    """What one transition of `NUTS` did; see `Info`.
+
+    ``acceptance_rate`` is the mean of min(1, exp(-energy error)) over all leaves that were visited, and
+    ``energy_error`` that of the state where the transition ended.
 
     Attributes
     ----------
-    acceptance_rate
-        The mean of min(1, exp(-energy error)) over all leaves that were visited.
-    is_accepted
-        Whether the chain moved.
-    is_divergent, is_turning
-        Whether an energy error over 1000, or not finite, ended the trajectory; whether a U-turn did.
-        Where neither did, ``max_tree_depth`` was reached.
-    energy
-        The Hamiltonian where the transition ended, in nats.
-    energy_error
-        The Hamiltonian there less that of the start, in nats, summed over differences.
-    num_integration_steps
-        Leapfrogs, each one gradient.
+    is_turning
+        Whether a U-turn ended the trajectory. Where neither that nor a divergence did,
+        ``max_tree_depth`` was reached.
     tree_depth
         Doublings that were kept: the next state was drawn from 2^tree_depth leaves.
     """
 
-    acceptance_rate: jax.Array
-    is_accepted: jax.Array
-    is_divergent: jax.Array
     is_turning: jax.Array
-    energy: jax.Array
-    energy_error: jax.Array
-    num_integration_steps: jax.Array
     tree_depth: jax.Array
 
 
@@ -140,7 +128,7 @@ class Chance(NamedTuple):
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class NUTS(settings.Tunable):
+class NUTS(Kernel):
     """The multinomial No-U-Turn sampler.
 
     A pytree that holds its target, as `HMC` is: ``step = jax.jit(type(kernel).step)``, then
@@ -161,8 +149,11 @@ class NUTS(settings.Tunable):
 
     target: Any
     step_size: jax.Array
-    inverse_mass_matrix: PyTree | None
+    inverse_mass_matrix: PyTree | None = like_position()
     max_tree_depth: int = static()
+    is_per_chain: bool = static(default=False)
+
+    draws_momenta: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -189,10 +180,6 @@ class NUTS(settings.Tunable):
     def one_leapfrog(self) -> hmc.OneLeapfrog:
         """Return a kernel whose steps are one leapfrog: what a first step size is tried with."""
         return hmc.OneLeapfrog.of(self)
-
-    def drawn(self, rng_key: jax.Array, step: jax.Array) -> "NUTS":
-        """Return the kernel of one step: nothing is drawn for all chains at once."""
-        return self
 
     @init_anywhere
     def init(self, position: PyTree) -> HMCState:

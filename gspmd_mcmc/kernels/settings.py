@@ -1,42 +1,18 @@
 """The settings that kernels have in common: checked, and turned into leaves of a pytree."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.metrics_leaves import check_positive, check_shapes
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.targets.anywhere import no_context_mesh, on_any_mesh
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, is_traced
-
-
-class Tunable:
-    """What warm-ups change of every kernel; other numbers compile nothing anew.
-
-    Attributes
-    ----------
-    note
-        What a summary says of all draws of the kernel, as no statistic of theirs shows it.
-    """
-
-    note: ClassVar[str] = ""
-    target: Any
-    step_size: jax.Array
-    inverse_mass_matrix: Any
-
-    def with_step_size(self, step_size: float | jax.Array) -> Self:
-        """Return the kernel with another step size; nothing compiles anew."""
-        return tree.replace(self, step_size=step_size_of(type(self).__name__, step_size))
-
-    def with_inverse_mass_matrix(self, inverse_mass_matrix: Any) -> Self:
-        """Return the kernel with another metric; one of another structure is another program."""
-        metric = metric_of(type(self).__name__, self.target, inverse_mass_matrix)
-        return tree.replace(self, inverse_mass_matrix=metric)
 
 
 def require_target(kernel: str, target: Any) -> None:
@@ -46,12 +22,11 @@ def require_target(kernel: str, target: Any) -> None:
             f"{kernel}: expected a target (Posterior, LogDensity), got the class {target.__name__} "
             "itself; build one of your functions and data"
         )
-    missing = [m for m in ("terms", "grad", "terms_and_grad") if not hasattr(target, m)]
-    if missing:
+    if not isinstance(target, Target):
         raise TypeError(
-            f"{kernel}: expected a target (Posterior, LogDensity), got {type(target).__name__} without "
-            f"{missing}; wrap a function as gspmd_mcmc.LogDensity(fn, *data), a NumPyro model by "
-            "gspmd_mcmc.from_numpyro(model, data)"
+            f"{kernel}: expected a target (Posterior, LogDensity), got {type(target).__name__}; wrap a "
+            "function as gspmd_mcmc.LogDensity(fn, *data), a NumPyro model by "
+            "gspmd_mcmc.from_numpyro(model, data); a class of your own is a gspmd_mcmc.Target"
         )
 
 

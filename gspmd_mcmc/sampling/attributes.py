@@ -10,14 +10,17 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.tree_util import Partial
 
+from gspmd_mcmc.adaptation.adaptation import Adaptation
+from gspmd_mcmc.kernels.kernel import Kernel
+
 LIBRARIES = ("gspmd_mcmc", "jax", "jaxlib", "numpy", "tensorstore")
 
 
 def attributes_of(
     rng_key: jax.Array,
     mesh: Mesh | None,
-    kernel: Any,
-    warmup: Any,
+    kernel: Kernel,
+    warmup: Adaptation,
     collect: Partial,
     **counts: int,
 ) -> dict[str, Any]:
@@ -47,13 +50,14 @@ def attributes_of(
         "rng_key_data": np.asarray(jax.random.key_data(rng_key)).ravel().tolist(),
         "rng_key_impl": str(jax.random.key_impl(rng_key)),
         "kernel": type(kernel).__name__,
-        "note": getattr(kernel, "note", ""),
+        "note": kernel.note,
+        "draws_momenta": kernel.draws_momenta,
         "warmup": type(warmup).__name__,
         "collect": getattr(collect.func, "__qualname__", repr(collect.func)),
         **counts,
     }
-    if hasattr(kernel, "max_tree_depth"):
-        found["max_tree_depth"] = int(kernel.max_tree_depth)
+    if kernel.max_tree_depth is not None:
+        found["max_tree_depth"] = kernel.max_tree_depth
     if mesh is not None:
         found |= {"mesh_axes": list(mesh.axis_names), "mesh_shape": list(mesh.devices.shape)}
     return found

@@ -6,24 +6,21 @@ from typing import Any
 
 import jax
 
-from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.adaptation.dense import Dense
 from gspmd_mcmc.adaptation.mams import MAMSAdaptation
 from gspmd_mcmc.adaptation.mclmc import MCLMCAdaptation
 from gspmd_mcmc.adaptation.metrics import Diagonal
-from gspmd_mcmc.adaptation.per_chain import PerChainAdaptation
 from gspmd_mcmc.adaptation.snaper import SNAPERAdaptation
 from gspmd_mcmc.adaptation.window import WindowAdaptation
 from gspmd_mcmc.kernels.hmc import HMC
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
+from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.kernels.mams import MAMS
 from gspmd_mcmc.kernels.mclmc import MCLMC
 from gspmd_mcmc.kernels.nuts import NUTS
-from gspmd_mcmc.sampling.layout import Layout
+from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.targets import checks
-from gspmd_mcmc.targets.local import rows_of
-from gspmd_mcmc.tree import PyTree
 
 # From so many chains on a trajectory length that they tune together beats a tree for each: in lock-step
 # every chain waits for the deepest tree.
@@ -31,21 +28,20 @@ MANY_CHAINS = 32
 # A dense metric is not worth less a gradient even where it costs draws, and no rule on the correlations
 # that warm-up sees tells such posteriors apart: docs/everyday.md has the figures.
 DENSE_SIZE = 100
-WARMUPS: dict[type, Any] = {
-    HMC: WindowAdaptation(),
-    NUTS: WindowAdaptation(),
-    JitteredHMC: SNAPERAdaptation(),
-    MAMS: MAMSAdaptation(),
-    MCLMC: MCLMCAdaptation(),
-}
+WARMUPS: tuple[tuple[type[Kernel], Adaptation], ...] = (
+    (HMC, WindowAdaptation()),
+    (NUTS, WindowAdaptation()),
+    (JitteredHMC, SNAPERAdaptation()),
+    (MAMS, MAMSAdaptation()),
+    (MCLMC, MCLMCAdaptation()),
+)
 
 
 def chosen_kernel(kernel: Any, target: Any, num_chains: int, max_tree_depth: int | None) -> Any:
     """Return the kernel given or the default one; raise unless it is a kernel on this target."""
     if kernel is None:
         return kernel_for(target, num_chains, max_tree_depth)
-    methods = ("target", "init", "drawn")
-    checks.require_instance("kernel", kernel, methods, "NUTS(target, step_size=0.1)")
+    checks.require_kind("kernel", kernel, Kernel, "NUTS(target, step_size=0.1)")
     if kernel.target is not target:
         raise ValueError("kernel: it was built on another target; build it on the one given here")
     if max_tree_depth is not None:
@@ -65,7 +61,7 @@ def chosen_warmup(warmup: Any, kernel: Any, num_warmup: int, settings: dict[str,
         raise ValueError(f"{', '.join(settings)}: num_warmup=0 tunes nothing; warm up, or leave it out")
     if warmup is None:
         return with_settings(warmup_for(kernel), settings)
-    checks.require_instance("warmup", warmup, ("windows", "update"), "WindowAdaptation()")
+    checks.require_kind("warmup", warmup, Adaptation, "WindowAdaptation()")
     for name, value in settings.items():
         raise TypeError(
             f"{name}: it is a setting of the warm-up, and a warm-up is given; write "
@@ -101,7 +97,7 @@ def warmup_for(kernel: Any) -> Adaptation:
     TypeError
         If none is known for it.
     """
-    for kind, warmup in WARMUPS.items():
+    for kind, warmup in WARMUPS:
         if isinstance(kernel, kind):
             return warmup
     raise TypeError(
@@ -127,27 +123,19 @@ def with_settings(warmup: Any, settings: dict[str, Any]) -> Any:
     return dataclasses.replace(warmup, **settings)
 
 
-def with_metric(warmup: Any, kernel: Any, layout: Layout, positions: PyTree) -> Any:
+def with_metric(warmup: Adaptation, kernel: Kernel, layout: Layout) -> Adaptation:
     """Return the warm-up with a kind of metric, if it names none.
 
     A metric that the kernel has already is learned on if it is diagonal, and kept as it is if not.
     """
-    if isinstance(warmup, PerChainAdaptation):
-        inner = with_metric(warmup.adaptation, kernel, layout, positions)
-        return tree.replace(warmup, adaptation=inner)
-    metric = getattr(warmup, "metric", ())
-    if metric is not None:
-        if isinstance(metric, type):
-            checks.require_instance("metric", metric, (), "Diagonal()")
-        return warmup
-    return tree.replace(warmup, metric=_metric_for(kernel, layout, positions))
+    if isinstance(warmup.metric, type):
+        checks.require_instance("metric", warmup.metric, (), "Diagonal()")
 
+    def choose() -> Any:
+        own = kernel.inverse_mass_matrix
+        if own is not None:
+            return Diagonal() if jax.tree.structure(own) == layout.treedef else None
+        size = sum(math.prod(shape) for shape, _ in layout.shapes)
+        return Dense() if layout.is_whole and size <= DENSE_SIZE else Diagonal()
 
-def _metric_for(kernel: Any, layout: Layout, positions: PyTree) -> Any:
-    own = kernel.inverse_mass_matrix
-    if own is not None:
-        return Diagonal() if jax.tree.structure(own) == jax.tree.structure(positions) else None
-    size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(positions))
-    are_local = any(rows is not None for rows in rows_of(kernel.target, positions))
-    is_whole = not are_local and not any(axis for spec in layout.specs for axis in spec)
-    return Dense() if is_whole and size <= DENSE_SIZE else Diagonal()
+    return warmup.with_metric(choose)

@@ -10,17 +10,11 @@ import numpy as np
 from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.diagnostics.rows import named_leaves
 from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarise
-from gspmd_mcmc.kernels.hmc import HMC
-from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
-from gspmd_mcmc.kernels.nuts import NUTS
+from gspmd_mcmc.extras import need
 from gspmd_mcmc.placement.processes import is_local
-from gspmd_mcmc.sampling.extras import need
 from gspmd_mcmc.sampling.parts import part_of_process
 from gspmd_mcmc.sampling.zarr_format import ARVIZ_NAMES, tree_names
 from gspmd_mcmc.tree import PyTree
-
-# Kernels whose energy is judged by E-BFMI, which supposes fresh momenta at each transition.
-DRAW_MOMENTA = (HMC, JitteredHMC, NUTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,15 +146,15 @@ class Draws:
 
     @property
     def _max_tree_depth(self) -> int | None:
-        return getattr(self.kernel, "max_tree_depth", None)
+        return self.kernel.max_tree_depth
 
     @property
     def _judges_energy(self) -> bool:
-        return isinstance(self.kernel, DRAW_MOMENTA)
+        return self.kernel.draws_momenta
 
     @property
     def _note(self) -> str:
-        return getattr(self.kernel, "note", "")
+        return self.kernel.note
 
     def __layout_tree__(self) -> dict[str, Any]:
         """Return what `visualize` shows of a run: the draws and the last state."""

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.placement.processes import to_host
-from gspmd_mcmc.sampling.errors import SamplingWarning
-from gspmd_mcmc.sampling.layout import Layout
 from gspmd_mcmc.targets.local import zero_pad
 from gspmd_mcmc.tree import PyTree, path_str
 
@@ -25,10 +25,7 @@ def warn_of_flat_latents(target: Any, states: Any, layout: Layout) -> None:
     are moved the terms of the log density stay the same, to the bit. The first alone has other causes:
     a unit that is dead there, the middle of a box, a start at a mode.
     """
-    grads = getattr(states, "log_density_grad", None)
-    if grads is None:
-        return
-    flags, counts = _without_slope(target, grads, layout=layout)
+    flags, counts = _without_slope(target, states.log_density_grad, layout=layout)
     num_flat, num_real = np.asarray(to_host(counts))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(flags)
     for i in np.flatnonzero(num_flat):

@@ -62,16 +62,16 @@ def _explain(known: Known, error: str) -> str:
 def _bytes_of_device(known: Known) -> Iterator[tuple[str, float]]:
     """Give the arrays of a run, each with its bytes on one device."""
     run = known.run
-    states = None if run is None else run.phase.states
+    states = None if run is None or run.state is None else run.state.states
     for what, tree in (("the target's data", known.target), ("the chains' states", states)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                 shape = leaf.sharding.shard_shape(leaf.shape)
                 yield f"{what} {path_str(path)}", math.prod(shape) * leaf.dtype.itemsize
-    if run is None or run.collecting is None or run.collecting.shapes is None:
+    if run is None:
         return
-    collected, stats = run.collecting.shapes
-    size, parts = run.collecting.capacity, run.collecting.num_shards
+    collected, stats = run.draw.tree
+    size, parts = run.capacity, run.layout.num_parts
     for what, tree in ((f"{size} draws of", collected), (f"{size} draws' stat", stats)):
         for name, leaf in named_leaves(tree).items():
             yield f"{what} {name}", math.prod(leaf.shape) * leaf.dtype.itemsize * size / parts
@@ -80,12 +80,10 @@ def _bytes_of_device(known: Known) -> Iterator[tuple[str, float]]:
 def _smaller_tiles(run: Run, error: str) -> Iterator[str]:
     """Say for each plate how many rows a tile has, and how many would fit."""
     target = run.target
-    position = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), run.phase.states.position
-    )
-    plates = getattr(target, "plates", ())
-    params = jax.eval_shape(target.params, position) if plates else None
-    for plate in plates:
+    shapes = [jax.ShapeDtypeStruct(*shape) for shape in run.layout.shapes]
+    position = jax.tree.unflatten(run.layout.treedef, shapes)
+    params = jax.eval_shape(target.params, position) if target.plates else None
+    for plate in target.plates:
         rows = plate.rows_of_tile(params, target.hidden_from(plate, params))
         fitting = max(1, int(rows * _share_that_fits(error)))
         yield f"Tiles of {plate} have {rows} rows; Plate(..., tile_rows={fitting}) makes them smaller."

@@ -11,7 +11,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.explicit import on_any_mesh
-from gspmd_mcmc.sampling.layout import Pins
+from gspmd_mcmc.placement.layout import Pins
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.local import cut
 from gspmd_mcmc.tree import PyTree

@@ -7,7 +7,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.targets.functions import as_partial
-from gspmd_mcmc.targets.prior_draws import prior_of
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree
 
 
@@ -37,15 +37,14 @@ def prior_start(target: Any) -> Partial:
     ValueError
         If a distribution of the model, such as an improper one, cannot be drawn from.
     """
-    draw = prior_of(target)
-    if draw is None:
+    if not isinstance(target, Target) or target.prior is None:
         raise TypeError(
             "prior_start: expected a target made by from_numpyro or by condition of a joint "
             f"distribution, got {type(target).__name__}, which was written as functions and has no "
             "prior to draw from. Pass sample a function rng_key -> position of your own, or "
             "gspmd_mcmc.uniform_start(position)"
         )
-    start = as_partial(Partial(_start, draw))
+    start = as_partial(Partial(_start, target.prior.draw))
     jax.eval_shape(start, jax.random.key(0))
     return start
 

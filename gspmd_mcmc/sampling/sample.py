@@ -1,42 +1,34 @@
 """One call from a target to draws."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
-from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.placement.explicit import on_any_mesh
-from gspmd_mcmc.placement.mesh import auto_mesh
+from gspmd_mcmc.placement.layout import Layout, read_layout
 from gspmd_mcmc.placement.processes import spans_processes
-from gspmd_mcmc.sampling import arguments, defaults
+from gspmd_mcmc.sampling import arguments, defaults, identity, resumption
 from gspmd_mcmc.sampling import start as starts
 from gspmd_mcmc.sampling.attributes import attributes_of
-from gspmd_mcmc.sampling.collecting import keep_position, shapes_of_draw
 from gspmd_mcmc.sampling.draws import Draws
-from gspmd_mcmc.sampling.errors import SamplingWarning
 from gspmd_mcmc.sampling.flat_latents import warn_of_flat_latents
-from gspmd_mcmc.sampling.keeping import carry_out, kept_in, reserved, sink_of
-from gspmd_mcmc.sampling.layout import Layout, read_layout
 from gspmd_mcmc.sampling.memory import explained
 from gspmd_mcmc.sampling.mode import Mode
-from gspmd_mcmc.sampling.observing import ChunkReport, warn_of_small_data
+from gspmd_mcmc.sampling.reporting import ChunkReport
 from gspmd_mcmc.sampling.run import Plan, Run
-from gspmd_mcmc.sampling.same_run import require_same_run
-from gspmd_mcmc.sampling.same_target import evaluated_anew, require_same_density
+from gspmd_mcmc.sampling.run_state import keep_position
 from gspmd_mcmc.sampling.sinks import ZarrSink
+from gspmd_mcmc.sampling.warnings_of_runs import warn_of, warn_of_small_data
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import lay_out
 from gspmd_mcmc.targets.modules import is_module
-from gspmd_mcmc.targets.resolution import on_coarse_terms, on_rounded_bijections
 from gspmd_mcmc.targets.retracing import changes, traced_with
-from gspmd_mcmc.tree import PyTree, path_str
+from gspmd_mcmc.tree import PyTree
 
 LEAST = {"num_chains": 1, "num_warmup": 0, "num_samples": 0, "thin": 1}
 
@@ -114,9 +106,12 @@ def sample(
         Bytes on each device for draws; finished chunks move to the host beyond it. A quarter of the
         device's memory by default, no bound on a CPU.
     checkpoint
-        A folder to save the run in, so that `resume` can go on with it, warm-up too; it must not hold
-        another run. Draws go to a `ZarrSink` in it, unless ``to`` names another. While a checkpoint is
-        written the run goes on. Needs the extra ``checkpoint``.
+        A folder to save the run in, warm-up too. Where it holds this run already, the run continues
+        from there: a script that is run again after it was killed makes the draws that it would have
+        made, to the bit on a mesh of the same shape, to rounding on another. For more draws call with a
+        greater ``num_samples``. Another model, key or settings are refused. Draws go to a `ZarrSink` in
+        it, unless ``to`` names another. Checkpoints are written while the run goes on. Needs the extra
+        ``checkpoint``.
     every
         Seconds from one checkpoint to the next.
     progress
@@ -135,14 +130,16 @@ def sample(
     Raises
     ------
     ValueError, TypeError
-        For counts, keys, meshes or positions that do not fit; the message says what was expected.
+        For counts, keys, meshes or positions that do not fit, or a folder of checkpoints that holds
+        another run; the message says what was expected, or what differs.
     NonFiniteStart
         If a chain finds no start with a finite log density.
     DrawsNotSaved
         If the sink cannot write: before anything is computed where its folder cannot be used, else
         soon after; draws that are on disk stay.
     CheckpointNotSaved
-        If the run cannot be saved at its start. One that cannot be saved later warns, and goes on.
+        If the run cannot be saved at its start, or another process that lives writes to the folder. One
+        that cannot be saved later warns, and goes on.
     Preempted
         After SIGTERM, if the run has checkpoints: it is saved first.
     OutOfDeviceMemory
@@ -169,8 +166,8 @@ def sample(
     arguments.check_observers(progress, callback)
     if to is not None:
         checks.require_instance("to", to, ("reserve", "check"), 'ZarrSink("draws.zarr")')
-    _check_key(rng_key)
-    mesh = common_mesh(mesh, target)
+    arguments.check_key(rng_key)
+    mesh = arguments.common_mesh(mesh, target)
     earlier = initial_position if isinstance(initial_position, Draws) else None
     if earlier is not None:
         _check_goes_on(earlier, target, kernel, num_chains)
@@ -184,46 +181,40 @@ def sample(
     if not callable(collect):
         raise TypeError(f"collect: expected a function, got {type(collect).__name__}")
     collect = as_partial(collect)
-    in_company = spans_processes(mesh)
-    if in_company and mesh is not None:
+    if mesh is not None and spans_processes(mesh):
         given = {"initial_position": initial_position, "kernel": kernel, "warmup": adaptation}
         settings = counts | {"rng_key": rng_key, "device_bytes": device_bytes, "every": every}
         settings |= {"to": repr(to), "checkpoint": str(checkpoint), "metric": repr(metric)}
-        require_same_run("sample", mesh, target, given | {"collect": collect}, settings)
-    first_step = earlier.num_steps if earlier is not None else 0
-    start_key, step_key = jax.random.split(rng_key)
+        # A folder of one machine that the others do not share is no place for a run.
+        settings["there is such a folder"] = checkpoint is not None and Path(checkpoint).is_dir()
+        given |= {"collect": collect}
+        identity.require_same_on_processes("sample", mesh, target, given, settings)
     warn_of_small_data(target)
-    folder, memory = kept_in(checkpoint), explained(target)
-    traced = traced_with(kernel, adaptation)
-    promoting = jax.numpy_dtype_promotion("standard")  # ours rely on it; a user's may be strict
+    start_key, step_key = jax.random.split(rng_key)
     with (
-        promoting,
-        traced,
-        memory as known,
-        folder as checkpoints,
-        reserved(sink_of(to, checkpoints)) as sink,
+        jax.numpy_dtype_promotion("standard"),  # ours rely on it; a user's may be strict
+        traced_with(kernel, adaptation),
+        explained(target) as known,
+        resumption.opened(checkpoint) as checkpoints,
+        resumption.reserved(to, checkpoints) as sink,
     ):
         layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
         independence.check_rows(target, states.position, chain=0)
         if earlier is None:
             warn_of_flat_latents(target, states, layout)
-        if isinstance(initial_position, Mode) and hasattr(adaptation, "started_at_mode"):
-            adaptation = adaptation.started_at_mode()
-        adaptation = defaults.with_metric(adaptation, kernel, layout, states.position)
-        about: dict[str, Any] = counts
-        if sink is not None or collect.func is not keep_position:
-            shapes = shapes_of_draw(kernel, states, collect, step_key, thin, layout)[0]
-            if not jax.tree.leaves(shapes):
-                raise TypeError(f"collect: expected arrays to keep, got {shapes}; does it return them?")
+        if isinstance(initial_position, Mode):
+            adaptation = adaptation.from_mode()
+        adaptation = defaults.with_metric(adaptation, kernel, layout)
+        facts = identity.facts_of_run(rng_key, kernel, adaptation, collect, layout, counts)
+        about = counts
         if sink is not None:
-            sink.check(shapes)
             about = attributes_of(rng_key, mesh, kernel, adaptation, collect, **counts)
         plan = Plan(adaptation, collect, num_warmup, num_samples, thin, device_bytes, about)
-        moves = earlier.moves if earlier is not None else ()
+        first_step, moves = (earlier.num_steps, earlier.moves) if earlier else (0, ())
         run = known.run = Run(plan, kernel, states, step_key, first_step, layout, sink, moves)
-        if in_company and sink is None:
-            run.require_room()
-        draws = carry_out(run, checkpoints, every, progress=progress, callback=callback)
+        draws = resumption.carry_out(
+            run, checkpoints, facts, every, progress=progress, callback=callback
+        )
         warn_of(draws, plan)
     return draws
 
@@ -235,8 +226,10 @@ def _start(
     if isinstance(initial, Draws):
         states = starts.copied(initial.state)
         layout = read_layout(mesh, kernel.target, states.position, num_chains, has_chains=True)
-        anew = evaluated_anew(kernel, states, layout)
-        require_same_density("initial_position: these draws cannot be gone on from", states, anew)
+        anew = resumption.evaluated_anew(kernel, states, layout)
+        resumption.require_same_density(
+            "initial_position: these draws cannot be gone on from", states, anew
+        )
         return layout, states
     if isinstance(initial, Mode):
         initial = starts.uniform_start(initial.position, 0.0)
@@ -245,7 +238,7 @@ def _start(
     example = starts.example_of(initial, rng_key)
     checks.check_position(kernel.target, example)
     layout = read_layout(mesh, kernel.target, example, num_chains, has_chains=False)
-    return layout, starts.start_chains(kernel, rng_key, initial, num_chains, layout)
+    return layout, starts.start_chains(kernel, rng_key, initial, layout)
 
 
 def _start_from_position(
@@ -267,38 +260,12 @@ def _start_from_position(
 
 
 def _origin(target: Any) -> PyTree:
-    if not getattr(target, "latents", ()):
+    if not target.latents:
         raise ValueError(
             "initial_position: expected a tree with at least one array, got None; this target's "
             "functions do not tell the shapes of its latents"
         )
     return target.origin()
-
-
-def common_mesh(mesh: Mesh | None, target: Any) -> Mesh | None:
-    """Return the mesh given, or the one that the target's data lie on; raise if those differ."""
-    mesh = None if mesh is None else auto_mesh("mesh", mesh)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(target):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            if mesh is not None and sharding.mesh != mesh:
-                raise ValueError(
-                    f"mesh: the target's data {path_str(path)} lie on {sharding.mesh}, got {mesh}; "
-                    "place the data on the mesh that chains are to be sampled on"
-                )
-            return sharding.mesh
-    return mesh
-
-
-def _check_key(rng_key: jax.Array) -> None:
-    checks.check_key(rng_key)
-    if "fry" not in str(jax.random.key_impl(rng_key)):
-        warnings.warn(
-            f"rng_key is of kind {jax.random.key_impl(rng_key)}: only threefry keys give the same "
-            "chain on every mesh",
-            SamplingWarning,
-            stacklevel=4,
-        )
 
 
 def _check_goes_on(draws: Draws, target: Any, kernel: Any, num_chains: int) -> None:
@@ -325,26 +292,3 @@ def _check_goes_on(draws: Draws, target: Any, kernel: Any, num_chains: int) -> N
         raise ValueError(
             f"num_chains: the draws to go on from have {draws.num_chains} chains, got {num_chains}"
         )
-
-
-def warn_of(draws: Draws, plan: Plan) -> None:
-    """Say in plain words what is suspicious about a run."""
-    if draws.num_draws < plan.num_samples:
-        message = f"stopped after {draws.num_draws} of {plan.num_samples} draws"
-        warnings.warn(message, SamplingWarning, stacklevel=4)
-    if not draws.num_draws:
-        return
-    names = ("acceptance_rate", "is_divergent", "log_density")
-    stats = {name: np.asarray(draws.stats[name]) for name in names}
-    values = draws.position if plan.collect.func is keep_position else None
-    found = (
-        advice.on_acceptance(stats),
-        advice.on_divergences(stats),
-        advice.on_arrivals(stats["log_density"]),
-        advice.on_moves(draws.moves, draws.num_chains),
-        on_coarse_terms(draws.kernel.target, draws.state),
-        on_rounded_bijections(draws.kernel.target, values),
-    )
-    for warning in found:
-        if warning:
-            warnings.warn(warning, SamplingWarning, stacklevel=4)

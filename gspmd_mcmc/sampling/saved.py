@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from gspmd_mcmc.adaptation.stuck_chains import Move
+from gspmd_mcmc.extras import need
 from gspmd_mcmc.sampling import zarr_format
-from gspmd_mcmc.sampling.draws import DRAW_MOMENTA, Draws
-from gspmd_mcmc.sampling.extras import need
+from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.zarr_format import ARVIZ_NAMES, POSTERIOR, STATS, Document
 from gspmd_mcmc.tree import PyTree
 
@@ -122,7 +122,7 @@ class SavedDraws(Draws):
 
     @property
     def _judges_energy(self) -> bool:
-        return self.attributes.get("kernel") in {cls.__name__ for cls in DRAW_MOMENTA}
+        return self.attributes["draws_momenta"]
 
     @property
     def _note(self) -> str:

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc.diagnostics.rows import named_leaves
+from gspmd_mcmc.extras import need
 from gspmd_mcmc.placement.agreement import of_all, on_first
 from gspmd_mcmc.sampling import zarr_format
-from gspmd_mcmc.sampling.extras import need
 from gspmd_mcmc.sampling.lock import NAME as LOCK
 from gspmd_mcmc.sampling.lock import FolderLock, Locked
-from gspmd_mcmc.sampling.observing import marked
+from gspmd_mcmc.sampling.reporting import marked
 from gspmd_mcmc.sampling.saved import saved_arrays, saved_stats
 from gspmd_mcmc.sampling.zarr_arrays import ArrayOnDisk, Leaves, chosen, write_coordinates
 from gspmd_mcmc.tree import PyTree

@@ -12,12 +12,13 @@ import numpy as np
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.kernels.kernel import Kernel
+from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.placement.processes import to_host
-from gspmd_mcmc.sampling.layout import Layout
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import cut, lay_out
-from gspmd_mcmc.tree import PyTree, path_str
+from gspmd_mcmc.tree import PyTree, path_str, roles
 
 MAX_TRIES = 100
 
@@ -127,32 +128,35 @@ def copied(states: Any) -> Any:
 
 
 @partial(jax.jit, static_argnames="layout")
-def init_chains(kernel: Any, positions: PyTree, *, layout: Layout) -> Any:
+def init_chains(kernel: Kernel, positions: PyTree, *, layout: Layout) -> Any:
     """Evaluate the kernel's state at each chain's position, in buffers of its own."""
+    return _init(kernel, positions, layout)
+
+
+def _init(kernel: Kernel, positions: PyTree, layout: Layout) -> Any:
     positions = layout.vmap(lay_out, (None, 0))(kernel.target, positions)
-    positions = layout.pin(positions, layout.chain_axis)
+    positions = layout.pin_positions(positions)
     states = layout.vmap(type(kernel).init, (None, 0))(kernel, positions)
-    pinned = {
-        name: layout.pin(getattr(states, name), layout.chain_axis)
-        for name in ("position", "log_density_grad")
-    }
-    return tree.replace(states, log_density=layout.pin_chains(states.log_density), **pinned)
+    return layout.pin(states, roles(states, layout.treedef, of_each_chain=True))
 
 
-@partial(jax.jit, static_argnames=("layout", "num_chains"))
+@partial(jax.jit, static_argnames="layout")
 def _draw(
-    target: Any, start: Partial, rng_key: jax.Array, *, layout: Layout, num_chains: int
-) -> PyTree:
+    kernel: Kernel, start: Partial, rng_key: jax.Array, *, layout: Layout
+) -> tuple[Any, jax.Array]:
+    """Draw a start for each chain; return the states there, and whether they are finite, [chains]."""
+
     def draw(key):
         # A pad that was drawn with the rest is cut, so that the new one copies a real row.
-        return lay_out(target, cut(target, start(key)))
+        return lay_out(kernel.target, cut(kernel.target, start(key)))
 
-    keys = jax.vmap(partial(jax.random.fold_in, rng_key))(jnp.arange(num_chains))
-    return layout.pin(layout.vmap(draw, (0,))(keys), layout.chain_axis)
+    keys = jax.vmap(partial(jax.random.fold_in, rng_key))(jnp.arange(layout.num_chains))
+    states = _init(kernel, layout.vmap(draw, (0,))(keys), layout)
+    return states, are_finite(states)
 
 
 @jax.jit
-def _are_finite(states: Any) -> jax.Array:
+def are_finite(states: Any) -> jax.Array:
     """Tell of each chain whether its log density and all of its gradient are finite."""
     grads = jax.tree.leaves(states.log_density_grad)
     finite = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in grads]
@@ -160,33 +164,29 @@ def _are_finite(states: Any) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="layout")
-def _keep_finite(states: Any, fresh: Any, *, layout: Layout) -> Any:
-    good = _are_finite(states)
-    return layout.vmap(lambda g, a, b: jax.tree.map(lambda x, y: jnp.where(g, x, y), a, b), (0, 0, 0))(
-        good, states, fresh
-    )
+def _select(are_good: jax.Array, states: Any, fresh: Any, *, layout: Layout) -> Any:
+    """Keep the states of the chains that are good, and take the fresh ones of the others."""
+    return layout.vmap(tree.where, (0, 0, 0))(are_good, states, fresh)
 
 
-def start_chains(
-    kernel: Any, rng_key: jax.Array, start: Callable, num_chains: int, layout: Layout
-) -> Any:
+def start_chains(kernel: Kernel, rng_key: jax.Array, start: Callable, layout: Layout) -> Any:
     """Draw each chain's start until its log density and gradient are finite; return the states."""
     start = as_partial(start)
-    states = None
-    for attempt in range(MAX_TRIES):
-        key = jax.random.fold_in(rng_key, attempt)
-        positions = _draw(kernel.target, start, key, layout=layout, num_chains=num_chains)
-        fresh = init_chains(kernel, positions, layout=layout)
-        states = fresh if states is None else _keep_finite(states, fresh, layout=layout)
-        if np.all(to_host(_are_finite(states))):
+    states, are_good = _draw(kernel, start, jax.random.fold_in(rng_key, 0), layout=layout)
+    for attempt in range(1, MAX_TRIES):
+        if np.all(to_host(are_good)):
             return states
+        key = jax.random.fold_in(rng_key, attempt)
+        fresh, fresh_are_good = _draw(kernel, start, key, layout=layout)
+        states = _select(are_good, states, fresh, layout=layout)
+        are_good |= fresh_are_good
     require_finite(kernel, states)
     return states
 
 
 def require_finite(kernel: Any, states: Any) -> None:
     """Raise where a chain's log density or gradient is not finite, naming the chain and the cause."""
-    bad = np.flatnonzero(~np.asarray(to_host(_are_finite(states))))
+    bad = np.flatnonzero(~np.asarray(to_host(are_finite(states))))
     if not bad.size:
         return
     position = jax.tree.map(lambda x: x[bad[0]], states.position)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspmd_mcmc.sampling.extras import need
+from gspmd_mcmc.extras import need
 
 POSTERIOR, STATS = "posterior", "sample_stats"
 ROOT = "zarr.json"

@@ -14,8 +14,6 @@ from gspmd_mcmc.tree import PyTree
 
 __all__ = ["no_context_mesh", "on_any_mesh"]  # for kernels, which import of targets alone
 
-LIKE_POSITION = ("position", "momentum", "log_density_grad")  # fields of a kernel's state
-
 
 def init_anywhere(init: Callable) -> Callable:
     """Decorate a kernel's ``init(self, position)``: the state lies where the position does."""
@@ -43,10 +41,11 @@ def _like(target: Any, position: PyTree, state: Any) -> Any:
     found = rows_of(target, position)
     laid = [x if rows is None else P(rows.axes) for x, rows in zip(leaves, found, strict=True)]
     like = jax.tree.unflatten(treedef, laid)
-    fields = {name: like for name in LIKE_POSITION if hasattr(state, name)}
+    fields = dict.fromkeys(tree.fields_like_position(type(state)), like)
     return tree.replace(whole(state), terms=_terms(target, state.terms), **fields)
 
 
 def _terms(target: Any, terms: PyTree) -> PyTree:
-    plates = getattr(target, "plates", ())
-    return whole(terms) | {"plates": tuple(P(p.rows.axes) for p in plates)} if plates else whole(terms)
+    if not target.plates:
+        return whole(terms)
+    return whole(terms) | {"plates": tuple(P(p.rows.axes) for p in target.plates)}

@@ -129,7 +129,7 @@ def _mesh_axes(leaf) -> set[str]:
 
 
 def _row_axes(target: PyTree) -> set[str]:
-    return {axis for plate in getattr(target, "plates", ()) for axis in plate.rows.axes}
+    return {axis for plate in target.plates for axis in plate.rows.axes}
 
 
 def require_instance(name: str, value: Any, methods: tuple[str, ...], example: str) -> None:
@@ -141,6 +141,16 @@ def require_instance(name: str, value: Any, methods: tuple[str, ...], example: s
         )
     if not all(hasattr(value, method) for method in methods):
         raise TypeError(f"{name}: expected an object such as {example}, got {type(value).__name__}")
+
+
+def require_kind(name: str, value: Any, kind: type, example: str) -> None:
+    """Raise unless an argument is an object of a class of ours, or of one made from it."""
+    require_instance(name, value, (), example)
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{name}: expected an object such as {example}, got {type(value).__name__}. A class of your "
+            f"own is a gspmd_mcmc.{kind.__name__}"
+        )
 
 
 def check_key(rng_key: PyTree) -> None:
@@ -172,7 +182,7 @@ def check_not_baked(target: PyTree) -> None:
     """
     if not is_staging():
         return
-    for plate in getattr(target, "plates", ()):
+    for plate in target.plates:
         if plate.rows.mesh is not None:
             auto_mesh(f"{plate}", jax.sharding.get_abstract_mesh())
     concrete = [x for x in jax.tree.leaves(target) if isinstance(x, jax.Array | np.ndarray)]

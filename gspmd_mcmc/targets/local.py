@@ -155,16 +155,9 @@ def _copy_last(values: jax.Array, num_rows: int, *, axis: int, pins: Any) -> jax
     return jax.lax.with_sharding_constraint(jnp.where(row < num_rows, values, last), pins)
 
 
-def kept(target: Any, position: PyTree) -> PyTree:
-    """Return what `Draws` keep of a position, rows marked as `RowValues`."""
-    return target.kept(position) if hasattr(target, "kept") else position
-
-
 def rows_of(target: Any, position: PyTree) -> list[Rows | None]:
-    """Return for each leaf the rows that it is local to, or None; targets need not have any."""
-    if hasattr(target, "local_rows"):
-        return target.local_rows(position)
-    return [None] * len(jax.tree.leaves(position, is_leaf=is_padded))
+    """Return for each leaf the rows that it is local to, or None."""
+    return target.local_rows(position)
 
 
 def lay_out(target: Any, position: PyTree, what: str = "position") -> PyTree:

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 import jax
 from jax.tree_util import Partial
 
-from gspmd_mcmc import tree
 from gspmd_mcmc.placement.numbers import check_leaves
 from gspmd_mcmc.placement.padding import refuse_padded
 from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
 from gspmd_mcmc.targets.functions import as_partial, name_of_function, noting_shapes, summands
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class LogDensity:
+class LogDensity(Target):
     """A log density as one function of the position and of data.
 
     Parameters
@@ -66,16 +66,8 @@ class LogDensity:
         terms = summands(self.fn, value)
         return {"fn": terms, "jacobians": log_jacobians} if log_jacobians else terms
 
-    @grad_anywhere
-    def grad(self, position: PyTree) -> PyTree:
-        """Gradient of the log density, shaped like the position."""
-        return self.terms_and_grad(position)[1]
-
-    @terms_and_grad_anywhere
-    def terms_and_grad(self, position: PyTree) -> tuple[PyTree, PyTree]:
-        """Return `terms` and `grad` from one evaluation."""
-        terms, pullback = jax.vjp(self.terms, position)
-        return terms, pullback(tree.ones_like(terms))[0]
+    grad = grad_anywhere(Target.grad)
+    terms_and_grad = terms_and_grad_anywhere(Target.terms_and_grad)
 
     def _constrained(self, position: PyTree) -> tuple[PyTree, list[jax.Array]]:
         if self.bijections is None:

@@ -7,6 +7,7 @@ are compared by the sum of differences, never by the difference of sums.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,13 @@ from gspmd_mcmc.targets.functions import as_partial, noting_shapes, summands
 from gspmd_mcmc.targets.local import cut, without, wrap
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.rows import Rows
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class Posterior:
+class Posterior(Target):
     """A log density: a prior over the parameters plus the log likelihoods of plates of rows.
 
     Parameters
@@ -57,6 +59,7 @@ class Posterior:
     bijections: PyTree
     derived: Partial | None
     latents: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = static()  # where a model tells them
+    prior: Any = static()
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class Posterior:
             bijections=bijections,
             derived=None if derived is None else as_partial(derived),
             latents=(),
+            prior=None,
         )
 
     @on_any_mesh

@@ -1,9 +1,6 @@
-"""What a model's target remembers of its model: how to draw the latents from their prior.
+"""How to draw the latents of a model from their prior: beside its target, no part of its programs."""
 
-It is kept on the object alone, and is no part of the pytree: no program of the sampler takes it, or the
-arguments of the model that it holds.
-"""
-
+from dataclasses import dataclass
 from typing import Any
 
 from jax.tree_util import Partial
@@ -11,17 +8,27 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.targets.posterior import Posterior
 
-_NAME = "_prior_draw"
+
+@dataclass(frozen=True, eq=False)
+class PriorDraw:
+    """``draw(rng_key) -> unconstrained latents by name``, as metadata of a target.
+
+    All of them are equal: no program of the sampler takes one, or the arguments of the model that it
+    holds, so that equal models share programs.
+    """
+
+    draw: Partial
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PriorDraw)
+
+    def __hash__(self) -> int:
+        return hash(PriorDraw)
 
 
 def with_prior(target: Posterior, draw: Partial) -> Posterior:
-    """Return a copy of the target that remembers ``draw(rng_key) -> unconstrained latents by name``."""
-    return tree.replace(target, **{_NAME: draw})
-
-
-def prior_of(target: Any) -> Partial | None:
-    """Return how to draw the latents, of a target that was made of a model; None of others."""
-    return getattr(target, _NAME, None)
+    """Return a copy of the target that tells how its latents are drawn."""
+    return tree.replace(target, prior=PriorDraw(draw))
 
 
 def cannot_draw(what: str, distribution: Any) -> ValueError:

@@ -40,7 +40,7 @@ def on_coarse_terms(target: Any, states: Any) -> str:
         A kernel's states of all chains, leaves [chains, ...]. A summand that does not depend on the
         position cancels exactly, however large it is.
     """
-    plain = getattr(target, "single_floats", _all)
+    plain = target.single_floats
     for i, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(plain(states.terms))):
         if leaf.size > MOST_ELEMENTS:
             continue
@@ -56,10 +56,6 @@ def on_coarse_terms(target: Any, states: Any) -> str:
                 "use float64."
             )
     return ""
-
-
-def _all(terms: Any) -> Any:
-    return terms
 
 
 def _depends(target: Any, plain: Callable, positions: Any) -> list[bool]:
@@ -84,7 +80,7 @@ def on_rounded_bijections(target: Any, values: PyTree) -> str:
         Draws of constrained values by the paths of the latents, leaves [chains, draws, ...]. The last
         ones are looked at, and none of a latent of over 5,000 numbers.
     """
-    bijections = getattr(target, "bijections", None)
+    bijections = target.bijections
     if bijections is None:
         return ""
     found = {

@@ -24,7 +24,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Window
 from gspmd_mcmc.kernels import isokinetic
 from gspmd_mcmc.moments import Moments
-from gspmd_mcmc.tree import PyTree, pytree
+from gspmd_mcmc.tree import Pad, PyTree, like_position, pytree
 
 # T/b from r; beyond the last the batches are too short to tell more.
 TIMES = np.logspace(-3, np.log10(4), 200)
@@ -32,7 +32,7 @@ RATIOS = 2 * TIMES * (1 - TIMES * -np.expm1(-1 / TIMES))
 LEAST_BATCHES = 2
 # A batch is as many times the length.
 BATCH_LENGTHS = 10
-# Shares of warm-up at which windows end: two of the approach, of which the second learns a metric; then
+# Shares of warm-up at which windows end: two of the burn-in by HMC, of which the second learns a metric; then
 # three that learn one each; one that measures the correlation, one in which the step size settles.
 ENDS = (0.05, 0.1, 0.2, 0.4, 0.7, 0.9, 1.0)
 LEARN_METRIC = (False, True, True, True, True, False, False)
@@ -58,7 +58,7 @@ class Batches:
     length: jax.Array
     draws: Moments
     means: Moments
-    sum: PyTree
+    sum: PyTree = like_position(has_chains=True, pad=Pad.ZERO)
 
 
 def init(positions: PyTree, length: jax.Array) -> Batches:

@@ -1,21 +1,95 @@
-"""Progress of long runs, and Ctrl-C between chunks."""
+"""What a run tells while it goes on: progress, reports of its chunks, log records, marks in a profile."""
 
-import contextlib
+import json
 import logging
-import signal
+import math
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gspmd_mcmc.placement.agreement import least
-from gspmd_mcmc.sampling.errors import SamplingWarning
-from gspmd_mcmc.sampling.observing import LOGGER, ChunkReport
+from gspmd_mcmc.errors import SamplingWarning
+
+LOGGER = logging.getLogger("gspmd_mcmc")
+LOGGER.addHandler(logging.NullHandler())
+
+
+@dataclass(frozen=True)
+class ChunkReport:
+    """What `sample` tells its callback after each chunk of steps, of about a second.
+
+    Attributes
+    ----------
+    phase
+        "warm-up" or "sampling".
+    done, total
+        Steps of warm-up, or draws, of each chain: those made and those asked for.
+    seconds
+        What the chunk took.
+    leapfrogs
+        Those of the chunk, of all chains.
+    acceptance_rate
+        Mean over the chunk's steps and the chains.
+    num_divergent
+        Divergent transitions of the phase so far, of all chains.
+    step_size
+        At the chunk's end; the chains' mean where each has its own.
+    """
+
+    phase: str
+    done: int
+    total: int
+    seconds: float
+    leapfrogs: int
+    acceptance_rate: float
+    num_divergent: int
+    step_size: float
+
+    @property
+    def leapfrogs_per_second(self) -> float:
+        """Leapfrogs of all chains in a second."""
+        return self.leapfrogs / max(self.seconds, 1e-9)
+
+
+class JSONLines:
+    """A callback for `sample` that adds each `ChunkReport` to a file, a line of JSON with the time.
+
+    Numbers that are not finite are null. Of several processes the first one writes.
+
+    Parameters
+    ----------
+    path
+        The file; lines are added to what it holds.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def __call__(self, report: ChunkReport) -> None:
+        """Add a line."""
+        if jax.process_index():
+            return
+        found = {"time": time.time()} | asdict(report)
+        found["leapfrogs_per_second"] = report.leapfrogs_per_second
+        with open(self.path, "a") as file:
+            file.write(json.dumps({name: _or_null(x) for name, x in found.items()}) + "\n")
+
+
+def _or_null(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def marked(part: str) -> jax.profiler.TraceAnnotation:
+    """Mark a part of a run in a profile that `jax.profiler` takes, as ``gspmd_mcmc PART``."""
+    return jax.profiler.TraceAnnotation(f"gspmd_mcmc {part}")
+
 
 SECONDS_A_LINE, SECONDS_A_REWRITE = 60.0, 0.5
 BAR = 20  # characters
@@ -196,68 +270,3 @@ class Report:
                 SamplingWarning,
                 stacklevel=2,
             )
-
-
-class Stop:
-    """Whether the user has asked to stop, or the system to end; processes of one run do so together.
-
-    Parameters
-    ----------
-    in_company
-        Whether the run is one of several processes.
-    """
-
-    def __init__(self, in_company: bool = False):
-        self.in_company = in_company
-        self._is_wanted = self._is_end_wanted = False
-        self._is_agreed = self._is_end_agreed = False
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether to stop before the next chunk."""
-        return self._is_agreed if self.in_company else self._is_wanted
-
-    @property
-    def is_preempted(self) -> bool:
-        """Whether to save the run before the next chunk, and end."""
-        return self._is_end_agreed if self.in_company else self._is_end_wanted
-
-    def agreed(self, size: int) -> int:
-        """Return the size of the next chunk; processes agree on the least, and on whether to stop."""
-        if not self.in_company:
-            return size
-        size, goes_on, lives = least(size, not self._is_wanted, not self._is_end_wanted)
-        self._is_agreed, self._is_end_agreed = not goes_on, not lives
-        return size
-
-    def ask(self, signum, frame) -> None:
-        """Take the first Ctrl-C as a request; let the next one raise."""
-        self._is_wanted = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def end(self) -> None:
-        """Ask to stop, as a Ctrl-C does."""
-        self._is_wanted = True
-
-    def preempt(self, signum, frame) -> None:
-        """Take SIGTERM as the order to save the run and end it."""
-        self._is_end_wanted = True
-
-
-@contextlib.contextmanager
-def stop_on_interrupt(in_company: bool = False, *, is_kept: bool = False) -> Iterator[Stop]:
-    """Turn the first Ctrl-C into a request to stop between chunks; a second one raises.
-
-    SIGTERM is taken the same way where the run has checkpoints (``is_kept``). Outside the main thread,
-    where Python delivers no signals, nothing is installed.
-    """
-    stop = Stop(in_company)
-    handlers = {signal.SIGINT: stop.ask} | ({signal.SIGTERM: stop.preempt} if is_kept else {})
-    if threading.current_thread() is not threading.main_thread():
-        handlers = {}
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

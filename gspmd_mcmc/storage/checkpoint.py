@@ -19,14 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from gspmd_mcmc.errors import CheckpointNotSaved, SamplingWarning
+from gspmd_mcmc.extras import need
 from gspmd_mcmc.placement.agreement import on_first
-from gspmd_mcmc.sampling.errors import CheckpointNotSaved, SamplingWarning
-from gspmd_mcmc.sampling.extras import need
 from gspmd_mcmc.sampling.lock import FolderLock, Locked
-from gspmd_mcmc.sampling.moving import spec_of
 
 NUM_KEPT = 2
-FORMAT = 3  # 2: dense metrics hold the inverses of their factors; 3: jittered HMC, its jitter
+FORMAT = 4  # leaves of a run in the order of its template
 STEPS, SUMS, DAMAGED = "steps", "checksums", "damaged"
 
 
@@ -82,7 +81,7 @@ class Checkpoints:
         number = max(self.steps(), default=0) + 1
         args = self._orbax.args
         written = {str(i): _to_write(x) for i, x in enumerate(arrays) if np.size(x)}
-        document = document | {"arrays": [_describe(x) for x in arrays], "format": FORMAT}
+        document = document | {"format": FORMAT}
         self._open().save(
             number,
             args=args.Composite(
@@ -262,11 +261,6 @@ def _to_write(array: Any) -> Any:
     if jax.process_count() == 1 or isinstance(getattr(array, "sharding", None), NamedSharding):
         return array
     return np.asarray(array)
-
-
-def _describe(array: Any) -> dict[str, Any]:
-    dtype = np.dtype(array.dtype).name
-    return {"shape": list(np.shape(array)), "dtype": dtype, "spec": spec_of(array)}
 
 
 def _first_line(error: Exception) -> str:
