@@ -16,7 +16,6 @@ from jax.tree_util import (
     DictKey,
     GetAttrKey,
     KeyPath,
-    PyTreeDef,
     keystr,
     register_pytree_with_keys,
     treedef_is_leaf,
@@ -73,7 +72,7 @@ def static(**kwargs) -> Any:
 
 
 class Pad(Enum):
-    """What the pad rows of a leaf that is like the position hold, where another mesh needs more of them.
+    """What the pad rows of a leaf like the position hold, where another mesh needs more of them.
 
     The rows themselves never move: their mask is on terms, gradients and momenta.
     """
@@ -143,9 +142,7 @@ def _role_of(field: dataclasses.Field) -> Role:
     return field.metadata.get("role", Role())
 
 
-def roles(
-    value: PyTree, position: PyTreeDef, role: Role = Role(), *, of_each_chain: bool = False
-) -> PyTree:
+def roles(value: PyTree, position: Any, role: Role = Role(), *, of_each_chain: bool = False) -> PyTree:
     """Return the role of each leaf of a tree of states, as the fields of their classes declare it.
 
     Parameters

@@ -32,7 +32,7 @@ RATIOS = 2 * TIMES * (1 - TIMES * -np.expm1(-1 / TIMES))
 LEAST_BATCHES = 2
 # A batch is as many times the length.
 BATCH_LENGTHS = 10
-# Shares of warm-up at which windows end: two of the burn-in by HMC, of which the second learns a metric; then
+# Shares of warm-up at which windows end: two of the HMC burn-in, the second learns a metric; then
 # three that learn one each; one that measures the correlation, one in which the step size settles.
 ENDS = (0.05, 0.1, 0.2, 0.4, 0.7, 0.9, 1.0)
 LEARN_METRIC = (False, True, True, True, True, False, False)

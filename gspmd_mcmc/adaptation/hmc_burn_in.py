@@ -194,12 +194,12 @@ class AfterHMCBurnIn(Adaptation):
         return WindowAdaptation(metric=self.metric, adapt_mass_matrix=self.adapt_mass_matrix)
 
     def stages(self, num_warmup: int) -> list[Stage]:
-        """Cut warm-up: the burn-in, until it has learned a metric; then the metric's and the length's."""
+        """Cut warm-up: the burn-in, until it has learned a metric; then those of the kernel."""
         windows = batches.windows(num_warmup, self.learns_metric)
         is_last = [w.learns_metric == self.learns_metric for w in windows]
         count = is_last.index(True) + 1 if True in is_last else len(windows)
-        burn_in = Stage(HMCBurnIn(self.by_hmc, self.first_length), windows[:count])
-        return [burn_in, Stage(self, windows[count:])] if True in is_last else [burn_in]
+        burn_in = HMCBurnIn(self.by_hmc, self.first_length)
+        return [Stage(burn_in, windows[:count]), Stage(self, windows[count:])]
 
     def prepared(self, kernel: Kernel, states: Any) -> Kernel:
         """Return the kernel with a first metric, if one is to be learned."""

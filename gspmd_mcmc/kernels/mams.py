@@ -32,8 +32,8 @@ class MAMSInfo(Info):
     """What one transition of `MAMS` did; see `Info`.
 
     ``energy`` is the negative log density at the start, and the energy error if the proposal was
-    accepted: a trajectory starts with no kinetic energy. ``energy_error`` is the kinetic energy's change
-    less the log density's.
+    accepted: a trajectory starts with no kinetic energy. ``energy_error`` is the change of the kinetic
+    energy less that of the log density.
     """
 
 

@@ -42,11 +42,11 @@ class MCLMCState:
 class MCLMCInfo(Info):
     """What one step of `MCLMC` did; see `Info`.
 
-    ``acceptance_rate`` is 1 where the step was made and 0 where it was refused, because its energy error
-    exceeded 1000 or was not finite; the chain then stays and goes on in a fresh direction. It tells
-    nothing of the bias. ``energy`` is the negative log density where the step ended. ``energy_error``,
-    the kinetic energy's change less the log density's, has the variance over steps that tuning holds
-    small.
+    ``acceptance_rate`` is 1 where the step was made and 0 where it was refused, because its energy
+    error exceeded 1000 or was not finite; the chain then stays and goes on in a fresh direction. It
+    tells nothing of the bias. ``energy`` is the negative log density where the step ended.
+    ``energy_error``, the change of the kinetic energy less that of the log density, has the variance
+    over steps that tuning holds small.
     """
 
 

@@ -72,6 +72,7 @@ def common_mesh(mesh: Mesh | None, target: Target) -> Mesh | None:
 
 
 def check_key(rng_key: jax.Array) -> None:
+    """Raise unless this is one typed key; warn of one whose draws depend on the mesh."""
     checks.check_key(rng_key)
     if "fry" not in str(jax.random.key_impl(rng_key)):
         warnings.warn(

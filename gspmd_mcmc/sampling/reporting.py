@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: progress, reports of its chunks, log records, marks in a profile."""
+"""What a run tells while it goes on: progress, reports of its chunks, log records, profiles."""
 
 import json
 import logging

@@ -152,7 +152,6 @@ class Saver:
         CheckpointNotSaved
             If that fails.
         """
-        self.run.begin()
         try:
             self.checkpoints.save(*self._content())
             self.checkpoints.finish()
@@ -263,7 +262,6 @@ def _resume_from(run: Run, checkpoints: Checkpoints, number: int, facts: Facts) 
             f"num_samples: the run in {checkpoints.path} has {num_draws} draws already; expected no "
             f"fewer, got {num_samples}"
         )
-    run.begin()
     is_moved = document["lies"] != _lies(run)
     stage = run.stage_of(document["num_windows"], document["is_warm"])
     adaptation = run.stages[stage].adaptation if run.stages else None

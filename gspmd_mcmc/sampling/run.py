@@ -99,18 +99,24 @@ class Run:
         self.plan, self.target, self.rng_key, self.layout = plan, kernel.target, rng_key, layout
         self.sink, self.moves = sink, list(moves)
         self.stages: list[Stage] = plan.adaptation.stages(plan.num_warmup) if plan.num_warmup else []
-        self.first_step, self.is_resumed, self.is_warm = first_step, False, False
+        self.is_resumed = self.is_warm = False
         self.draw = DrawShapes.of(kernel, states, plan.collect, layout)
         if not jax.tree.leaves(self.draw.tree[0]):
             collected = self.draw.tree[0]
             raise TypeError(f"collect: expected arrays to keep, got {collected}; does it return them?")
         if sink is not None:
             sink.check(self.draw.tree[0])
-        self._kernel, self._states = kernel, states
-        self.state: RunState | None = None
-        self.done: Counters | None = None  # the state's counters, on the host
-        self._chunk_size = 1
-        self.capacity = self._capacity()
+        self.capacity, self._chunk_size = self._capacity(), 1
+        self.state: RunState = set_up(
+            plan.adaptation,
+            self.stages[0].adaptation if self.stages else None,
+            kernel,
+            states,
+            first_step,
+            size=bucket(plan.num_warmup),
+            layout=layout,
+        )
+        self.done: Counters = to_host(self.state.counters)  # the state's, on the host
 
     def go(self, report: Report, stop: Stop, after: Callable[[], None] = lambda: None) -> Draws:
         """Run to the end, or to a stop; call ``after`` when a chunk has ended.
@@ -126,28 +132,11 @@ class Run:
             after()
             self._end_if_changed(stop)
 
-        self.begin()
-        run = tree.replace(self.state, draws=empty_buffers(self.draw, self.capacity))
-        self.state, warm_up, sampling = run, WarmUp(self), Sampling(self)
-        self.sampling = sampling
-        warm_up.go(report, stop, after_chunk)
-        sampling.go(report, stop, after_chunk)
-        return self._draws(sampling)
-
-    def begin(self) -> None:
-        """Make the state before the first step, unless there is one."""
-        if self.state is None:
-            self.state = set_up(
-                self.plan.adaptation,
-                self.stages[0].adaptation if self.stages else None,
-                self._kernel,
-                self._states,
-                self.first_step,
-                size=bucket(self.plan.num_warmup),
-                layout=self.layout,
-            )
-            self._kernel = self._states = None
-            self.done = to_host(self.state.counters)
+        self.state = tree.replace(self.state, draws=empty_buffers(self.draw, self.capacity))
+        self.sampling = Sampling(self)
+        WarmUp(self).go(report, stop, after_chunk)
+        self.sampling.go(report, stop, after_chunk)
+        return self._draws(self.sampling)
 
     def require_room(self) -> None:
         """Raise, on every process, unless the devices hold all draws: no host could take them over."""
@@ -162,7 +151,6 @@ class Run:
     @property
     def kernel(self) -> Kernel:
         """The kernel of the next step."""
-        assert self.state is not None
         return tree.replace(self.state.kernel, target=self.target)
 
     @property
@@ -170,7 +158,6 @@ class Run:
         """The adaptation of the stage that the run is in; after warm-up of the last one."""
         if not self.stages:
             return None
-        assert self.done is not None
         return self.stages[self.stage_of(int(self.done.num_windows), self.is_warm)].adaptation
 
     def stage_of(self, num_windows: int, is_warm: bool) -> int:
@@ -211,7 +198,6 @@ class Run:
 
     def without_draws(self, program: Callable, *args: Any, **keywords: Any) -> Any:
         """Move the state by a program that does not touch the draws; return what else it returns."""
-        assert self.state is not None
         draws = self.state.draws
         moved = program(*args, tree.replace(self.state, draws=()), **keywords, layout=self.layout)
         moved, *rest = moved if isinstance(moved, tuple) else (moved,)
@@ -282,7 +268,6 @@ class Run:
             )
 
     def _draws(self, sampling: "Sampling") -> Draws:
-        assert self.state is not None and self.done is not None
         collected, stats, padded_rows = sampling.draws()
         draws = Draws(
             position=collected,
@@ -300,7 +285,6 @@ class Run:
 
     def _warmup_summary(self) -> dict[str, Any]:
         """Return what `Draws.warmup` holds."""
-        assert self.state is not None and self.done is not None
         count = int(self.done.num_warmup)
         traces = {k: np.asarray(to_host(x))[..., :count] for k, x in self.state.traces.items()}
         return traces | {
@@ -319,7 +303,6 @@ class WarmUp:
     def go(self, report: Report, stop: Stop, after: Callable[[], None]) -> None:
         """Run all windows, or as many steps as there are before a stop."""
         run, total = self.run, self.run.plan.num_warmup
-        assert run.done is not None
         if total and not run.is_warm:
             report.phase("warm-up", total, int(run.done.num_warmup))
             with marked("warm-up"):
@@ -407,12 +390,14 @@ class Sampling:
     """The phase that draws; draws leave the buffers for the sink, or the host."""
 
     def __init__(self, run: Run):
-        self.run, self.host, self._spare = run, None, None
+        self.run = run
+        self.host: HostDraws | None = None
+        self._spare: PyTree = ()
+        self._num_written = 0
 
     def go(self, report: Report, stop: Stop, after: Callable[[], None]) -> None:
         """Draw until there are enough, or a stop."""
         run, total = self.run, self.run.plan.num_samples
-        assert run.state is not None and run.done is not None
         done = self._num_written = int(run.done.num_draws)
         if run.sink is not None:
             self._spare = empty_buffers(run.draw, run.capacity)
@@ -481,7 +466,7 @@ class Sampling:
         """Give the sink what it has not had yet, and go on in the other buffer, at the same slot."""
         run, num_draws = self.run, int(self.run.done.num_draws)
         count = num_draws - self._num_written
-        if count:
+        if count and run.sink is not None:
             run.sink.write(run.state.draws, count, self._num_written % run.capacity)
             self._num_written, full = num_draws, run.state.draws
             run.state, self._spare = tree.replace(run.state, draws=self._spare), full

@@ -21,9 +21,9 @@ from gspmd_mcmc.targets.local import is_row_values, unwrap
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, Role, pytree, roles
 
-# Folded into a step's key: sets what happens between windows apart from the step's own two keys.
+# Folded into a step's key: sets apart what happens between windows from the step's own two keys.
 BEGIN, HELP = 2, 3
-# What happens to the window before when another begins: there is none, or its metric was held or learned.
+# What the window before was when another begins: there was none, its metric was held, or learned.
 NONE, HELD, LEARNED = range(3)
 # Traces of what each chain has; the others are the kernel's numbers.
 OF_CHAINS = ("acceptance_rate", "log_density")
@@ -84,8 +84,8 @@ class RunState:
     draws: PyTree
 
 
-def run_roles(adaptation: Adaptation | None, run: RunState, layout: Layout) -> RunState:
-    """Return what each array of a run is, as its parts declare it; of draws nothing but the chains."""
+def run_roles(adaptation: Adaptation | None, run: RunState, layout: Layout) -> Any:
+    """Return what each array of a run is, as its parts declare it: a tree of roles like the run."""
     found = partial(roles, position=layout.treedef)
     kernel = found(run.kernel)
     if run.kernel.is_per_chain:
@@ -101,7 +101,8 @@ def run_roles(adaptation: Adaptation | None, run: RunState, layout: Layout) -> R
     per_chain, whole = Role(has_chains=True), Role()
     of_kernel = per_chain if run.kernel.is_per_chain else whole
     traces = {name: per_chain if name in OF_CHAINS else of_kernel for name in run.traces}
-    return RunState(
+    return tree.replace(
+        run,
         kernel=kernel,
         states=found(run.states, of_each_chain=True),
         tuning=found(run.tuning, of_each_chain=adaptation is not None and adaptation.is_per_chain),
@@ -253,8 +254,8 @@ def advance(
 ) -> tuple[RunState, dict[str, jax.Array]]:
     """Take ``count`` steps of all chains; return besides what a report tells of them.
 
-    In warm-up each step is handed to the adaptation. After it each ``thin`` steps make a draw, which goes
-    to the buffers from ``slot`` on. One program serves both, so that a step is compiled once.
+    In warm-up each step is handed to the adaptation. After it ``thin`` steps make a draw, which goes to
+    the buffers from ``slot`` on. One program serves both, so that a step is compiled once.
     """
 
     def body(i, carry):
@@ -268,6 +269,7 @@ def advance(
         )
 
         def adapt():
+            assert adaptation is not None
             transition = Transition(states, after, info, end[0] if end else None)
             tuning = adaptation.update(run.tuning, drawn, transition)
             return tree.replace(adaptation.tuned(kernel, tuning), target=None), tuning

@@ -1,0 +1,1 @@
+"""Runs and draws on disk."""

@@ -148,8 +148,8 @@ def require_kind(name: str, value: Any, kind: type, example: str) -> None:
     require_instance(name, value, (), example)
     if not isinstance(value, kind):
         raise TypeError(
-            f"{name}: expected an object such as {example}, got {type(value).__name__}. A class of your "
-            f"own is a gspmd_mcmc.{kind.__name__}"
+            f"{name}: expected an object such as {example}, got {type(value).__name__}. A class of "
+            f"your own is a gspmd_mcmc.{kind.__name__}"
         )
 
 
