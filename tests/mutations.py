@@ -2,8 +2,8 @@
 
 ``python -m tests.mutations`` breaks one line at a time in a copy of the package, runs the tests that
 are named for it, and prints a table: the first test that failed, or SURVIVED. First of all the same
-tests run on the package as it is: one that fails there catches nothing. ``--only WORD`` takes the
-mutations whose name, function or tests hold the word.
+tests run on the package as it is: one that fails there catches nothing. ``--only WORD ...`` takes the
+mutations whose name, function or tests hold one of the words.
 
 They stand in mutations.txt. A mutation names a function, not a file, so that a move of a module
 changes nothing there; one whose function or text is found in no place, or in several, is NOT FOUND.
@@ -145,10 +145,11 @@ def result(folder: Path, mutation: Mutation) -> str:
 def main() -> int:
     """Print the table; return how many mutations were not caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
-    parser.add_argument("--only", default="", help="a word of the name, the function or the tests")
+    parser.add_argument("--only", nargs="+", default=[""], help="words, of which one is enough")
     parser.add_argument("--no-control", action="store_true", help="do not run the tests unbroken first")
     options = parser.parse_args()
-    chosen = [m for m in MUTATIONS if options.only in f"{m.name} {m.function} {m.tests}"]
+    said = [(m, f"{m.name} {m.function} {m.tests}") for m in MUTATIONS]
+    chosen = [m for m, text in said if any(word in text for word in options.only)]
     missed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()

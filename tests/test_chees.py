@@ -12,20 +12,17 @@ from models import CHAINS, OTHER_KINDS, gaussian, hierarchy, hierarchy_starts, m
 from seeds import seed, within
 
 import gspmd_mcmc as gm
-from gspmd_mcmc import tree
+from gspmd_mcmc import HMC, ChEESAdaptation, JitteredHMC, SNAPERAdaptation, communication, tree
 from gspmd_mcmc.adaptation import adam, chees, dual_averaging, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import Transition
-from gspmd_mcmc.adaptation.chees import ChEESAdaptation
 from gspmd_mcmc.adaptation.criterion import ChangeOfSquares, Trajectories
-from gspmd_mcmc.adaptation.snaper import ChangeAlongPrincipal, SNAPERAdaptation
+from gspmd_mcmc.adaptation.snaper import ChangeAlongPrincipal
 from gspmd_mcmc.diagnostics.mcse import mcse_mean
-from gspmd_mcmc.kernels.hmc import HMC
-from gspmd_mcmc.kernels.jittered_hmc import JITTER, JitteredHMC, van_der_corput
+from gspmd_mcmc.kernels.jittered_hmc import JITTER, van_der_corput
 from gspmd_mcmc.sampling.chunks import draw_kernel, step_chains
 from gspmd_mcmc.sampling.layout import Layout, read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.tree import pytree
-from gspmd_mcmc.views.communication import communication
 
 NO_LAYOUT = Layout(None, ())
 BOTH = [ChEESAdaptation, SNAPERAdaptation]

@@ -22,14 +22,11 @@ from models import (
 from seeds import seed, within
 
 import gspmd_mcmc as gm
-from gspmd_mcmc import tree
+from gspmd_mcmc import MAMS, Diagonal, MAMSAdaptation, tree
 from gspmd_mcmc.adaptation.approach import ApproachHMC
-from gspmd_mcmc.adaptation.mams import MAMSAdaptation
-from gspmd_mcmc.adaptation.metrics import Diagonal
 from gspmd_mcmc.kernels import isokinetic
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.isokinetic import LEAPFROG, MINIMAL_NORM
-from gspmd_mcmc.kernels.mams import MAMS
 from gspmd_mcmc.tree import pytree
 
 init, step = jax.jit(MAMS.init), jax.jit(MAMS.step)

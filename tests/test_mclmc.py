@@ -22,12 +22,11 @@ from models import (
 from seeds import seed, within
 
 import gspmd_mcmc as gm
+from gspmd_mcmc import MCLMC, Diagonal, MCLMCAdaptation, MCLMCInfo
 from gspmd_mcmc.adaptation import correlation
-from gspmd_mcmc.adaptation.mclmc import MCLMCAdaptation, StepSize, _updated
-from gspmd_mcmc.adaptation.metrics import Diagonal
+from gspmd_mcmc.adaptation.mclmc import StepSize, _updated
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.isokinetic import LEAPFROG, MINIMAL_NORM
-from gspmd_mcmc.kernels.mclmc import MCLMC, MCLMCInfo
 
 init, step = jax.jit(MCLMC.init), jax.jit(MCLMC.step)
 

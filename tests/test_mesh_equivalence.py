@@ -11,12 +11,11 @@ from jax.sharding import PartitionSpec as P
 from models import OTHER_KINDS, mesh_of, normal
 
 import gspmd_mcmc as gm
-from gspmd_mcmc import tree
+from gspmd_mcmc import communication, tree
 from gspmd_mcmc.sampling import chunks, collecting
 from gspmd_mcmc.sampling.chunks import advance
 from gspmd_mcmc.sampling.layout import read_layout
 from gspmd_mcmc.sampling.start import init_chains
-from gspmd_mcmc.views.communication import communication
 
 NUM_ROWS, NUM_PIXELS, NUM_CLASSES, NUM_CHAINS = 1501, 49, 10, 4
 

@@ -14,21 +14,17 @@ from models import NUM_ROWS, OTHER_KINDS, hierarchy, hierarchy_starts, mesh_of, 
 from seeds import seed, within
 
 import gspmd_mcmc as gm
-from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation.dense import Dense, DenseBlock
-from gspmd_mcmc.adaptation.low_rank import LowRank, slot_of
-from gspmd_mcmc.adaptation.metrics import AGREEMENT, Diagonal
-from gspmd_mcmc.adaptation.rotated import Rotated
+from gspmd_mcmc import NUTS, Dense, DenseBlock, Diagonal, LowRank, Rotated, communication, tree
+from gspmd_mcmc.adaptation.low_rank import slot_of
+from gspmd_mcmc.adaptation.metrics import AGREEMENT
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.metrics_dense import DenseMetric
 from gspmd_mcmc.kernels.metrics_low_rank import LowRankMetric
 from gspmd_mcmc.kernels.metrics_rotated import RotatedMetric
-from gspmd_mcmc.kernels.nuts import NUTS
 from gspmd_mcmc.sampling.chunks import advance
 from gspmd_mcmc.sampling.layout import read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.tree import pytree
-from gspmd_mcmc.views.communication import communication
 
 # A position of eight numbers: a [3], b [2, 2], c []; its vector has the leaves in this order
 

@@ -11,10 +11,10 @@ from models import PRECISION, VARIANCES, moments_in_mcse, quartic, scaled_normal
 from seeds import seed, within
 
 import gspmd_mcmc as gm
+from gspmd_mcmc import NUTS
 from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.kernels import metrics, nuts, u_turns
 from gspmd_mcmc.kernels.metrics_dense import DenseMetric
-from gspmd_mcmc.kernels.nuts import NUTS
 
 init, step = jax.jit(NUTS.init), jax.jit(NUTS.step)
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.placement.positional import PositionalSharding
+from gspmd_mcmc import PositionalSharding
 
 TUTORIAL_ORDER = [0, 1, 2, 3, 6, 7, 4, 5]
 ORDERS = [
