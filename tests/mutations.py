@@ -56,7 +56,7 @@ def read(text: str) -> list[Mutation]:
 MUTATIONS = read(Path(__file__).with_suffix(".txt").read_text())
 
 
-def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
     """Give the name and the node of every function of a module, methods after their class."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef):
@@ -75,8 +75,9 @@ def places(package: Path, mutation: Mutation) -> list[tuple[Path, int, int]]:
         starts = [0, *(m.end() for m in re.finditer("\n", text))]
         for name, node in functions(ast.parse(text)):
             if name == mutation.function:
-                begin, end = starts[node.lineno - 1], starts[node.end_lineno - 1] + node.end_col_offset
-                hits = re.finditer(re.escape(mutation.old), text[begin:end])
+                body = ast.get_source_segment(text, node) or ""
+                begin = text.index(body, starts[node.lineno - 1])
+                hits = re.finditer(re.escape(mutation.old), body)
                 found += [(path, begin + m.start(), begin + m.end()) for m in hits]
     return found
 
