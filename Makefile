@@ -6,7 +6,7 @@ BIN := .venv/bin
 # A file's tests share a process; files in the order of tests/conftest.py.
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-oldest test-oldest-quick margins check format peers bench validate clean
+.PHONY: demo test test-oldest test-oldest-quick margins mutations check format peers bench validate clean
 
 .venv/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11 ..."; exit 1; }
@@ -56,6 +56,10 @@ bench: .venv/.installed peers
 # How far statistical tests end from their bounds over 30 seeds: takes hours, so name files to tests.margins.
 margins: .venv/.installed
 	$(BIN)/python -m tests.margins --seeds 30
+
+# Which test catches which fault of tests/mutations.txt: takes an hour; python -m tests.mutations --only WORD for some.
+mutations: .venv/.installed
+	$(BIN)/python -m tests.mutations
 
 # Every kernel x mesh x number of chains against reference posteriors; benchmarks/VALIDATION.md is the last run's table.
 validate: .venv/.installed

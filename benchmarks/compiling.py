@@ -1,6 +1,6 @@
 """How long `sample` takes to trace and compile on MNIST, and what further calls compile.
 
-``python -m benchmarks compile --data-dir DIR [--rows N] [--out FILE.json]``. Logistic regression on
+``python -m benchmarks recompile --data-dir DIR [--rows N] [--out FILE.json]``. Logistic regression on
 all images, 4 chains, each kernel that `sample` takes by default, on meshes of 1 and 8 devices; a fresh
 process each, so that nothing is compiled yet. Two more calls follow, with the images in other orders,
 other keys and another number of steps of warm-up: they should compile nothing.
@@ -32,7 +32,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 def main(argv: list[str]) -> int:
     """Measure, print, write JSON; return the exit status."""
-    parser = argparse.ArgumentParser(prog="benchmarks compile", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks recompile", description=__doc__)
     parser.add_argument("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"))
     parser.add_argument("--rows", type=int, default=60_000)
     parser.add_argument("--out", type=Path)
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     _show(found)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        document = {"benchmark": "compile", "machine": environment.record(), "runs": found}
+        document = {"benchmark": "recompile", "machine": environment.record(), "runs": found}
         options.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
@@ -105,7 +105,7 @@ def _sample(target, name: str, call: int) -> None:
 
 
 def _in_process(data_dir: str, task: dict) -> dict:
-    command = [sys.executable, "-m", "benchmarks", "compile", "--data-dir", data_dir]
+    command = [sys.executable, "-m", "benchmarks", "recompile", "--data-dir", data_dir]
     done = subprocess.run(
         [*command, "--run", json.dumps(task)], stdout=subprocess.PIPE, text=True, check=True
     )

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views.communication import communication
+from gspmd_mcmc import communication
 
 MESH = gm.make_mesh()
 RING = [(i, (i + 1) % 8) for i in range(8)]

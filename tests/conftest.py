@@ -37,7 +37,7 @@ AS_A_USERS_PROCESS = dict(os.environ)  # the variables of one
 LONG = (
     *("test_readme", "test_demos", "test_from_numpyro", "test_local_latents", "test_plan_a_pod"),
     *("test_neural_network", "test_mesh_equivalence", "test_sharded_distributions", "test_sample"),
-    *("test_survival", "test_warmup"),
+    *("test_survival", "test_warmup", "test_kernel_contract"),
 )
 
 

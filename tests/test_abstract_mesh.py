@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.placement.mesh import make_abstract_mesh
+from gspmd_mcmc import make_abstract_mesh
 
 S = jax.ShapeDtypeStruct
 MESH = make_abstract_mesh(chains=2, data=4)

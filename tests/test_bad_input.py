@@ -450,6 +450,11 @@ def test_a_key_that_depends_on_the_layout_warns():
     assert draws.num_draws == 1
 
 
+@pytest.fixture(scope="module")
+def draws():
+    return sample(kernel=gm.HMC(TARGET, 0.1, 4))
+
+
 # Settings of a run.
 
 WRONG = [
@@ -485,8 +490,7 @@ def test_a_setting_of_another_kind_is_refused_by_resume(options, message, tmp_pa
 
 
 @pytest.mark.parametrize("wrong", [("w",), (["w"],), (3.0,), (None, "w"), (None, 2.5), (None, -1)])
-def test_a_summary_of_no_number_of_superchains_or_rows_is_refused(wrong):
-    draws = sample(num_samples=4, kernel=gm.HMC(TARGET, 0.1, 1))
+def test_a_summary_of_no_number_of_superchains_or_rows_is_refused(wrong, draws):
     name = ("num_superchains", "max_rows")[len(wrong) - 1]
     with pytest.raises((TypeError, ValueError), match=f"{name}: expected an integer"):
         draws.summary(*wrong)
@@ -557,11 +561,6 @@ def test_a_target_without_terms_is_refused(target):
 
 
 # Draws to go on from.
-
-
-@pytest.fixture(scope="module")
-def draws():
-    return sample(kernel=gm.HMC(TARGET, 0.1, 4))
 
 
 def test_draws_of_another_target_are_refused(draws):

@@ -8,24 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from models import CHAINS, OTHER_KINDS, gaussian, hierarchy, hierarchy_starts, mesh_of, normal
 from seeds import seed, within
 
 import gspmd_mcmc as gm
-from gspmd_mcmc import tree
+from gspmd_mcmc import HMC, ChEESAdaptation, JitteredHMC, SNAPERAdaptation, communication, tree
 from gspmd_mcmc.adaptation import adam, chees, dual_averaging, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import Transition
-from gspmd_mcmc.adaptation.chees import ChEESAdaptation
 from gspmd_mcmc.adaptation.criterion import ChangeOfSquares, Trajectories
-from gspmd_mcmc.adaptation.snaper import ChangeAlongPrincipal, SNAPERAdaptation
+from gspmd_mcmc.adaptation.snaper import ChangeAlongPrincipal
 from gspmd_mcmc.diagnostics.mcse import mcse_mean
-from gspmd_mcmc.kernels.hmc import HMC
-from gspmd_mcmc.kernels.jittered_hmc import JITTER, JitteredHMC, van_der_corput
-from gspmd_mcmc.sampling.chunks import draw_kernel, step_chains
+from gspmd_mcmc.kernels.jittered_hmc import JITTER, van_der_corput
+from gspmd_mcmc.sampling.run_state import draw_kernel, step_chains
 from gspmd_mcmc.placement.layout import Layout, read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.tree import pytree
-from gspmd_mcmc.views.communication import communication
 
 NO_LAYOUT = Layout(None, ())
 BOTH = [ChEESAdaptation, SNAPERAdaptation]
@@ -50,13 +47,9 @@ def test_the_sequence_is_haltons_in_base_2():
     assert [Fraction(float(x)) for x in got] == [halton(int(i)) for i in index]
 
 
-def standard(x):
-    return -0.5 * x**2
-
-
 @pytest.mark.parametrize(("jitter", "least"), [(1.0, 1), (0.75, 3), (0.0, 11)])
 def test_a_step_has_as_many_leapfrogs_as_its_number_says(jitter, least):
-    kernel = JitteredHMC(gm.LogDensity(standard), 0.1, 1.03, max_leapfrogs=18, jitter=jitter)
+    kernel = JitteredHMC(gm.LogDensity(normal), 0.1, 1.03, max_leapfrogs=18, jitter=jitter)
     draw: Any = jax.jit(JitteredHMC.drawn)
     key, other = jax.random.split(jax.random.key(0))
     drawn = [draw(kernel, key, i) for i in range(64)]
@@ -74,7 +67,7 @@ def test_a_step_has_as_many_leapfrogs_as_its_number_says(jitter, least):
 
 
 def test_bad_settings_are_refused():
-    target = gm.LogDensity(standard)
+    target = gm.LogDensity(normal)
     with pytest.raises(ValueError, match="JitteredHMC: trajectory_length: expected a positive"):
         JitteredHMC(target, 0.1, 0.0)
     with pytest.raises(ValueError, match="JitteredHMC: max_leapfrogs: expected at least 1 and whole"):
@@ -130,7 +123,7 @@ def functions(criterion, x, direction):
 
 
 def state_of(criterion, direction):
-    state = criterion.init(gm.LogDensity(standard), leaves_of(CENTRE[None]))
+    state = criterion.init(gm.LogDensity(normal), leaves_of(CENTRE[None]))
     if isinstance(criterion, ChangeOfSquares):
         return state
     return tree.replace(state, direction=tree.replace(state.direction, mean=leaves_of(direction)))
@@ -140,7 +133,7 @@ def gains(criterion, cost, start, end, velocity, direction):
     trajectories = Trajectories(*map(leaves_of, (start, end, velocity, VARIANCES)))
     adaptation = ChEESAdaptation(length_cost=cost, criterion=criterion)
     _, square, rate = criterion.measure(state_of(criterion, direction), trajectories)
-    kernel = HMC(gm.LogDensity(standard), STEP_SIZE, LEAPFROGS)
+    kernel = HMC(gm.LogDensity(normal), STEP_SIZE, LEAPFROGS)
     return square, rate, adaptation.gains(kernel, square, rate)
 
 
@@ -189,7 +182,7 @@ def test_chains_are_weighed_by_acceptance_and_bad_proposals_are_left_out():
 def test_ends_that_are_not_finite_teach_a_criterion_nothing(criterion):
     rng = np.random.default_rng(7)
     before, velocity = leaves_of(rng.normal(size=(5, 3))), leaves_of(rng.normal(size=(5, 3)))
-    target, direction = gm.LogDensity(standard), rng.normal(size=3)
+    target, direction = gm.LogDensity(normal), rng.normal(size=3)
     states, good = [], leaves_of(rng.normal(size=(5, 3)))
     bad = good | {"a": good["a"].at[1, 0].set(jnp.nan).at[2, 1].set(jnp.inf)}
     for end in (good, bad):
@@ -217,6 +210,20 @@ def test_adam_steps_are_gradients_in_units_of_their_recent_size():
     assert step == 1 and np.isfinite(wild.square_average)
     still, step = adam.update(adam.init(jnp.zeros(())), jnp.zeros(()))
     assert step == 0 and adam.update(still, jnp.ones(()))[1] > 0
+
+
+def test_dual_averaging_is_the_recursion_of_hoffman_and_gelman():
+    """With rates in steps of 1/64, γ = 0.05, t₀ = 10, κ = 0.75, and μ the first log step size."""
+    rates = np.round(64 * np.random.default_rng(2).uniform(size=50)) / 64
+    state, mu = dual_averaging.init(jnp.float32(0.3)), np.log(0.3)
+    shortfall, average = 0.0, 0.0
+    for t, rate in enumerate(rates, start=1):
+        shortfall += (0.8 - rate - shortfall) / (t + 10)
+        log_step_size = mu - np.sqrt(t) / 0.05 * shortfall
+        average += t**-0.75 * (log_step_size - average)
+        state = dual_averaging.update(state, jnp.float32(rate), 0.8)
+        np.testing.assert_allclose(state.log_step_size, log_step_size, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(dual_averaging.final_step_size(state), np.exp(average), rtol=1e-3)
 
 
 # Stuck chains; where they go is in test_stuck_chains.py
@@ -287,10 +294,6 @@ CONDITIONS = {"isotropic": 1.0, "ill-conditioned": 100.0}
 def covariance(condition):
     rotation = np.linalg.qr(np.random.default_rng(3).normal(size=(SIZE, SIZE)))[0]
     return (rotation * np.geomspace(1, condition, SIZE)) @ rotation.T
-
-
-def gaussian(x, precision):
-    return -0.5 * x * (precision @ x)
 
 
 def gaussian_chains(condition):
@@ -467,32 +470,9 @@ def test_a_broken_sampler_is_rejected(broken):
 
 # The same lengths on every mesh, and one all-reduce for all of the adaptation
 
-MESHES = {"1": {"data": 1}, "8": {"data": 8}, "2x4": {"chains": 2, "data": 4}}
-NUM_ROWS, CHAINS = 11, 4
-
-
-def mesh_of(name):
-    size = int(np.prod(list(MESHES[name].values())))
-    return gm.make_mesh(**MESHES[name], devices=jax.devices()[:size])
-
-
-def log_prior(x):
-    return -0.5 * x["mean"] ** 2, -0.5 * x["log_sd"] ** 2
-
-
-def log_likelihood(x, rows):
-    prior = -0.5 * jnp.sum(x["effect"] ** 2, axis=1)
-    centre = x["mean"] + jnp.exp(x["log_sd"]) * x["effect"][:, 0] * x["effect"][:, 1]
-    return prior - 0.5 * (rows["y"] - centre) ** 2
-
 
 def chains_on(name):
-    observations = np.random.default_rng(5).normal(1.0, 1.5, NUM_ROWS)
-    data = gm.place({"y": observations}, mesh_of(name), P("data"))
-    target = gm.Posterior(log_prior, gm.Plate(log_likelihood, data, local="effect"))
-    rng = np.random.default_rng(6)
-    shapes = {"mean": (CHAINS,), "log_sd": (CHAINS,), "effect": (CHAINS, NUM_ROWS, 2)}
-    start = {n: jnp.asarray(0.5 * rng.normal(size=shape)) for n, shape in shapes.items()}
+    target, start = hierarchy(name), hierarchy_starts()
     layout = read_layout(mesh_of(name), target, start, CHAINS, has_chains=True)
     kernel = JitteredHMC(target, 0.2, 0.8)
     return layout, kernel, init_chains(kernel, start, layout=layout)
@@ -547,7 +527,6 @@ def test_lengths_are_the_same_on_every_mesh(name, cls):
         np.testing.assert_allclose(a[real], b, rtol=1e-9, atol=1e-9)
 
 
-OTHER_KINDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 ON_A_DEVICE = 2 + 3 * 2  # numbers of a position: two shared ones, and three of twelve rows of effects
 
 

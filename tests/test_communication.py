@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views.communication import communication
+from gspmd_mcmc import communication
 from gspmd_mcmc.views.program.hlo import KINDS
 
 HERE = "tests/test_communication.py"

@@ -21,7 +21,7 @@ from blocks import (
 )
 from jax import lax
 
-from gspmd_mcmc.views.communication import communication
+from gspmd_mcmc import communication
 
 BLOCKS = "tests/blocks.py"
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views.communication import communication
+from gspmd_mcmc import communication
 
 MESH = gm.make_mesh(chains=2, data=4)
 BIG = np.random.default_rng(0).normal(size=(500, 500)).astype(np.float32)

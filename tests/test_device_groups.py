@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspmd_mcmc.views.communication import communication
+from gspmd_mcmc import communication
 from gspmd_mcmc.views.program.device_groups import (
     axes_of_groups,
     axes_of_pairs,

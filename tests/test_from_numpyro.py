@@ -29,13 +29,12 @@ from numpyro.infer.util import potential_energy
 from seeds import seed, within
 
 import gspmd_mcmc as gm
-from gspmd_mcmc import tree
+from gspmd_mcmc import communication, tree
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets import numpyro as of_numpyro
 from gspmd_mcmc.targets.local import cut, lay_out
-from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.program.hlo import KINDS
 
 KEY = jax.random.key(seed(0))

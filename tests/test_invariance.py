@@ -1,4 +1,4 @@
-"""HMC leaves its target invariant: chains started from exact draws stay exact.
+"""Kernels leave their target invariant: chains started from exact draws stay exact.
 
 Every problem maps its positions to numbers that are independent standard normals under the exact law.
 Their moments and bounded functionals have known expectations; each is compared in units of its Monte
@@ -7,7 +7,7 @@ the same check, and fail it.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import combinations
 from statistics import NormalDist
@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 from jax.scipy.special import ndtr, ndtri
 from jax.sharding import PartitionSpec as P
+from models import Exact, correlated_gaussian, funnel
 from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
-from gspmd_mcmc.sampling.chunks import advance
+from gspmd_mcmc.kernels.isokinetic import LEAPFROG
+from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.placement.layout import Layout, read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.tree import pytree
@@ -38,14 +40,16 @@ class Problem(NamedTuple):
     independent standard normals, shape [n, dimensions].
     """
 
-    kernel: gm.HMC
+    kernel: Any
     draw: Callable
     normals: Callable
     num_chains: int = 16384
     num_steps: int = 6
+    shares: tuple[float, float] = (0.4, 1.0)  # of steps that are accepted
+    least_change: int = 0  # of lengths
 
 
-def with_target(kernel: gm.HMC, target: Any) -> gm.HMC:
+def with_target(kernel: Any, target: Any) -> Any:
     return tree.replace(kernel, target=target)
 
 
@@ -56,14 +60,14 @@ def with_target(kernel: gm.HMC, target: Any) -> gm.HMC:
 def run(kernel, rng_key, states, *, layout, num_steps):
     def step(states, i):
         states, info = advance(kernel, rng_key, i, states, layout)
-        return states, (info.acceptance_rate, info.is_accepted)
+        return states, (info.acceptance_rate, info.is_accepted, info.num_integration_steps)
 
-    states, (rate, is_accepted) = jax.lax.scan(step, states, jnp.arange(num_steps))
-    return states.position, jnp.mean(rate), jnp.mean(is_accepted)
+    states, (rate, is_accepted, lengths) = jax.lax.scan(step, states, jnp.arange(num_steps))
+    return states.position, jnp.mean(rate), jnp.mean(is_accepted), jnp.ptp(lengths)
 
 
 def run_from_exact_draws(problem: Problem, kernel: Any):
-    """Return the positions after a few steps, the mean acceptance rate, and the share accepted."""
+    """Return positions after a few steps, the mean rate, the share accepted, how lengths differ."""
     positions = problem.draw(np.random.default_rng(seed(0)), problem.num_chains)
     positions = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), positions)
     mesh = kernel.target.plates[0].rows.mesh if isinstance(kernel.target, gm.Posterior) else None
@@ -92,8 +96,10 @@ def check_is_exact(problem: Problem, positions: Any) -> None:
 
 
 def check_leaves_invariant(problem: Problem, kernel: Any) -> None:
-    positions, _, is_accepted = run_from_exact_draws(problem, kernel)
-    assert is_accepted > 0.4, "too few are accepted for anything to show"
+    positions, _, is_accepted, change = run_from_exact_draws(problem, kernel)
+    low, high = problem.shares
+    assert low < is_accepted <= high, "too few are accepted, or refused, for anything to show"
+    assert change >= problem.least_change
     check_is_exact(problem, positions)
 
 
@@ -105,10 +111,9 @@ def rejects(problem: Problem, kernel: Any) -> None:
 # Broken kernels
 
 
-def convert(kernel: gm.HMC, cls: type) -> Any:
+def convert(kernel: Any, cls: type) -> Any:
     """Return the same fields as another class."""
-    fields = ("target", "step_size", "num_integration_steps", "inverse_mass_matrix", "jitter")
-    return cls(**{name: getattr(kernel, name) for name in fields})
+    return cls(**{field.name: getattr(kernel, field.name) for field in fields(kernel)})
 
 
 @pytree
@@ -146,61 +151,87 @@ class DrawsMomentaOfAnotherMass(gm.HMC):
         return self.moving()._propose(state, start, end, terms)
 
 
-BROKEN_KERNELS = [
-    AcceptsAlways,
-    HalvesTheEnergyError,
-    ForgetsKineticEnergy,
-    DrawsMomentaOfAnotherMass,
-]
+@pytree
+class WeighsLeavesAlike(gm.NUTS):
+    def _leapfrog(self, *args):
+        near, velocity, leaf = super()._leapfrog(*args)
+        return near, velocity, tree.replace(leaf, log_weight=jnp.zeros_like(leaf.log_weight))
+
+
+@pytree
+class ForgetsTurnsWithin(gm.NUTS):
+    def _add_leaf(self, *args):
+        return forget_turns(args[-1], super()._add_leaf(*args))
+
+    def _add_block(self, *args):
+        return forget_turns(args[-1], super()._add_block(*args))
+
+
+def forget_turns(before, subtree):
+    is_turning = before.progress.is_turning
+    return tree.replace(subtree, progress=tree.replace(subtree.progress, is_turning=is_turning))
+
+
+@pytree
+class TreeOfAnotherMass(gm.NUTS):
+    def trajectory(self, chance, state, momentum):
+        heavier = jax.tree.map(lambda m: 0.6 * m, self.inverse_mass_matrix)
+        return convert(self.with_inverse_mass_matrix(heavier), gm.NUTS).trajectory(
+            chance, state, momentum
+        )
+
+
+@pytree
+class CountsADimensionTooMany(gm.MAMS):
+    def _propose(self, state, end, terms, gain):
+        return super()._propose(state, end, terms, gain * 3 / 2)
 
 
 # Problems with one function
 
+# Correlations of 0.9 and -0.7, scales that differ; and milder ones, which take larger steps.
+STRONG = [[1, 0.9, -0.7], [0.9, 1, -0.5], [-0.7, -0.5, 1]], [1.0, 0.5, 2.0]
+MILD = [[1, 0.566, -0.598], [0.566, 1, 0.085], [-0.598, 0.085, 1]], [1.0, 2**0.5, 0.7**0.5]
 
-def quadratic_form(x, cholesky):
-    u = jax.scipy.linalg.solve_triangular(cholesky, jnp.append(x["a"], x["b"]), lower=True)
-    return -(u**2) / 2
 
-
-def correlated_gaussian() -> Problem:
-    """Correlations of 0.9 and -0.7 over two leaves, scales that differ."""
-    scales = np.array([1.0, 0.5, 2.0])
-    correlation = np.array([[1, 0.9, -0.7], [0.9, 1, -0.5], [-0.7, -0.5, 1]])
-    cholesky = np.linalg.cholesky(correlation * np.outer(scales, scales))
+def of_exact(exact: Exact, kernel: Callable, **options: Any) -> Problem:
+    """Make a problem: ``kernel(target, metric)``."""
 
     def draw(rng, n):
-        x = rng.normal(size=(n, 3)) @ cholesky.T
-        return {"a": x[:, :2], "b": x[:, 2]}
+        return exact.draw(rng.normal(size=(n, 3)))
 
-    def normals(x):
-        return np.column_stack([x["a"], x["b"]]) @ np.linalg.inv(cholesky).T
-
-    target = gm.LogDensity(quadratic_form, jnp.asarray(cholesky, jnp.float32))
-    metric = {"a": jnp.asarray([1.0, 0.25]), "b": jnp.asarray(4.0)}
-    return Problem(gm.HMC(target, 0.4, 4, metric, jitter=0.3), draw, normals)
+    return Problem(kernel(exact.target, exact.metric), draw, exact.normals, **options)
 
 
-WIDTH = 1.0
+def hmc_on_a_gaussian() -> Problem:
+    return of_exact(correlated_gaussian(*STRONG), lambda t, m: gm.HMC(t, 0.4, 4, m, jitter=0.3))
 
 
-def funnel_density(x):
-    v, x = x["v"], x["x"]
-    return -((v / WIDTH) ** 2) / 2, -(x**2) * jnp.exp(-v) / 2 - v / 2
+def hmc_on_a_funnel() -> Problem:
+    return of_exact(funnel(), lambda t, m: gm.HMC(t, 0.7, 3, m))
 
 
-def funnel() -> Problem:
-    """Neal's funnel, v ~ N(0, 1) and x | v ~ N(0, exp v)."""
+OF_NUTS = {"num_chains": 8192, "num_steps": 3, "shares": (0.5, 1.0), "least_change": 4}
+OF_MAMS = {"num_chains": 8192, "num_steps": 3, "shares": (0.5, 0.99), "least_change": 1}
 
-    def draw(rng, n):
-        v = WIDTH * rng.normal(size=n)
-        return {"v": v, "x": np.exp(v / 2)[:, None] * rng.normal(size=(n, 2))}
 
-    def normals(x):
-        v = np.asarray(x["v"])
-        return np.column_stack([v / WIDTH, np.asarray(x["x"]) * np.exp(-v / 2)[:, None]])
+def nuts_on_a_gaussian() -> Problem:
+    return of_exact(correlated_gaussian(*MILD), lambda t, m: gm.NUTS(t, 0.75, m, 5), **OF_NUTS)
 
-    metric = {"v": jnp.asarray(1.0), "x": jnp.asarray([1.0, 1.0])}
-    return Problem(gm.HMC(gm.LogDensity(funnel_density), 0.7, 3, metric), draw, normals)
+
+def nuts_on_a_funnel() -> Problem:
+    return of_exact(funnel(), lambda t, m: gm.NUTS(t, 0.6, m, 5), **OF_NUTS)
+
+
+def mams_on_a_gaussian() -> Problem:
+    def kernel(target, metric):
+        return gm.MAMS(target, 0.9, 3.0, metric, splitting=LEAPFROG)
+
+    return of_exact(correlated_gaussian(*MILD), kernel, **OF_MAMS)
+
+
+def mams_on_a_funnel() -> Problem:
+    return of_exact(funnel(), lambda t, m: gm.MAMS(t, 1.0, 3.0), **OF_MAMS)
 
 
 WEIGHTS, CENTRES, SPREADS = np.array([0.7, 0.3]), np.array([-1.0, 1.5]), np.array([0.8, 0.5])
@@ -229,18 +260,28 @@ def mixture() -> Problem:
     return Problem(gm.HMC(gm.LogDensity(mixture_density), 0.8, 3, metric), draw, normals)
 
 
-PROBLEMS = [correlated_gaussian, funnel, mixture]
+PROBLEMS = [
+    *(hmc_on_a_gaussian, hmc_on_a_funnel, mixture, nuts_on_a_gaussian, nuts_on_a_funnel),
+    *(mams_on_a_gaussian, mams_on_a_funnel),
+]
+BROKEN_HMC = [AcceptsAlways, HalvesTheEnergyError, ForgetsKineticEnergy, DrawsMomentaOfAnotherMass]
+BROKEN = [
+    *((problem, broken) for problem in PROBLEMS[:3] for broken in BROKEN_HMC),
+    (nuts_on_a_funnel, WeighsLeavesAlike),
+    (nuts_on_a_gaussian, ForgetsTurnsWithin),
+    (nuts_on_a_gaussian, TreeOfAnotherMass),
+    (mams_on_a_gaussian, CountsADimensionTooMany),
+]
 
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_hmc_leaves_it_invariant(problem):
+def test_a_kernel_leaves_it_invariant(problem):
     check_leaves_invariant(problem(), problem().kernel)
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("broken", BROKEN_KERNELS)
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize(("problem", "broken"), BROKEN)
 def test_a_broken_kernel_is_rejected(problem, broken):
     rejects(problem(), convert(problem().kernel, broken))
 
@@ -335,7 +376,7 @@ def test_hmc_leaves_a_sharded_posterior_invariant():
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("broken", BROKEN_KERNELS)
+@pytest.mark.parametrize("broken", BROKEN_HMC)
 def test_a_broken_kernel_is_rejected_on_a_sharded_posterior(broken):
     rejects(gaussian_mean(), convert(gaussian_mean().kernel, broken))
 
@@ -354,8 +395,8 @@ def test_a_broken_target_is_rejected(breaking):
 def test_without_a_shard_s_gradient_hmc_stays_exact_and_accepts_less():
     problem = gaussian_mean()
     broken = with_target(problem.kernel, drops_gradient(problem.kernel.target))
-    _, rate, _ = run_from_exact_draws(problem, problem.kernel)
-    positions, broken_rate, _ = run_from_exact_draws(problem, broken)
+    _, rate, *_ = run_from_exact_draws(problem, problem.kernel)
+    positions, broken_rate, *_ = run_from_exact_draws(problem, broken)
     check_is_exact(problem, positions)
     within(0.1 / (rate - broken_rate), 1, "of the fall of the acceptance rate")
 

@@ -11,15 +11,15 @@ from scipy import stats
 from seeds import seed, within
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.targets.blocks import CannotStream
-from gspmd_mcmc.targets.joint import (
+from gspmd_mcmc import (
     JointDistributionCoroutine,
     JointDistributionNamed,
     JointDistributionSequential,
+    Sharded,
+    communication,
 )
-from gspmd_mcmc.targets.sharded import Sharded
+from gspmd_mcmc.targets.blocks import CannotStream
 from gspmd_mcmc.tree import total
-from gspmd_mcmc.views.communication import communication
 
 Root = JointDistributionCoroutine.Root
 KEY = jax.random.key(0)

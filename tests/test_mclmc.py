@@ -1,62 +1,39 @@
-"""MCLMC: a step is that of the formulas, its bias is bounded, and every mesh has the same chain."""
+"""MCLMC: a step is that of the formulas, its bias is bounded, and `sample` tunes it."""
 
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from models import (
+    PRECISION,
+    VARIANCES,
+    joined,
+    moments_in_mcse,
+    normal,
+    numpy_kick,
+    numpy_log_density,
+    quartic,
+    scaled_normal,
+    split_leaves,
+    undefined_above_one,
+)
 from seeds import seed, within
 
 import gspmd_mcmc as gm
+from gspmd_mcmc import MCLMC, Diagonal, MCLMCAdaptation, MCLMCInfo
 from gspmd_mcmc.adaptation import correlation
-from gspmd_mcmc.adaptation.adaptation import Transition
-from gspmd_mcmc.adaptation.mclmc import MCLMCAdaptation, StepSize, _updated
-from gspmd_mcmc.adaptation.metrics import Diagonal
-from gspmd_mcmc.diagnostics.mcse import mcse_mean
+from gspmd_mcmc.adaptation.mclmc import StepSize, _updated
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.isokinetic import LEAPFROG, MINIMAL_NORM
-from gspmd_mcmc.kernels.mclmc import MCLMC, MCLMCInfo
-from gspmd_mcmc.sampling.chunks import advance
-from gspmd_mcmc.placement.layout import read_layout
-from gspmd_mcmc.sampling.start import init_chains
-from gspmd_mcmc.views.communication import communication
 
 init, step = jax.jit(MCLMC.init), jax.jit(MCLMC.step)
 
 # One step against float64 NumPy, in coordinates in which the metric is the identity
 
-PRECISION = np.array([[1.0, 0.7, 0.0], [0.7, 2.0, -0.5], [0.0, -0.5, 30.0]])
-VARIANCES = np.array([1.5, 0.5, 0.1])
 STEP_SIZE, LENGTH = 0.4, 1.3
-
-
-def quartic(x, precision):
-    x = jnp.append(x["a"], x["b"])
-    return -0.5 * x * (precision @ x), -0.02 * x**4
-
-
-def split_leaves(x):
-    return {"a": jnp.asarray(x[..., :2]), "b": jnp.asarray(x[..., 2])}
-
-
-def joined(x):
-    return np.append(x["a"], x["b"])
-
-
-def numpy_log_density(z):
-    x = np.sqrt(VARIANCES) * z
-    return -0.5 * x @ PRECISION @ x - 0.02 * np.sum(x**4)
-
-
-def numpy_kick(z, u, time):
-    x = np.sqrt(VARIANCES) * z
-    grad = np.sqrt(VARIANCES) * (-PRECISION @ x - 0.08 * x**3)
-    norm = np.linalg.norm(grad)
-    e, delta = grad / norm, time * norm / 2
-    stretch = np.cosh(delta) + u @ e * np.sinh(delta)
-    return (u + e * (np.sinh(delta) + u @ e * (np.cosh(delta) - 1))) / stretch, 2 * np.log(stretch)
+DIAGONAL = np.diag(np.sqrt(VARIANCES))
 
 
 def numpy_step(z, u, splitting, first, second):
@@ -67,12 +44,16 @@ def numpy_step(z, u, splitting, first, second):
         return u / np.linalg.norm(u)
 
     start = z
-    u, gain = numpy_kick(z, refresh(u, first), STEP_SIZE * splitting.kicks[0])
+    u, gain = numpy_kick(z, refresh(u, first), STEP_SIZE * splitting.kicks[0], DIAGONAL)
     for drift, kick in zip(splitting.drifts, splitting.kicks[1:], strict=True):
         z = z + STEP_SIZE * drift * u
-        u, more = numpy_kick(z, u, STEP_SIZE * kick)
+        u, more = numpy_kick(z, u, STEP_SIZE * kick, DIAGONAL)
         gain += more
-    return z, refresh(u, second), gain - numpy_log_density(z) + numpy_log_density(start)
+    return (
+        z,
+        refresh(u, second),
+        gain - numpy_log_density(z, DIAGONAL) + numpy_log_density(start, DIAGONAL),
+    )
 
 
 @pytest.mark.parametrize("splitting", [LEAPFROG, MINIMAL_NORM])
@@ -92,15 +73,11 @@ def test_steps_are_those_of_the_formulas(splitting):
             z, u = joined(state.position) / scale, joined(state.momentum) * scale
             for a, b in zip((z, u, info.energy_error), expected, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
-            np.testing.assert_allclose(state.log_density, numpy_log_density(z), rtol=1e-12)
+            np.testing.assert_allclose(state.log_density, numpy_log_density(z, DIAGONAL), rtol=1e-12)
             assert info.num_integration_steps == len(splitting.drifts) and info.is_accepted
 
 
 # Many chains at once
-
-
-def normal(x):
-    return jax.tree.map(lambda leaf: -0.5 * leaf**2, x)
 
 
 @partial(jax.jit, static_argnames="num_steps")
@@ -164,10 +141,6 @@ def test_equal_starts_part_in_directions_uniform_over_the_sphere():
 # What a step reports
 
 
-def undefined_above_one(x):
-    return jnp.where(x > 1, jnp.inf, -0.5 * x**2)
-
-
 def test_a_step_to_an_infinite_log_density_is_refused_and_turns_the_chain():
     kernel = MCLMC(gm.LogDensity(undefined_above_one), 0.4, 100.0)
     state, seen = init(kernel, jnp.full(2, 0.5)), []
@@ -183,26 +156,6 @@ def test_a_step_to_an_infinite_log_density_is_refused_and_turns_the_chain():
             assert np.isinf(info.energy_error) and info.energy == -state.log_density
             assert np.max(np.abs(np.asarray(state.momentum - before.momentum))) > 1e-3
     assert any(seen) and not all(seen)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"step_size": -1.0}, ValueError, "step_size: expected a positive number, got -1.0"),
-        ({"trajectory_length": 0.0}, ValueError, "trajectory_length: expected a positive number"),
-        ({"inverse_mass_matrix": jnp.zeros(3)}, ValueError, "expected positive variances"),
-        ({"target": quartic}, TypeError, "wrap a function as gspmd_mcmc.LogDensity"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, error, message):
-    given = {"target": gm.LogDensity(normal), "step_size": 0.1, "trajectory_length": 1.0} | arguments
-    with pytest.raises(error, match=message):
-        MCLMC(**given)
-
-
-def test_one_dimension_is_refused():
-    with pytest.raises(ValueError, match="expected two dimensions at least, got 1"):
-        MCLMC(gm.LogDensity(normal), 0.1, 1.0).init(jnp.zeros(1))
 
 
 # The recursion of the step size, and the time that draws stay correlated
@@ -273,22 +226,10 @@ def _leaves(slow, fast):
 SCALES = {"a": np.array([1.0, 10.0], np.float32), "b": np.full(8, 0.3, np.float32)}
 
 
-def scaled_normal(x):
-    return jax.tree.map(lambda value, scale: -0.5 * (value / scale) ** 2, x, SCALES)
-
-
-def in_mcse(values, bias=0.0):
-    """The largest mean, less the bias that it may have, in Monte Carlo standard errors."""
-    errors = jax.tree.map(lambda x: np.abs(x.mean((0, 1))) - bias, values)
-    return max(
-        np.max(e / m) for e, m in zip(*map(jax.tree.leaves, (errors, mcse_mean(values))), strict=True)
-    )
-
-
 @pytest.mark.statistical
 def test_sample_tunes_step_size_length_and_metric_from_far_off():
     """Three chains start at a log density of -1e8, one at -2e2: none may set the others back."""
-    target = gm.LogDensity(scaled_normal)
+    target = gm.LogDensity(scaled_normal, SCALES)
     start = {"a": jnp.full((4, 2), 3.0), "b": jnp.full((4, 8), 1500.0).at[0].set(-2.0)}
     draws = gm.sample(
         jax.random.key(seed(0)),
@@ -311,10 +252,9 @@ def test_sample_tunes_step_size_length_and_metric_from_far_off():
     within(abs(np.log(energy_variance / 4.5e-4)), np.log(4.5), "log of a ratio of energy variances")
     length = float(draws.kernel.trajectory_length) / np.sqrt(10)
     within(abs(np.log2(length) - 0.5), 1.5, "log2 of a ratio of lengths")
-    position = jax.tree.map(np.asarray, draws.position)
-    squares = jax.tree.map(lambda x, s: (x / s) ** 2 - 1, position, SCALES)
-    within(in_mcse(position), 4, "standard errors off")
-    within(in_mcse(squares, bias=0.05), 4, "standard errors off, of squares")
+    of_means, of_squares = moments_in_mcse(draws.position, SCALES, bias_of_squares=0.05)
+    within(of_means, 4, "standard errors off")
+    within(of_squares, 4, "standard errors off, of squares")
 
 
 def test_the_kernel_of_another_warm_up_is_refused():
@@ -325,109 +265,5 @@ def test_the_kernel_of_another_warm_up_is_refused():
         MCLMCAdaptation(energy_variance=0)
 
 
-# Local latents whose rows no mesh divides: the same chain on every mesh
-
-MESHES = {"1": {"data": 1}, "2x4": {"chains": 2, "data": 4}}
-NUM_ROWS, CHAINS = 11, 4
-
-
-def mesh_of(name):
-    size = int(np.prod(list(MESHES[name].values())))
-    return gm.make_mesh(**MESHES[name], devices=jax.devices()[:size])
-
-
-def log_prior(x):
-    return -0.5 * x["mean"] ** 2, -0.5 * x["log_sd"] ** 2
-
-
-def log_likelihood(x, rows):
-    prior = -0.5 * jnp.sum(x["effect"] ** 2, axis=1)
-    centre = x["mean"] + jnp.exp(x["log_sd"]) * x["effect"][:, 0] * x["effect"][:, 1]
-    return prior - 0.5 * (rows["y"] - centre) ** 2
-
-
-def hierarchy(name):
-    y = np.random.default_rng(5).normal(1.0, 1.5, NUM_ROWS)
-    data = gm.place({"y": y}, mesh_of(name), P("data"))
-    return gm.Posterior(log_prior, gm.Plate(log_likelihood, data, local="effect"))
-
-
-def starts():
-    rng = np.random.default_rng(6)
-    shapes = {"mean": (CHAINS,), "log_sd": (CHAINS,), "effect": (CHAINS, NUM_ROWS, 2)}
-    return {n: jnp.asarray(0.5 * rng.normal(size=shape)) for n, shape in shapes.items()}
-
-
-def ten_steps(layout, kernel, states):
-    def one(states, i):
-        states, info = advance(kernel, jax.random.key(0), i, states, layout)
-        return states, (info.is_accepted, states.position)
-
-    with jax.named_scope("steps"):
-        return jax.lax.scan(one, states, jnp.arange(10))[1]
-
-
-@cache
-def run_on(name):
-    """What steps were made, positions [steps, chains, ...], and the program."""
-    with jax.enable_x64(True):
-        target = hierarchy(name)
-        layout = read_layout(mesh_of(name), target, starts(), CHAINS, has_chains=True)
-        kernel = MCLMC(target, 0.8, 3.0, splitting=LEAPFROG)
-        states = init_chains(kernel, starts(), layout=layout)
-        program = jax.jit(partial(ten_steps, layout)).lower(kernel, states).compile()
-        return *jax.tree.map(np.asarray, program(kernel, states)), program
-
-
-def test_chains_are_the_same_on_a_mesh():
-    made, expected, _ = run_on("1")
-    assert np.all(made) and np.ptp(expected["mean"], axis=0).min() > 0.1
-    got_made, got, _ = run_on("2x4")
-    np.testing.assert_array_equal(got_made, made)
-    pad = got["effect"][:, :, NUM_ROWS:]
-    assert pad.shape[2] > 0 and np.ptp(pad, axis=0).max() == 0
-    got = got | {"effect": got["effect"][:, :, :NUM_ROWS]}
-    for leaf in expected:
-        np.testing.assert_allclose(got[leaf], expected[leaf], rtol=1e-9, atol=1e-9)
-
-
-OTHER_KINDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # Numbers: the gradient of shared latents; products of momentum, gradient and noise of local ones, where
 # the step sets out and where it arrives; a two-float sum.
-GRADIENT, PRODUCTS, TERMS = 2, 6, 2
-
-
-def test_a_step_costs_an_all_reduce_for_each_gradient_and_scalars():
-    found = communication(run_on("2x4")[2])
-    assert [kind for kind in OTHER_KINDS if found.count(kind)] == []
-    within = [c for c in found.collectives if c.loops and c.loops[-1].name == "steps"]
-    assert found.runs("all-reduce", within="steps") == len(within) <= 3
-    assert {c.axes for c in within} == {("data",)}
-    chains = CHAINS // MESHES["2x4"]["chains"]
-    assert sum(c.num_bytes for c in within) <= 8 * chains * (GRADIENT + 2 * PRODUCTS + TERMS)
-
-
-def test_tuning_adds_one_all_reduce_of_scalars_to_a_step():
-    target = hierarchy("2x4")
-    layout = read_layout(mesh_of("2x4"), target, starts(), CHAINS, has_chains=True)
-    states = init_chains(kernel := MCLMC(target, 0.8, 3.0), starts(), layout=layout)
-    adaptation = MCLMCAdaptation(metric=Diagonal())
-
-    @jax.jit
-    def begun(kernel, states):
-        kernel = adaptation.prepare(kernel, states)
-        approach = adaptation.init(kernel, states)
-        arrived = adaptation.end(approach, kernel, states, True)
-        return kernel, layout.pin_like(arrived, states.position)
-
-    @jax.jit
-    def updated(kernel, state, transition):
-        state = adaptation.update(state, kernel, transition)
-        return layout.pin_like(state, states.position)
-
-    zeros = jnp.zeros(CHAINS)
-    info = layout.pin_chains(MCLMCInfo(zeros, zeros > 0, zeros > 0, zeros, zeros, zeros))
-    kernel, state = begun(kernel, states)
-    found = communication(updated, kernel, state, Transition(states, states, info, None))
-    assert [kind for kind in OTHER_KINDS if found.count(kind)] == []
-    assert [(c.kind, c.num_bytes) for c in found.collectives] == [("all-reduce", 20)]

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from models import OTHER_KINDS, mesh_of, normal
 
 import gspmd_mcmc as gm
-from gspmd_mcmc import tree
+from gspmd_mcmc import communication, tree
 from gspmd_mcmc.sampling import chunks, collecting
-from gspmd_mcmc.sampling.chunks import advance
+from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.start import init_chains
-from gspmd_mcmc.views.communication import communication
 
 NUM_ROWS, NUM_PIXELS, NUM_CLASSES, NUM_CHAINS = 1501, 49, 10, 4
 
@@ -31,19 +31,11 @@ MESHES = {
 }
 
 
-def mesh_of(sizes):
-    return gm.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
-
-
 def row_spec(sizes):
     return P(("data", "model")) if "model" in sizes else P("data")
 
 
 # A multinomial regression on images
-
-
-def log_prior(x):
-    return jax.tree.map(lambda leaf: -(leaf**2) / 2, x)
 
 
 def log_likelihood(x, rows):
@@ -61,7 +53,7 @@ def images(num_rows=NUM_ROWS, num_pixels=NUM_PIXELS):
 
 def regression(sizes, data=None, **options):
     data = gm.place(images() if data is None else data, mesh_of(sizes), row_spec(sizes))
-    return gm.Posterior(log_prior, gm.Plate(log_likelihood, data, **options))
+    return gm.Posterior(normal, gm.Plate(log_likelihood, data, **options))
 
 
 def start(num_pixels=NUM_PIXELS, chains=(NUM_CHAINS,)):
@@ -116,7 +108,7 @@ def check_close(got, expected, tolerance):
 OTHERS = [name for name in MESHES if name != "1"]
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", ["7", "2x4"])
 def test_a_chain_is_the_same_on_every_mesh(name):
     check_same_chain(regression(MESHES[name]), MESHES[name], is_double=False)
 
@@ -151,7 +143,7 @@ def allometry(sizes, pad_with_zeros=False):
     data = gm.place(POSITIVE, mesh_of(sizes), P("data"))
     if pad_with_zeros:
         data = jax.tree.map(zero_pad, data, is_leaf=lambda node: isinstance(node, gm.Padded))
-    return gm.Posterior(log_prior, gm.Plate(log_log_likelihood, data))
+    return gm.Posterior(normal, gm.Plate(log_log_likelihood, data))
 
 
 def counts_pad_rows(target):
@@ -245,13 +237,13 @@ def test_sample_warms_up_the_same_on_every_mesh():
         check_same_draws("2x4", num_warmup=100)
 
 
-def check_chunks_do_not_matter(monkeypatch):
+def check_chunks_do_not_matter(monkeypatch, num_warmup):
     """Cut warm-up and sampling into chunks of 1 step, of 7, and of all."""
     draws = []
     for size in (1, 7, 1000):
         monkeypatch.setattr(chunks, "next_size", lambda count, seconds, size=size: size)
         with jax.enable_x64(True):
-            draws.append(sample("2x4", num_warmup=100)[0]["slope"])
+            draws.append(sample("2x4", num_warmup)[0]["slope"])
     assert np.all(np.ptp(draws[-1], axis=1) > 0.1), "the chains do not move"
     for other in draws[:-1]:
         np.testing.assert_array_equal(other, draws[-1])
@@ -260,7 +252,7 @@ def check_chunks_do_not_matter(monkeypatch):
 @pytest.mark.filterwarnings("ignore::gspmd_mcmc.SamplingWarning")
 def test_sample_draws_the_same_whatever_the_chunks(monkeypatch, compiled_as_a_users):
     """To the bit, so from the machine code that users have."""
-    check_chunks_do_not_matter(monkeypatch)
+    check_chunks_do_not_matter(monkeypatch, num_warmup=100)
 
 
 @pytest.mark.filterwarnings("ignore::gspmd_mcmc.SamplingWarning")
@@ -272,14 +264,13 @@ def test_steps_that_are_numbered_from_their_chunk_are_rejected(monkeypatch):
 
     monkeypatch.setattr(collecting, "_chunk", numbered_from_the_chunk)
     with pytest.raises(AssertionError, match="not equal"):
-        check_chunks_do_not_matter(monkeypatch)
+        check_chunks_do_not_matter(monkeypatch, num_warmup=0)
 
 
 # What a step sends
 
 step = jax.jit(gm.HMC.step)
 init = jax.jit(gm.HMC.init)
-OTHER_KINDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 def communication_of_one_chain(target, position=None):
@@ -323,7 +314,7 @@ def test_a_leapfrog_of_all_chains_costs_one_all_reduce_over_each_chain_s_own_dev
 
 def test_two_plates_cost_one_all_reduce():
     one, other = regression(MESHES["8"], tile_rows=50), regression(MESHES["8"], tile_rows=60)
-    both = gm.Posterior(log_prior, *one.plates, *other.plates)
+    both = gm.Posterior(normal, *one.plates, *other.plates)
     check_one_all_reduce_a_leapfrog(communication_of_one_chain(both))
 
 
@@ -333,7 +324,7 @@ def tile_by_tile(x, tiles):
     def add(total, rows):
         return total + jnp.sum(log_likelihood(x, rows)), None
 
-    return jax.lax.scan(add, tree.total(log_prior(x)), tiles)[0]
+    return jax.lax.scan(add, tree.total(normal(x)), tiles)[0]
 
 
 def test_a_target_that_reduces_in_each_tile_is_rejected():
@@ -352,7 +343,7 @@ def reads_everything(x, rows):
 def communication_with_another_latent(log_likelihood):
     (plate,) = regression(MESHES["8"]).plates
     target = gm.Posterior(
-        log_prior, tree.replace(plate, log_likelihood=jax.tree_util.Partial(log_likelihood))
+        normal, tree.replace(plate, log_likelihood=jax.tree_util.Partial(log_likelihood))
     )
     return communication_of_one_chain(target, start(chains=()) | {"unread": jnp.zeros(1000)})
 
@@ -386,7 +377,7 @@ def test_a_step_holds_nothing_near_the_size_of_the_data(name):
 
 
 def all_at_once(x, rows):
-    return log_prior(x), log_likelihood(x, rows)
+    return normal(x), log_likelihood(x, rows)
 
 
 def test_a_target_that_makes_all_intermediates_at_once_is_rejected():
@@ -397,19 +388,9 @@ def test_a_target_that_makes_all_intermediates_at_once_is_rejected():
 
 def test_data_that_a_target_closes_over_is_seen_as_a_constant():
     data = jax.tree.map(jnp.asarray, images(4000, 784))
-    target = gm.LogDensity(lambda x: (log_prior(x), log_likelihood(x, data)))
+    target = gm.LogDensity(lambda x: (normal(x), log_likelihood(x, data)))
     with pytest.raises(AssertionError, match="a large constant"):
         check_holds_little(target)
-
-
-def test_a_program_that_closes_over_a_kernel_with_much_data_is_refused():
-    kernel = gm.HMC(regression(MESHES["8"], images(2000, 784)), 0.01, 10)
-    position = start(784, chains=())
-    state, key = init(kernel, position), jax.random.key(0)
-    for program in (lambda: jax.jit(kernel.step)(key, state), lambda: jax.jit(kernel.init)(position)):
-        with pytest.raises(ValueError, match="1.6 MB .* the kernel an argument"):
-            program()
-    step(kernel, key, state)
 
 
 def test_a_program_may_close_over_a_kernel_with_little_data():

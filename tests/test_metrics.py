@@ -10,24 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from models import NUM_ROWS, OTHER_KINDS, hierarchy, hierarchy_starts, mesh_of, normal
 from seeds import seed, within
 
 import gspmd_mcmc as gm
-from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation.dense import Dense, DenseBlock
-from gspmd_mcmc.adaptation.low_rank import LowRank, slot_of
-from gspmd_mcmc.adaptation.metrics import AGREEMENT, Diagonal
-from gspmd_mcmc.adaptation.rotated import Rotated
+from gspmd_mcmc import NUTS, Dense, DenseBlock, Diagonal, LowRank, Rotated, communication, tree
+from gspmd_mcmc.adaptation.low_rank import slot_of
+from gspmd_mcmc.adaptation.metrics import AGREEMENT
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.metrics_dense import DenseMetric
 from gspmd_mcmc.kernels.metrics_low_rank import LowRankMetric
 from gspmd_mcmc.kernels.metrics_rotated import RotatedMetric
-from gspmd_mcmc.kernels.nuts import NUTS
-from gspmd_mcmc.sampling.chunks import advance
+from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.tree import pytree
-from gspmd_mcmc.views.communication import communication
 
 # A position of eight numbers: a [3], b [2, 2], c []; its vector has the leaves in this order
 
@@ -256,6 +253,18 @@ def test_estimators_find_the_covariance(estimator, where):
     assert in_standard_errors(got, 1.3 * covariance, where) > 5
 
 
+@pytest.mark.parametrize(("apart", "counts"), [(0.3, 1), (30.0, 0)])
+def test_means_of_chains_count_where_chains_agree(apart, counts):
+    """The variance of their means is added to that within them, but for chains far from each other."""
+    noise = np.random.default_rng(19).normal(size=(40, CHAINS, 2))
+    noise = (noise - noise.mean(axis=0)) / noise.std(axis=0, ddof=1)
+    means = apart * np.array([-1, -1, 1, 1.0])
+    got = learn(Diagonal(), jnp.asarray(noise + means[:, None], jnp.float32))
+    keep = 40 * CHAINS / (40 * CHAINS + 5)
+    expected = keep * (1 + counts * means.var(ddof=1)) + (1 - keep) * 1e-3
+    np.testing.assert_allclose(got, np.full(2, expected), rtol=1e-4)
+
+
 def test_rotated_variances_are_those_along_the_rotation():
     case = rotated_case()
     draws = split(draws_of(case.inverse).astype(np.float32))
@@ -375,28 +384,7 @@ def test_kept_draws_are_spread_over_all_so_far(num_draws):
 
 # On a mesh: local latents of 11 rows, shared ones, and metrics learned while chains move
 
-MESHES = {"1": {"data": 1}, "8": {"data": 8}, "2x4": {"chains": 2, "data": 4}}
-NUM_ROWS, RANK, LEAPFROGS = 11, 3, 5
-
-
-def mesh_of(name):
-    size = int(np.prod(list(MESHES[name].values())))
-    return gm.make_mesh(**MESHES[name], devices=jax.devices()[:size])
-
-
-def log_prior(x):
-    return -0.5 * x["mean"] ** 2, -0.5 * x["log_sd"] ** 2
-
-
-def log_likelihood(x, rows):
-    prior = -0.5 * jnp.sum((x["effect"] - x["mean"]) ** 2, axis=1)
-    return prior - 0.5 * (rows["y"] - jnp.exp(x["log_sd"]) * x["effect"][:, 0]) ** 2
-
-
-def hierarchy(name):
-    y = np.random.default_rng(10).normal(1.0, 1.5, NUM_ROWS)
-    data = gm.place({"y": y}, mesh_of(name), P("data"))
-    return gm.Posterior(log_prior, gm.Plate(log_likelihood, data, local="effect"))
+RANK, LEAPFROGS = 3, 5
 
 
 def estimators():
@@ -410,10 +398,7 @@ def estimators():
 
 
 def chains_on(name):
-    rng = np.random.default_rng(12)
-    shapes = {"mean": (CHAINS,), "log_sd": (CHAINS,), "effect": (CHAINS, NUM_ROWS, 2)}
-    starts = {n: jnp.asarray(0.5 * rng.normal(size=shape)) for n, shape in shapes.items()}
-    target = hierarchy(name)
+    target, starts = hierarchy(name), hierarchy_starts()
     layout = read_layout(mesh_of(name), target, starts, CHAINS, has_chains=True)
     kernel = gm.HMC(target, 0.15, LEAPFROGS)
     return layout, kernel, init_chains(kernel, starts, layout=layout)
@@ -494,9 +479,6 @@ def test_the_pad_of_local_latents_has_no_part_in_any_metric():
     assert moved.shape[1] == 16 and np.all(moved[:, :NUM_ROWS] != start[:, :NUM_ROWS])
     for metric in metrics_of_8.values():
         assert np.all(operator(metric, "8")["effect"][NUM_ROWS:] == 0)
-
-
-OTHER_KINDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 @pytest.mark.parametrize("name", ["8", "2x4"])
@@ -625,12 +607,8 @@ def test_momenta_that_disagree_with_velocities_are_rejected(name, of):
 ONES = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
 
 
-def plain(x):
-    return jax.tree.map(lambda leaf: -0.5 * leaf**2, x)
-
-
 def on_plain(metric):
-    return gm.HMC(gm.LogDensity(plain), 0.1, 1, metric).init(ONES)
+    return gm.HMC(gm.LogDensity(normal), 0.1, 1, metric).init(ONES)
 
 
 def on_hierarchy(metric) -> Any:
@@ -702,7 +680,7 @@ def test_what_does_not_fit_is_refused(case):
 def test_a_dense_metric_over_a_leaf_that_lies_in_parts_is_refused():
     laid = gm.place({"w": np.ones((8, 2))}, mesh_of("8"), P("data"))
     with pytest.raises(ValueError, match="dense over 'w', which lies over the mesh as"):
-        gm.HMC(gm.LogDensity(plain), 0.1, 1, DenseMetric(laid, (jnp.eye(16),), ("w",)))
+        gm.HMC(gm.LogDensity(normal), 0.1, 1, DenseMetric(laid, (jnp.eye(16),), ("w",)))
 
 
 def test_a_low_rank_metric_of_real_rows_is_padded_with_nothing():

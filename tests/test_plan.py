@@ -18,15 +18,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.placement.mesh import make_abstract_mesh
-from gspmd_mcmc.views.communication import communication
-from gspmd_mcmc.views.plan import plan
+from gspmd_mcmc import Accelerator, BudgetExceeded, LayoutView, communication, make_abstract_mesh, plan
 from gspmd_mcmc.views.program import ahead, extrapolation
-from gspmd_mcmc.views.program.accelerators import ACCELERATORS, Accelerator
+from gspmd_mcmc.views.program.accelerators import ACCELERATORS
 from gspmd_mcmc.views.program.ahead import compile_ahead
 from gspmd_mcmc.views.program.extrapolation import extrapolate, predict_report
-from gspmd_mcmc.views.program.report import BudgetExceeded
-from gspmd_mcmc.views.visualize import LayoutView
 
 S = jax.ShapeDtypeStruct
 F32 = jnp.float32

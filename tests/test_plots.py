@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from scipy.stats import hypergeom, rankdata
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views import plots
+from gspmd_mcmc import plots
 from gspmd_mcmc.views.figures import elements, numbers
 from gspmd_mcmc.views.figures import panels as plots_panels
 

@@ -9,7 +9,7 @@ from scipy import stats
 from seeds import seed, within
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.sampling.prior_start import prior_start
+from gspmd_mcmc import prior_start
 
 numpyro = pytest.importorskip("numpyro")
 dist = numpyro.distributions

@@ -11,8 +11,7 @@ import pytest
 from scipy import stats
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.adaptation.low_rank import LowRank
-from gspmd_mcmc.adaptation.rotated import Rotated
+from gspmd_mcmc import LowRank, Rotated
 from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.metrics_dense import DenseMetric
 from gspmd_mcmc.kernels.metrics_low_rank import LowRankMetric

@@ -11,7 +11,7 @@ import pytest
 from numpyro.distributions import transforms
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc import SamplingWarning
 from gspmd_mcmc.targets.resolution import on_coarse_terms, on_rounded_bijections
 
 

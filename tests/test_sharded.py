@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 from scipy import stats
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.targets.sharded import Sharded
-from gspmd_mcmc.views.communication import communication
+from gspmd_mcmc import Sharded, communication
 
 KEY = jax.random.key(0)
 # From the notebook "Distributed inference with TFP and JAX".

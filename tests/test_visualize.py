@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import gspmd_mcmc as gm
+from gspmd_mcmc import visualize
 from gspmd_mcmc.views.layout.devices import number_ranges
 from gspmd_mcmc.views.layout.notation import array_text, shorten, spec_text
 from gspmd_mcmc.views.layout.pictures import Axes, shown_parts
 from gspmd_mcmc.views.units import bytes_text
-from gspmd_mcmc.views.visualize import visualize
 
 SNAPSHOTS = Path(__file__).parent / "snapshots" / "visualize"
 MESH = AbstractMesh((2, 4), ("chains", "data"))

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
+from gspmd_mcmc import visualize
 from gspmd_mcmc.views.layout.palette import (
     OKABE_ITO,
     VIRIDIS,
@@ -22,7 +23,6 @@ from gspmd_mcmc.views.layout.palette import (
     ink,
     luminance,
 )
-from gspmd_mcmc.views.visualize import visualize
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -9,9 +9,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDevi
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.placement.positional import PositionalSharding
+from gspmd_mcmc import PositionalSharding, visualize
 from gspmd_mcmc.views.layout.layouts import LeafLayout
-from gspmd_mcmc.views.visualize import visualize
 
 
 def only_leaf(tree, **options) -> LeafLayout:

@@ -8,6 +8,7 @@ together, bulk and tails.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,42 +75,65 @@ def ess_sd(draws: PyTree) -> PyTree:
     return per_leaf(column_ess_sd, draws)
 
 
+class Sizes(NamedTuple):
+    """Effective sample sizes [...] of columns, each of the estimate that it is called after."""
+
+    mean: jax.Array
+    sd: jax.Array
+    bulk: jax.Array
+    tail: jax.Array
+
+
+def column_sizes(x: jax.Array) -> Sizes:
+    """All effective sample sizes [...] of draws [chains, draws, ...], compiled as one."""
+    if x.shape[1] < LEAST_DRAWS:
+        return Sizes(*[nan_columns(x)] * len(Sizes._fields))
+    chains = [*_moments(x), scored(split(x)).scores, *_levels(x, TAILS)]
+    mean, sd, bulk, *tails = jnp.moveaxis(effective_size(jnp.stack(chains, axis=-1)), -1, 0)
+    nan = has_nan(x)
+    return Sizes(
+        mean=mean,
+        sd=sd,
+        bulk=jnp.where(nan, jnp.nan, bulk),
+        tail=jnp.where(nan, jnp.nan, jnp.stack(tails).min(axis=0)),
+    )
+
+
 def column_ess_bulk(x: jax.Array) -> jax.Array:
     """Bulk effective sample size [...] of draws [chains, draws, ...]; see `ess_bulk`."""
     if x.shape[1] < LEAST_DRAWS:
         return nan_columns(x)
-    halves = split(x)
-    size = effective_size(scored(halves).scores)
-    return jnp.where(has_nan(x), jnp.nan, size)
+    return jnp.where(has_nan(x), jnp.nan, effective_size(scored(split(x)).scores))
 
 
 def column_ess_tail(x: jax.Array, probabilities: tuple[float, ...] = TAILS) -> jax.Array:
     """Tail effective sample size [...] of draws [chains, draws, ...]; see `ess_tail`."""
     if x.shape[1] < LEAST_DRAWS:
         return nan_columns(x)
-    in_order = ordered(x)
-    sizes = [_level_ess(x, in_order, p) for p in probabilities]
+    sizes = [effective_size(level) for level in _levels(x, probabilities)]
     return jnp.where(has_nan(x), jnp.nan, jnp.stack(sizes).min(axis=0))
-
-
-def _level_ess(x: jax.Array, in_order: jax.Array, probability: float) -> jax.Array:
-    # A draw is at most the interpolated quantile if it is at most the draw below that.
-    below = in_order[math.floor((len(in_order) - 1) * probability)]
-    return effective_size(split((x <= below[None, None]).astype(x.dtype)))
 
 
 def column_ess_mean(x: jax.Array) -> jax.Array:
     """Effective sample size [...] for the mean of draws [chains, draws, ...]; see `ess_mean`."""
-    if x.shape[1] < LEAST_DRAWS:
-        return nan_columns(x)
-    return effective_size(split(in_own_unit(x)))
+    return nan_columns(x) if x.shape[1] < LEAST_DRAWS else effective_size(_moments(x)[0])
 
 
 def column_ess_sd(x: jax.Array) -> jax.Array:
     """Effective sample size [...] for the sd of draws [chains, draws, ...]; see `ess_sd`."""
-    if x.shape[1] < LEAST_DRAWS:
-        return nan_columns(x)
-    return effective_size(split(in_own_unit(x) ** 2))
+    return nan_columns(x) if x.shape[1] < LEAST_DRAWS else effective_size(_moments(x)[1])
+
+
+def _moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    centred = in_own_unit(x)
+    return split(centred), split(centred**2)
+
+
+def _levels(x: jax.Array, probabilities: tuple[float, ...]) -> list[jax.Array]:
+    in_order = ordered(x)
+    # A draw is at most the interpolated quantile if it is at most the draw below that.
+    below = [in_order[math.floor((len(in_order) - 1) * p)] for p in probabilities]
+    return [split((x <= level[None, None]).astype(x.dtype)) for level in below]
 
 
 def in_own_unit(x: jax.Array) -> jax.Array:

@@ -41,22 +41,29 @@ def mcse_sd(draws: PyTree) -> PyTree:
     return per_leaf(column_mcse_sd, draws)
 
 
-def column_mcse_mean(x: jax.Array) -> jax.Array:
-    """Monte Carlo error [...] of the mean of draws [chains, draws, ...]; see `mcse_mean`."""
+def column_mcse_mean(x: jax.Array, size: jax.Array | None = None) -> jax.Array:
+    """Monte Carlo error [...] of the mean of draws [chains, draws, ...]; see `mcse_mean`.
+
+    ``size`` is `column_ess_mean`, where it is known.
+    """
     if x.shape[1] < LEAST_DRAWS:
         return nan_columns(x)
-    return column_sd(x) / jnp.sqrt(column_ess_mean(x))
+    return column_sd(x) / jnp.sqrt(column_ess_mean(x) if size is None else size)
 
 
-def column_mcse_sd(x: jax.Array) -> jax.Array:
-    """Monte Carlo error [...] of the sd of draws [chains, draws, ...]; see `mcse_sd`."""
+def column_mcse_sd(x: jax.Array, size: jax.Array | None = None) -> jax.Array:
+    """Monte Carlo error [...] of the sd of draws [chains, draws, ...]; see `mcse_sd`.
+
+    ``size`` is `column_ess_sd`, where it is known.
+    """
     if x.shape[1] < LEAST_DRAWS:
         return nan_columns(x)
+    size = column_ess_sd(x) if size is None else size
     centred = in_own_unit(x)
     variance = jnp.mean(centred**2, axis=(0, 1))
     of_squares = jnp.mean((centred**2 - variance[None, None]) ** 2, axis=(0, 1))
     is_constant = variance == 0
-    error = jnp.sqrt(of_squares / column_ess_sd(x) / jnp.where(is_constant, 1, variance)) / 2
+    error = jnp.sqrt(of_squares / size / jnp.where(is_constant, 1, variance)) / 2
     return error * _unit(x)
 
 

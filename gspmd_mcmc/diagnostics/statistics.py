@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc.diagnostics.columns import per_leaf
-from gspmd_mcmc.diagnostics.ess import column_ess_bulk, column_ess_tail
+from gspmd_mcmc.diagnostics.ess import column_sizes
 from gspmd_mcmc.diagnostics.mcse import column_mcse_mean, column_mcse_sd, column_mean, column_sd
 from gspmd_mcmc.diagnostics.quantiles import column_quantile
 from gspmd_mcmc.diagnostics.rhat import column_rhat, column_rhat_beyond_noise
 from gspmd_mcmc.tree import PyTree
 
-COPIES = 22  # see `per_leaf`
+COPIES = 28  # see `per_leaf`
 
 
 class Statistics(NamedTuple):
@@ -44,17 +44,17 @@ def statistics(draws: PyTree) -> Statistics:
 
 def column_statistics(x: jax.Array) -> Statistics:
     """Statistics [...] of draws [chains, draws, ...]."""
-    mean, sd = column_mean(x), column_sd(x)
+    mean, sd, sizes = column_mean(x), column_sd(x), column_sizes(x)
     spacing = jnp.abs(mean) * jnp.finfo(x.dtype).eps
     return Statistics(
         mean=mean,
         sd=sd,
-        mcse_mean=column_mcse_mean(x),
-        mcse_sd=column_mcse_sd(x),
+        mcse_mean=column_mcse_mean(x, sizes.mean),
+        mcse_sd=column_mcse_sd(x, sizes.sd),
         q5=column_quantile(x, 0.05),
         q95=column_quantile(x, 0.95),
-        ess_bulk=column_ess_bulk(x),
-        ess_tail=column_ess_tail(x),
+        ess_bulk=sizes.bulk,
+        ess_tail=sizes.tail,
         rhat=column_rhat(x),
         rhat_beyond_noise=column_rhat_beyond_noise(x),
         spacings=jnp.where(sd > 0, sd / spacing, jnp.inf),

@@ -470,20 +470,19 @@ def _num_outside(distribution: Any, value: jax.Array) -> jax.Array:
 def _check_against_numpyro(bound: _Bound, blocks: Blocks, target: Posterior) -> None:
     """Compare log density and gradient with NumPyro's at a point, everything at once."""
     arrays = unpadded(bound.arrays)
-    independence.check_rows(target, lay_out(target, target.origin()))
+    origin = target.origin()
+    independence.check_rows(target, lay_out(target, origin))
     theirs = as_partial(partial(_theirs, blocks.evaluate))
     for i in range(CHECK_POINTS):
-        noise = tree.normal_like(jax.random.key(i), target.origin())
-        position = jax.tree.map(lambda z: z / 2, noise)
-        value, grad = _value_and_grad(theirs, position, arrays)
+        position, value, grad = _value_and_grad(theirs, jax.random.key(i), origin, arrays)
         if np.isfinite(value):
             break
     else:
         raise ValueError(
             f"NumPyro's log density is not finite at {CHECK_POINTS} points: look at the model"
         )
-    terms, our_grad = jax.jit(type(target).terms_and_grad)(target, lay_out(target, position))
-    _compare("log density", tree.total(terms), value)
+    our_value, our_grad = _our_value_and_grad(target, lay_out(target, position))
+    _compare("log density", our_value, value)
     for name, leaf in cut(target, our_grad).items():
         _compare(f"gradient of {name!r}", leaf, grad[name])
 
@@ -501,8 +500,18 @@ def _theirs(evaluate: Any, position: dict, arrays: dict) -> jax.Array:
 
 
 @jax.jit
-def _value_and_grad(function: Callable, position: dict, arrays: dict) -> tuple[jax.Array, dict]:
-    return jax.value_and_grad(function)(position, arrays)
+def _value_and_grad(
+    function: Callable, rng_key: jax.Array, origin: dict, arrays: dict
+) -> tuple[dict, jax.Array, dict]:
+    """Return a random position near the origin, and the function's value and gradient there."""
+    position = jax.tree.map(lambda z: z / 2, tree.normal_like(rng_key, origin))
+    return position, *jax.value_and_grad(function)(position, arrays)
+
+
+@jax.jit
+def _our_value_and_grad(target: Posterior, position: dict) -> tuple[jax.Array, dict]:
+    terms, grad = target.terms_and_grad(position)
+    return tree.total(terms), grad
 
 
 def _compare(what: str, ours: Any, theirs: Any) -> None:

@@ -1,0 +1,360 @@
+"""What every kernel keeps: one chain on every mesh, one all-reduce a gradient, data as arguments.
+
+That draws are the target's is in test_invariance.py; what a kernel has of its own is in its own file.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import (
+    CHAINS,
+    MESHES,
+    NUM_ROWS,
+    OTHER_KINDS,
+    PRECISION,
+    VARIANCES,
+    hierarchy,
+    hierarchy_starts,
+    mesh_of,
+    quartic,
+    quartic_and_constant,
+    split_leaves,
+    steep,
+    undefined_above_one,
+)
+
+import gspmd_mcmc as gm
+from gspmd_mcmc import tree
+from gspmd_mcmc.adaptation.adaptation import Transition
+from gspmd_mcmc.kernels.isokinetic import LEAPFROG
+from gspmd_mcmc.sampling.chunks import advance, draw_kernel
+from gspmd_mcmc.placement.layout import read_layout
+from gspmd_mcmc.sampling.start import init_chains
+
+GRADIENT = 2  # numbers: of the shared latents of `hierarchy`
+MARKS = 5  # of NUTS with trees of depth 6
+
+
+class Case(NamedTuple):
+    """A kernel, and what is particular to it.
+
+    Attributes
+    ----------
+    make
+        ``make(target, step_size, metric)``.
+    step_size
+        That suits `hierarchy`.
+    meshes
+        To compare with one device.
+    limits
+        For each loop, the numbers that its one all-reduce may send for a chain.
+    steps_of_divergence
+        Gradients of step number 0 with a step size that is far too large.
+    bad
+        Arguments that are refused, and what the error says.
+    """
+
+    make: Callable[..., Any]
+    step_size: float
+    meshes: tuple[str, ...]
+    limits: dict[str, int]
+    steps_of_divergence: int
+    bad: tuple[tuple[dict, str], ...]
+
+
+def hmc(target, step_size, metric=None, **options):
+    options = {"num_integration_steps": 6, "inverse_mass_matrix": metric} | options
+    return gm.HMC(target, step_size, **options)
+
+
+def jittered_hmc(target, step_size, metric=None, **options):
+    options = {"trajectory_length": 4 * step_size, "inverse_mass_matrix": metric} | options
+    return gm.JitteredHMC(target, step_size, **options)
+
+
+def nuts(target, step_size, metric=None, **options):
+    return gm.NUTS(target, step_size, metric, **({"max_tree_depth": 6} | options))
+
+
+def mams(target, step_size, metric=None, **options):
+    options = {"trajectory_length": 4 * step_size, "splitting": LEAPFROG} | options
+    return gm.MAMS(target, step_size, inverse_mass_matrix=metric, **options)
+
+
+def mclmc(target, step_size, metric=None, **options):
+    options = {"trajectory_length": 4 * step_size, "splitting": LEAPFROG} | options
+    return gm.MCLMC(target, step_size, inverse_mass_matrix=metric, **options)
+
+
+NO_LENGTH = ({"trajectory_length": 0.0}, "trajectory_length: expected a positive number")
+NO_JITTER = ({"jitter": 1.5}, "jitter: expected a number between 0 and 1, got 1.5")
+DEPTH = "max_tree_depth: expected an integer"
+CASES = {
+    "HMC": Case(hmc, 0.2, ("2x4",), {"leapfrog": GRADIENT}, 6, (NO_JITTER,)),
+    "JitteredHMC": Case(
+        *(jittered_hmc, 0.2, (), {}, 4),  # its meshes are in test_chees.py
+        (NO_LENGTH, NO_JITTER, ({"max_leapfrogs": 0}, "max_leapfrogs: expected at least 1 and whole")),
+    ),
+    # A leaf's energy, its p·v and the products of two marks; all marks once in eight leaves.
+    "NUTS": Case(
+        *(nuts, 0.13, ("8", "2x4")),
+        {"leapfrog": GRADIENT + 4 + 9, "block": 4 * MARKS, "doubling": 8},
+        1,
+        tuple(({"max_tree_depth": x}, f"{DEPTH} from 1 to 20, got {x}") for x in (0, 2.5, True)),
+    ),
+    # p·p, p·g and g·g of local latents.
+    "MAMS": Case(
+        *(mams, 0.8, ("8", "2x4"), {"leapfrog": GRADIENT + 3}, 4),
+        (NO_LENGTH, NO_JITTER, ({"trajectory_length": jnp.inf}, NO_LENGTH[1])),
+    ),
+    # A step is no loop; momentum, gradient and noise where it sets out and where it arrives; a sum.
+    "MCLMC": Case(mclmc, 0.8, ("2x4",), {"steps": GRADIENT + 2 * 6 + 2}, 1, (NO_LENGTH,)),
+}  # fmt: skip
+KERNELS = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+ON_MESHES = pytest.mark.parametrize(
+    ("name", "mesh"), [(name, mesh) for name, case in CASES.items() for mesh in case.meshes]
+)
+
+
+@jax.jit
+def init(kernel, position):
+    return kernel.init(position)
+
+
+@jax.jit
+def step(kernel, rng_key, state):
+    """Step number 0 of one chain."""
+    drawn, key = draw_kernel(kernel, rng_key, jnp.int32(0))
+    return drawn.step(key, state)
+
+
+# Local latents whose rows no mesh divides
+
+
+def ten_steps(layout, kernel, states):
+    def one(states, i):
+        states, info = advance(kernel, jax.random.key(0), i, states, layout)
+        return states, (info.num_integration_steps, info.is_accepted, states.position)
+
+    with jax.named_scope("steps"):
+        return jax.lax.scan(one, states, jnp.arange(10))[1]
+
+
+@cache
+def run_on(name: str, mesh: str) -> tuple[Any, Any, Any, Any]:
+    """Lengths, acceptance [steps, chains] and padded positions in float64, and the program."""
+    with jax.enable_x64(True):
+        target, starts = hierarchy(mesh), hierarchy_starts()
+        layout = read_layout(mesh_of(mesh), target, starts, CHAINS, has_chains=True)
+        kernel = CASES[name].make(target, CASES[name].step_size)
+        states = init_chains(kernel, starts, layout=layout)
+        program = jax.jit(partial(ten_steps, layout)).lower(kernel, states).compile()
+        return *jax.tree.map(np.asarray, program(kernel, states)), program
+
+
+@ON_MESHES
+def test_chains_are_the_same_on_every_mesh_and_their_pad_does_not_move(name, mesh):
+    lengths, accepted, expected, _ = run_on(name, "1")
+    assert np.mean(accepted) > 0.5 and np.ptp(expected["mean"], axis=0).min() > 0.1
+    assert np.ptp(lengths) > 2 or name in ("HMC", "MCLMC")
+    got_lengths, got_accepted, got, _ = run_on(name, mesh)
+    np.testing.assert_array_equal(got_lengths, lengths)
+    np.testing.assert_array_equal(got_accepted, accepted)
+    pad, real = got["effect"][:, :, NUM_ROWS:], got["effect"][:, :, :NUM_ROWS]
+    assert pad.shape[2] > 0 and np.ptp(pad, axis=0).max() == 0 and np.ptp(real, axis=0).min() > 0
+    for leaf, values in (got | {"effect": real}).items():
+        np.testing.assert_allclose(values, expected[leaf], rtol=1e-9, atol=1e-9)
+
+
+@ON_MESHES
+def test_a_gradient_costs_one_all_reduce_products_included(name, mesh):
+    found, limits = gm.communication(run_on(name, mesh)[3]), CASES[name].limits
+    assert [kind for kind in OTHER_KINDS if found.count(kind)] == []
+    gradients = next(iter(limits))
+    times = sum(c.loops[-1].name == gradients for c in found.collectives if c.loops)
+    assert found.runs("all-reduce", within=gradients) == times
+    chains = CHAINS // MESHES[mesh].get("chains", 1)
+    for loop, numbers in limits.items():
+        inside = [c for c in found.collectives if c.loops and c.loops[-1].name == loop]
+        over_data = [c for c in inside if c.axes == ("data",)]
+        # A step of MCLMC has a gradient's, and two of scalars.
+        assert 1 <= len(over_data) <= (3 if loop == "steps" else 1), loop
+        assert sum(c.num_bytes for c in over_data) <= 8 * chains * numbers, loop
+        # Chains over the mesh ask once a leapfrog whether any goes on.
+        asks = [("chains",), 1] if name == "NUTS" and mesh == "2x4" else []
+        assert [x for c in inside if c not in over_data for x in (c.axes, c.num_bytes)] == asks, loop
+
+
+@pytest.mark.parametrize(
+    ("name", "adaptation", "num_bytes"),
+    [
+        ("MAMS", gm.MAMSAdaptation(metric=gm.Diagonal()), [12, 12]),
+        ("MCLMC", gm.MCLMCAdaptation(metric=gm.Diagonal()), [None, 20]),
+    ],
+)
+def test_tuning_adds_one_all_reduce_of_scalars_to_a_step(name, adaptation, num_bytes):
+    """In the approach by HMC, and after it."""
+    target, starts = hierarchy("2x4"), hierarchy_starts()
+    layout = read_layout(mesh_of("2x4"), target, starts, CHAINS, has_chains=True)
+    kernel = CASES[name].make(target, 0.8)
+    states = init_chains(kernel, starts, layout=layout)
+
+    @jax.jit
+    def begun(kernel, states):
+        kernel = adaptation.prepare(kernel, states)
+        approach = adaptation.init(kernel, states)
+        arrived = adaptation.end(approach, kernel, states, True)
+        return kernel, *(layout.pin_like(x, states.position) for x in (approach, arrived))
+
+    @jax.jit
+    def updated(kernel, state, transition):
+        state = adaptation.update(state, kernel, transition)
+        return layout.pin_like(state, states.position)
+
+    zeros = jnp.zeros(CHAINS)
+    info = {"MAMS": gm.MAMSInfo, "MCLMC": gm.MCLMCInfo}[name]
+    info = layout.pin_chains(info(zeros, zeros > 0, zeros > 0, zeros, zeros, zeros))
+    kernel, *each = begun(kernel, states)
+    assert type(each[0]) is not type(each[1])
+    for state, expected in zip(each, num_bytes, strict=True):
+        found = gm.communication(updated, kernel, state, Transition(states, states, info, None))
+        if expected is not None:
+            assert [(c.kind, c.num_bytes) for c in found.collectives] == [("all-reduce", expected)]
+
+
+# Chains side by side, and numbers of a kernel
+
+
+def quartic_kernel(case, step_size=0.2, target=None):
+    target = gm.LogDensity(quartic, jnp.asarray(PRECISION, jnp.float32)) if target is None else target
+    return case.make(target, step_size, split_leaves(VARIANCES.astype(np.float32)))
+
+
+START = split_leaves(np.array([1, -1, 0.1], np.float32))
+
+
+@KERNELS
+def test_a_chain_does_not_depend_on_the_chains_beside_it(case):
+    kernel = quartic_kernel(case)
+    positions = split_leaves(np.random.default_rng(7).normal(size=(8, 3)).astype(np.float32) * 0.3)
+    keys = jax.random.split(jax.random.key(0), 8)
+    states = jax.jit(jax.vmap(type(kernel).init, (None, 0)))(kernel, positions)
+    together, info = jax.jit(jax.vmap(step, (None, 0, 0)))(kernel, keys, states)
+    for i in range(8):
+        alone, info_alone = step(kernel, keys[i], jax.tree.map(lambda x, i=i: x[i], states))
+        assert info_alone.num_integration_steps == info.num_integration_steps[i]
+        np.testing.assert_allclose(alone.position["a"], together.position["a"][i], rtol=1e-4, atol=1e-5)
+
+
+@KERNELS
+def test_another_step_size_or_metric_compiles_nothing_anew(case):
+    kernel = quartic_kernel(case)
+    state = init(kernel, START)
+    ends = [step(kernel, jax.random.key(0), state)[0].position["b"]]
+    before = step._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+    metric = jax.tree.map(lambda m: 2 * m, kernel.inverse_mass_matrix)
+    for other in (kernel.with_step_size(0.02), kernel.with_inverse_mass_matrix(metric)):
+        ends.append(step(other, jax.random.key(0), state)[0].position["b"])
+    assert step._cache_size() == before  # pyright: ignore[reportAttributeAccessIssue]
+    assert len({float(x) for x in ends}) == 3
+
+
+def mean_of_rows(x, rows):
+    return -0.5 * x**2, -jnp.mean(rows) * x
+
+
+@KERNELS
+def test_a_program_that_closes_over_a_kernel_with_much_data_is_refused(case):
+    kernel = case.make(gm.LogDensity(mean_of_rows, jnp.ones(300_000)), 0.1)
+    state = init(kernel, jnp.zeros(2))
+    drawn = kernel.drawn(jax.random.key(0), jnp.int32(0))
+    with pytest.raises(ValueError, match=r"1\.2 MB .* the kernel an argument"):
+        jax.jit(drawn.step)(jax.random.key(0), state)
+    with pytest.raises(ValueError, match=r"1\.2 MB .* the kernel an argument"):
+        jax.jit(kernel.init)(jnp.zeros(2))
+    step(kernel, jax.random.key(0), state)
+
+
+# What a step reports
+
+
+@KERNELS
+def test_divergence_is_reported_and_the_draw_stays_finite(case):
+    kernel = case.make(gm.LogDensity(steep), 30.0)
+    state, info = step(kernel, jax.random.key(0), init(kernel, jnp.full(3, -2.0)))
+    assert info.is_divergent and info.acceptance_rate == 0 and not info.is_accepted
+    if isinstance(kernel, gm.NUTS):
+        assert not info.is_turning and info.energy_error == 0
+    assert np.all(np.asarray(state.position) == -2.0)
+    assert info.num_integration_steps == case.steps_of_divergence
+
+
+@KERNELS
+def test_an_infinite_log_density_is_a_divergence_and_is_never_entered(case):
+    kernel = case.make(gm.LogDensity(undefined_above_one), 0.5)
+    state, seen = init(kernel, jnp.full(2, 0.5)), []
+    for i in range(30):
+        state, info = step(kernel, jax.random.key(i), state)
+        seen.append(bool(info.is_divergent))
+        assert np.all(np.asarray(state.position) <= 1) and np.isfinite(state.log_density)
+        assert 0 <= info.acceptance_rate <= 1
+    assert any(seen) and not all(seen)
+
+
+@KERNELS
+def test_a_float32_log_density_of_millions_makes_the_same_steps(case):
+    """A summand of -2.2e7, whose float32 neighbors are 2 nats away, must not show in any weight."""
+    data = (jnp.asarray(PRECISION, jnp.float32), jnp.float32(-2.2e7))
+    plain = quartic_kernel(case)
+    large = tree.replace(plain, target=gm.LogDensity(quartic_and_constant, *data))
+    state, other, errors = init(plain, START), init(large, START), []
+    for i in range(5):
+        state, info = step(plain, jax.random.key(i), state)
+        other, other_info = step(large, jax.random.key(i), other)
+        assert info.num_integration_steps == other_info.num_integration_steps
+        np.testing.assert_allclose(other_info.energy_error, info.energy_error, atol=1e-5)
+        np.testing.assert_allclose(other.position["a"], state.position["a"], rtol=1e-4, atol=1e-5)
+        errors.append(abs(float(info.energy_error)))
+    assert other.log_density < -2e7 and max(errors) > 1e-4
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [(name, *bad) for name, case in CASES.items() for bad in case.bad]
+    + [
+        (name, *bad)
+        for name in CASES
+        for bad in (
+            ({"step_size": 0.0}, "step_size: expected a positive number, got 0.0"),
+            ({"metric": jnp.zeros(3)}, "expected positive variances"),
+            ({"target": quartic}, "wrap a function as gspmd_mcmc.LogDensity"),
+        )
+    ],
+)
+def test_bad_arguments_are_refused(name, arguments, message):
+    given = {"target": gm.LogDensity(steep), "step_size": 0.1} | arguments
+    with pytest.raises((ValueError, TypeError), match=message):
+        CASES[name].make(**given)
+
+
+@KERNELS
+def test_a_metric_of_other_shapes_and_a_bad_start_are_refused(case):
+    kernel = case.make(gm.LogDensity(steep), 0.1, jnp.ones(2))
+    with pytest.raises(ValueError, match="inverse_mass_matrix: expected a tree of shapes"):
+        kernel.init(jnp.zeros(3))
+    with pytest.raises(gm.NonFiniteStart, match="position .the whole. has 1 values"):
+        kernel.init(jnp.asarray([jnp.nan, 0]))
+
+
+@pytest.mark.parametrize("name", ["MAMS", "MCLMC"])
+def test_one_dimension_is_refused(name):
+    with pytest.raises(ValueError, match="expected two dimensions at least, got 1"):
+        CASES[name].make(gm.LogDensity(steep), 0.1).init(jnp.zeros(1))
