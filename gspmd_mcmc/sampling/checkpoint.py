@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from gspmd_mcmc.extras import need
 from gspmd_mcmc.placement.agreement import on_first
 from gspmd_mcmc.sampling.errors import CheckpointNotSaved, SamplingWarning
-from gspmd_mcmc.sampling.extras import need
-from gspmd_mcmc.sampling.lock import FolderLock, Locked
 from gspmd_mcmc.sampling.moving import spec_of
+from gspmd_mcmc.storage.lock import FolderLock, Locked
 
 NUM_KEPT = 2
 FORMAT = 3  # 2: dense metrics hold the inverses of their factors; 3: jittered HMC, its jitter

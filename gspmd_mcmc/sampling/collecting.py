@@ -18,7 +18,7 @@ from gspmd_mcmc.sampling.chunks import advance, bucket, no_tally, run_chunks, ta
 from gspmd_mcmc.sampling.layout import CHAINS, Layout, Pins
 from gspmd_mcmc.sampling.observing import marked
 from gspmd_mcmc.sampling.progress import Report, Stop
-from gspmd_mcmc.sampling.sinks import ZarrSink
+from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.targets.local import fill_pad, is_row_values, kept, unwrap
 from gspmd_mcmc.tree import PyTree
 

@@ -10,7 +10,6 @@ import jax
 
 from gspmd_mcmc.placement.agreement import least, naming_lost
 from gspmd_mcmc.placement.processes import spans_processes
-from gspmd_mcmc.sampling.attributes import version_of
 from gspmd_mcmc.sampling.checkpoint import Checkpoints
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.encoding import encode
@@ -20,7 +19,8 @@ from gspmd_mcmc.sampling.moving import describe_mesh, write_spec
 from gspmd_mcmc.sampling.observing import LOGGER, ChunkReport, marked
 from gspmd_mcmc.sampling.progress import Report, Stop, stop_on_interrupt
 from gspmd_mcmc.sampling.run import Run
-from gspmd_mcmc.sampling.sinks import ZarrSink
+from gspmd_mcmc.storage.attributes import version_of
+from gspmd_mcmc.storage.zarr_store import ZarrSink
 
 DRAWS = "draws"
 LIBRARIES = ("gspmd_mcmc", "jax", "jaxlib", "orbax-checkpoint")

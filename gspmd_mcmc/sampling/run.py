@@ -17,9 +17,9 @@ from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.errors import SamplingWarning
 from gspmd_mcmc.sampling.layout import Layout
 from gspmd_mcmc.sampling.progress import Report, Stop
-from gspmd_mcmc.sampling.saved import SavedDraws
-from gspmd_mcmc.sampling.sinks import ZarrSink
 from gspmd_mcmc.sampling.warmup import Warmup
+from gspmd_mcmc.storage.saved_draws import SavedDraws
+from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.targets.retracing import changes, meanings
 from gspmd_mcmc.tree import PyTree
 

@@ -16,7 +16,6 @@ from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.processes import spans_processes
 from gspmd_mcmc.sampling import arguments, defaults
 from gspmd_mcmc.sampling import start as starts
-from gspmd_mcmc.sampling.attributes import attributes_of
 from gspmd_mcmc.sampling.collecting import keep_position, shapes_of_draw
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.errors import SamplingWarning
@@ -29,7 +28,8 @@ from gspmd_mcmc.sampling.observing import ChunkReport, warn_of_small_data
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.same_run import require_same_run
 from gspmd_mcmc.sampling.same_target import evaluated_anew, require_same_density
-from gspmd_mcmc.sampling.sinks import ZarrSink
+from gspmd_mcmc.storage.attributes import attributes_of
+from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import lay_out

@@ -10,6 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.tree_util import Partial
 
+from gspmd_mcmc.sampling.draws import DRAW_MOMENTA
+
 LIBRARIES = ("gspmd_mcmc", "jax", "jaxlib", "numpy", "tensorstore")
 
 
@@ -48,6 +50,7 @@ def attributes_of(
         "rng_key_impl": str(jax.random.key_impl(rng_key)),
         "kernel": type(kernel).__name__,
         "note": getattr(kernel, "note", ""),
+        "draws_momenta": int(isinstance(kernel, DRAW_MOMENTA)),  # netCDF knows no bool
         "warmup": type(warmup).__name__,
         "collect": getattr(collect.func, "__qualname__", repr(collect.func)),
         **counts,
