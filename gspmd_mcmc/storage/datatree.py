@@ -1,7 +1,6 @@
 """Draws as an xarray ``DataTree``: what its arrays are called, and the part that one process holds."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,8 +33,8 @@ def to_datatree(position: PyTree, stats: dict[str, Any], padded_rows: dict[str, 
     names = dict(zip(named, tree_names(list(named)), strict=True))
     posterior, coords = {names[name]: leaf for name, leaf in named.items()}, None
     if not all(is_local(leaf) for leaf in named.values()):
-        part = process_part(posterior, stats, {names[name]: n for name, n in padded_rows.items()})
-        posterior, stats, coords = part.posterior, part.stats, part.coords
+        padded_rows = {names[name]: count for name, count in padded_rows.items()}
+        posterior, stats, coords = process_part(posterior, stats, padded_rows)
     groups = {POSTERIOR: {name: _on_host(x) for name, x in posterior.items()}, STATS: stats}
     return arviz_base.from_dict(groups, coords=coords)
 
@@ -46,27 +45,13 @@ def _on_host(leaf: Any) -> np.ndarray:
     return array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
 
 
-@dataclass(frozen=True, eq=False)
-class ProcessPart:
-    """What one process holds of the draws.
-
-    Attributes
-    ----------
-    posterior, stats
-        Name to array [chains, draws, ...].
-    coords
-        Name of a dimension to the places of its entries in the whole; of leaves' axes ``NAME_dim_i``.
-    """
-
-    posterior: dict[str, np.ndarray]
-    stats: dict[str, np.ndarray]
-    coords: dict[str, np.ndarray]
-
-
 def process_part(
     named: dict[str, jax.Array], stats: dict[str, np.ndarray], padded_rows: dict[str, int]
-) -> ProcessPart:
-    """Cut this process' part out of draws that lie over several processes; ``stats`` are whole."""
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return what this process holds of draws that lie over several; ``stats`` are whole.
+
+    Of posterior and stats, and the coordinates: of each dimension the places of entries in the whole.
+    """
     parts = {name: local_part(leaf) for name, leaf in named.items()}
     first = max(starts[0] for _, starts in parts.values())
     last = min(starts[0] + len(values) for values, starts in parts.values())
@@ -78,7 +63,7 @@ def process_part(
         posterior[name] = values
         for i, (size, start) in enumerate(zip(values.shape[2:], starts[2:], strict=True)):
             coords[f"{name}_dim_{i}"] = np.arange(start, start + size)
-    return ProcessPart(posterior, {name: x[first:last] for name, x in stats.items()}, coords)
+    return posterior, {name: x[first:last] for name, x in stats.items()}, coords
 
 
 def tree_names(names: list[str]) -> list[str]:

@@ -234,9 +234,9 @@ def _grow(items: list[tuple[list, Any]]) -> PyTree:
     if not items[0][0]:
         return items[0][1]
     branches: dict[Any, list] = {}
-    for (first, *rest), leaf in items:
-        branches.setdefault(tuple(first), []).append((rest, leaf))
-    grown = {name: _grow(branch) for (_, name), branch in branches.items()}
-    if all(kind == "index" for kind, _ in branches):
-        return [grown.get(i) for i in range(max(grown) + 1)]
+    for (step, *rest), leaf in items:
+        branches.setdefault(tuple(step) if isinstance(step, list) else step, []).append((rest, leaf))
+    grown = {step: _grow(branch) for step, branch in branches.items()}
+    if all(isinstance(step, tuple) for step in grown):
+        return [grown.get((i,)) for i in range(max(grown)[0] + 1)]
     return grown

@@ -148,12 +148,7 @@ class ZarrSink:
         return max(1, int(self.chunk_bytes * jax.process_count() // max(draw, 1)))
 
     def reserve(self, is_resumed: bool = False) -> None:
-        """Make the folder and lock it, before anything is computed.
-
-        Parameters
-        ----------
-        is_resumed
-            Whether draws of this run may be there already.
+        """Make the folder and lock it; draws may be there already only if the run is resumed.
 
         Raises
         ------
@@ -207,7 +202,7 @@ class ZarrSink:
             for name, array in zip(names, arrays, strict=True)
         ] + [f"{STATS}/{ARVIZ_NAMES.get(name, name)}" for name in sorted(buffers[1])]
         position = [
-            {"array": array, "path": _steps(path)}
+            {"array": array, "path": [_step(key) for key in path]}
             for (path, _), name, array in zip(steps, names, arrays, strict=True)
             if name in kept
         ]
@@ -333,22 +328,16 @@ class ZarrSink:
         for group in (POSTERIOR, STATS):
             root.create_group(group, attributes={"inference_library": "gspmd_mcmc"})
             for name, length in (("chain", num_chains), ("draw", num_samples)):
-                create_array(
-                    root, f"{group}/{name}", [name], (length,), np.int64, (COORDINATE_ROWS,), 1
+                root.create_array(
+                    f"{group}/{name}",
+                    shape=(length,),
+                    dtype="int64",
+                    chunks=(COORDINATE_ROWS,),
+                    dimension_names=[name],
                 )
-        for path, leaf, asked in zip(self._paths, _leaves(buffers), self._dtypes(buffers), strict=True):
-            if path is None:
-                continue
-            array = leaf.values if is_row_values(leaf) else leaf
-            chains, rows, *rest = array.shape
-            if is_row_values(leaf):
-                rest[0] = leaf.rows.num_rows
-            dtype, shard = disk_dtype(array.dtype, asked), array.sharding.shard_shape(array.shape)
-            chunks = chunk_shape(shard, max(rows, 1), num_samples, dtype.itemsize)
-            dims = ["chain", "draw", *(f"{path.split('/')[1]}_dim_{i}" for i in range(len(rest)))]
-            create_array(
-                root, path, dims, (chains, num_samples, *rest), dtype, chunks, self.compression
-            )
+        for path, leaf, dtype in zip(self._paths, _leaves(buffers), self._dtypes(buffers), strict=True):
+            if path is not None:
+                _create_array(root, path, leaf, num_samples, dtype, self.compression)
         with warnings.catch_warnings():
             # The specification of Zarr v3 has no consolidated metadata yet; zarr-python and xarray do.
             warnings.simplefilter("ignore")
@@ -465,16 +454,12 @@ def _leaves(buffers: PyTree, is_leaf: Callable | None = is_row_values) -> list:
     return [*jax.tree.leaves(collected, is_leaf=is_leaf), *(stats[name] for name in sorted(stats))]
 
 
-def _steps(path: jax.tree_util.KeyPath) -> list[list]:
-    """Write a leaf's path for JSON: ``["key", "w"]`` of a dict or class, ``["index", 0]`` of a list."""
-    found = []
-    for key in path:
-        name = getattr(key, "key", getattr(key, "name", None))
-        if isinstance(key, SequenceKey):
-            found.append(["index", key.idx])
-        else:
-            found.append(["key", name if isinstance(name, int) else str(name)])
-    return found
+def _step(key: Any) -> Any:
+    """Write a step of a leaf's path for JSON: ``"w"`` of a dict or class, ``[0]`` of a list."""
+    if isinstance(key, SequenceKey):
+        return [key.idx]
+    name = getattr(key, "key", getattr(key, "name", None))
+    return name if isinstance(name, int) else str(name)
 
 
 def disk_dtype(dtype: Any, asked: str | None) -> np.dtype:
@@ -517,32 +502,31 @@ def _pieces(chunks: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return (*chunks[:axis], length // next(even, 1), *chunks[axis + 1 :])
 
 
-def create_array(
-    group: Any,
-    path: str,
-    dims: list[str],
-    shape: tuple[int, ...],
-    dtype: Any,
-    chunks: tuple[int, ...],
-    compression: int,
+def _create_array(
+    root: Any, path: str, leaf: Any, num_samples: int, dtype: str | None, compression: int
 ) -> None:
-    """Create an array in a group of zarr-python; large chunks are read in pieces."""
-    codecs, dtype, pieces = need("zarr.codecs", "storage"), np.dtype(dtype), chunks
+    """Create the array of a leaf in a group of zarr-python: a chunk is of one device's shard alone."""
+    array = leaf.values if is_row_values(leaf) else leaf
+    chains, rows, *rest = array.shape
+    if is_row_values(leaf):
+        rest[0] = leaf.rows.num_rows
+    on_disk, shard = disk_dtype(array.dtype, dtype), array.sharding.shard_shape(array.shape)
+    chunks = chunk_shape(shard, max(rows, 1), num_samples, on_disk.itemsize)
+    pieces = _pieces(chunks, on_disk.itemsize)
+    codecs = need("zarr.codecs", "storage")
     packing = [codecs.Crc32cCodec()]
     if compression:
-        shuffle = "shuffle" if dtype.itemsize > 1 else "noshuffle"
-        how = {"cname": "zstd", "clevel": compression, "shuffle": shuffle, "typesize": dtype.itemsize}
-        packing.insert(0, codecs.BloscCodec(**how))
-    if len(dims) > 2:
-        pieces = _pieces(chunks, dtype.itemsize)
-    group.create_array(
+        shuffle = "shuffle" if on_disk.itemsize > 1 else "noshuffle"
+        how = {"clevel": compression, "shuffle": shuffle, "typesize": on_disk.itemsize}
+        packing.insert(0, codecs.BloscCodec(cname="zstd", **how))
+    root.create_array(
         path,
-        shape=shape,
-        dtype=dtype,
+        shape=(chains, num_samples, *rest),
+        dtype=on_disk,
         chunks=pieces,
         shards=None if pieces == chunks else chunks,
         compressors=packing,
-        dimension_names=dims,
+        dimension_names=["chain", "draw", *(f"{path.split('/')[1]}_dim_{i}" for i in range(len(rest)))],
     )
 
 
