@@ -29,7 +29,8 @@ from rich.console import Console
 
 import gspmd_mcmc as gm
 from benchmarks import environment
-from gspmd_mcmc.sampling import chunks, keeping, zarr_format
+from gspmd_mcmc.sampling import chunks, keeping
+from gspmd_mcmc.storage import saved_draws
 
 NUM_WARMUP, NUM_SAMPLES, CHAINS = 200, 1000, 4
 # A checkpoint each so many seconds, and draws to disk twice as often; steps of a chunk.
@@ -214,8 +215,8 @@ def end(work: Callable[[], None], seconds: float, number: int, *, is_early: bool
 def draws_on_disk(folder: Path) -> int | None:
     """Return how many draws a store shows; None where there is no store yet."""
     try:
-        return zarr_format.read_root(folder / "draws")[1]["num_draws"]
-    except zarr_format.NotOurStore:
+        return saved_draws.read_root(folder / "draws")["attributes"]["num_draws"]
+    except saved_draws.NotOurStore:
         return None
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.sampling import chunks, progress
-from gspmd_mcmc.sampling.progress import Report
+from gspmd_mcmc.sampling.reporting import Report
 
 case, port, num_processes, process = sys.argv[1], *map(int, sys.argv[2:5])
 out = Path(sys.argv[5])

@@ -17,7 +17,7 @@ import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics import batch_means, energy, ess, streaming
 from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.placement.explicit import on_any_mesh
-from gspmd_mcmc.sampling.observing import warn_of_small_data
+from gspmd_mcmc.sampling.reporting import warn_of_small_data
 
 AUTO = gm.make_mesh(chains=2, data=4)
 EXPLICIT = jax.make_mesh((2, 4), ("chains", "data"))

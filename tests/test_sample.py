@@ -24,7 +24,7 @@ from gspmd_mcmc.adaptation import dual_averaging
 from gspmd_mcmc.adaptation.metrics import pooled_variance
 from gspmd_mcmc.sampling import chunks
 from gspmd_mcmc.sampling.buffers import capacity
-from gspmd_mcmc.sampling.progress import Report
+from gspmd_mcmc.sampling.reporting import Report
 from gspmd_mcmc.sampling.start import copied
 
 KEY = jax.random.key(seed(0))

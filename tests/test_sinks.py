@@ -19,9 +19,10 @@ from jax.tree_util import Partial
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics import columns, rhat
-from gspmd_mcmc.sampling import chunks, collecting, lock, zarr_arrays, zarr_format
-from gspmd_mcmc.sampling.progress import Report
-from gspmd_mcmc.sampling.saved import SavedArray
+from gspmd_mcmc.sampling import chunks, collecting
+from gspmd_mcmc.sampling.reporting import Report
+from gspmd_mcmc.storage import datatree, lock, zarr_store
+from gspmd_mcmc.storage.saved_draws import SavedArray, nodes_of
 
 KEY = jax.random.key(0)
 STARTS = {"w": np.linspace(-1, 1, 4 * 8 * 3, dtype=np.float32).reshape(4, 8, 3), "b": [np.arange(4.0)]}
@@ -194,9 +195,9 @@ def test_leaves_that_are_asked_for_are_kept(tmp_path, in_memory, leaves, kept):
 
 
 def test_a_name_that_a_leaf_has_stands_for_it_alone():
-    assert zarr_arrays.chosen("leaves", ["w"], ["w", "w_scale"]) == {"w": "w"}
-    assert zarr_arrays.chosen("leaves", ["w_"], ["w", "w_scale"]) == {"w_scale": "w_"}
-    assert zarr_arrays.chosen("dtype", ["w", "w_"], ["w", "w_scale"]) == {"w": "w", "w_scale": "w_"}
+    assert zarr_store.chosen("leaves", ["w"], ["w", "w_scale"]) == {"w": "w"}
+    assert zarr_store.chosen("leaves", ["w_"], ["w", "w_scale"]) == {"w_scale": "w_"}
+    assert zarr_store.chosen("dtype", ["w", "w_"], ["w", "w_scale"]) == {"w": "w", "w_scale": "w_"}
 
 
 @pytest.mark.parametrize(
@@ -328,20 +329,21 @@ def test_no_draws_are_no_draws(tmp_path):
 
 def test_names_that_no_folder_could_have_are_replaced():
     names = ["draw", "a/b", "A_B", ".x", "", "w"]
-    assert zarr_format.disk_names(names) == ["draw_", "a_b", "A_B_", "x", "x_", "w"]
+    assert datatree.disk_names(names) == ["draw_", "a_b", "A_B_", "x", "x_", "w"]
 
 
 def test_large_chunks_are_read_in_pieces(tmp_path):
     """One chunk of 8 MB a device, cut along its longest axis, and what was written comes back."""
     array = jax.device_put(np.random.default_rng(0).normal(size=(1, 2, 2**20)).astype(np.float32))
-    document = zarr_format.array_document("x", array.shape, np.dtype(np.float32), array.shape, 1)
-    (codec,) = document["codecs"]
+    to = gm.ZarrSink(tmp_path)
+    to.begin(({"x": array}, {"log_density": jnp.zeros((1, 2))}), 2, {})
+    (codec,) = nodes_of(to._root)["posterior/x"]["codecs"]
     assert codec["configuration"]["chunk_shape"] == [1, 2, 2**17]
-    store = zarr_arrays.ArrayOnDisk(tmp_path, "x", document)
-    store.write(array, 0, 2, 0)
-    np.testing.assert_array_equal(
-        zarr_format.open_array(tmp_path / "x", document)[:, :, 5:9].read().result(), array[:, :, 5:9]
-    )
+    to.write(({"x": array}, {"log_density": jnp.zeros((1, 2))}), 2)
+    assert to.flush() == 2
+    to.close()
+    found = gm.open_draws(tmp_path).position["x"]
+    np.testing.assert_array_equal(found[:, :, 5:9], array[:, :, 5:9])
 
 
 @pytest.mark.parametrize(
@@ -349,7 +351,7 @@ def test_large_chunks_are_read_in_pieces(tmp_path):
     [((2, 5, 3), 5, (2, 10, 3)), ((2, 5), 5, (2, 10)), ((4, 5, 10**6), 5, (4, 5, 10**6))],
 )
 def test_chunks_are_shards_and_small_files_are_joined(shard, rows, chunk):
-    assert zarr_format.chunk_shape(shard, rows, 9, 4) == chunk
+    assert zarr_store.chunk_shape(shard, rows, 9, 4) == chunk
 
 
 # Memory and layout.
@@ -366,12 +368,25 @@ def test_a_run_holds_two_buffers_and_writes_where_shards_lie(tmp_path, monkeypat
         rows = [x.shape[1] for x in draws if not x.is_deleted()]
         seen.append((len(rows), set(rows)))
 
-    def write(self, region, values, inner=zarr_arrays.ArrayOnDisk._write):
-        written.append((self.shape, region, values.shape))
-        return inner(self, region, values)
+    class Spy:
+        """An array that notes what is written where."""
+
+        def __init__(self, array, place=None):
+            self.array, self.place = array, place
+            self.shape, self.dtype = array.shape, array.dtype
+
+        def __getitem__(self, place):
+            return Spy(self.array, place)
+
+        def write(self, values):
+            written.append((self.shape, self.place, values.shape))
+            return self.array[self.place].write(values)
+
+    def write(array, *arguments, inner=zarr_store.write_shards):
+        inner(Spy(array), *arguments)
 
     monkeypatch.setattr(Report, "advance", look)
-    monkeypatch.setattr(zarr_arrays.ArrayOnDisk, "_write", write)
+    monkeypatch.setattr(zarr_store, "write_shards", write)
     run(sink(tmp_path / "draws"), "2x4", num_samples=50)
     rows = {n for _, rows in seen for n in rows}
     assert max(count for count, _ in seen) == 2 and max(rows) <= 6
@@ -440,7 +455,7 @@ def test_paths_that_cannot_be_written_are_refused_before_compute(tmp_path, monke
         ),
         (
             '{"attributes": {"draws_format": 99}, "consolidated_metadata": {"metadata": {}}}',
-            "format 99; this library reads format 1",
+            "format 99; this library reads format 2",
         ),
     ],
 )
@@ -534,7 +549,7 @@ def test_what_was_not_committed_is_not_seen(tmp_path, in_memory, monkeypatch, wh
     """The third commit never comes: two buffers of draws count, whatever else is on disk."""
     commits = []
 
-    def replace(path, document, inner=zarr_format.replace_file):
+    def replace(path, document, inner=zarr_store.replace_file):
         is_root = path == tmp_path / "draws/zarr.json"
         is_late = len(commits) == 3
         if is_late and (is_root or when == "before the commit"):
@@ -543,7 +558,7 @@ def test_what_was_not_committed_is_not_seen(tmp_path, in_memory, monkeypatch, wh
         if is_root:
             commits.append(document["attributes"]["num_draws"])
 
-    monkeypatch.setattr(zarr_format, "replace_file", replace)
+    monkeypatch.setattr(zarr_store, "replace_file", replace)
     monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 5)
     with pytest.raises((Killed, gm.DrawsNotSaved)):
         run(sink(tmp_path / "draws"))
@@ -556,12 +571,12 @@ def test_a_full_disk_ends_the_run_soon_and_keeps_what_is_there(tmp_path, in_memo
     monkeypatch.setattr(Report, "advance", lambda *arguments, **named: chunks_run.append(1))
     monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 5)
 
-    def write(self, buffer, start, count, first, inner=zarr_arrays.ArrayOnDisk.write):
+    def write(array, buffer, start, count, first, inner=zarr_store.write_shards):
         if first >= 10:
             raise OSError(28, "No space left on device")
-        inner(self, buffer, start, count, first)
+        inner(array, buffer, start, count, first)
 
-    monkeypatch.setattr(zarr_arrays.ArrayOnDisk, "write", write)
+    monkeypatch.setattr(zarr_store, "write_shards", write)
     with pytest.raises(
         gm.DrawsNotSaved, match="No space left .* draws of each chain are safe"
     ) as error:

@@ -4,16 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc.adaptation.stuck_chains import Move
-from gspmd_mcmc.diagnostics.rows import named_leaves
 from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarise
-from gspmd_mcmc.extras import need
-from gspmd_mcmc.placement.processes import is_local
-from gspmd_mcmc.sampling.parts import part_of_process
-from gspmd_mcmc.sampling.zarr_format import ARVIZ_NAMES, tree_names
+from gspmd_mcmc.storage.datatree import to_datatree
 from gspmd_mcmc.tree import PyTree
 
 
@@ -97,18 +92,7 @@ class Draws:
         On several processes it holds this process' part: its chains and its share of leaves that lie
         over processes, with their place in the whole as coordinates. Needs the extra ``arviz``.
         """
-        arviz_base = need("arviz_base", "arviz")
-        stats = {ARVIZ_NAMES.get(name, name): np.asarray(x) for name, x in self.stats.items()}
-        named = named_leaves(self.position)
-        names = dict(zip(named, tree_names(list(named)), strict=True))
-        renamed = {names[name]: leaf for name, leaf in named.items()}
-        if all(is_local(leaf) for leaf in named.values()):
-            posterior = {name: _on_host(leaf) for name, leaf in renamed.items()}
-            return arviz_base.from_dict({"posterior": posterior, "sample_stats": stats})
-        padded_rows = {names[name]: count for name, count in self.padded_rows.items()}
-        part = part_of_process(renamed, stats, padded_rows)
-        groups = {"posterior": jax.tree.map(_on_host, part.posterior), "sample_stats": part.stats}
-        return arviz_base.from_dict(groups, coords=part.coords)
+        return to_datatree(self.position, self.stats, self.padded_rows)
 
     def summary(self, num_superchains: int | None = None, max_rows: int = MAX_ROWS) -> Summary:
         """Summarise the draws: a table with the worst numbers first, and warnings with what to do.
@@ -167,9 +151,3 @@ class Draws:
             return f"Draws({what})"
         rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance_rate)
         return f"Draws({what}, acceptance [{rates}], divergent {self.num_divergent.tolist()})"
-
-
-def _on_host(leaf) -> np.ndarray:
-    """Return a NumPy array of a dtype that NumPy itself knows."""
-    array = np.asarray(leaf)
-    return array.astype(np.float32) if array.dtype == jnp.bfloat16 else array

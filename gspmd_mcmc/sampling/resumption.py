@@ -20,16 +20,16 @@ from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.placement.agreement import least, naming_lost
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.placement.processes import spans_processes, to_host
-from gspmd_mcmc.sampling.attributes import version_of
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.identity import Facts, require_same, row_cuts
 from gspmd_mcmc.sampling.interrupts import Stop, stop_on_interrupt
 from gspmd_mcmc.sampling.reporting import LOGGER, ChunkReport, Report, marked
 from gspmd_mcmc.sampling.run import Run
 from gspmd_mcmc.sampling.run_state import RunState, finish, run_roles
-from gspmd_mcmc.sampling.sinks import ZarrSink
 from gspmd_mcmc.sampling.start import init_chains
+from gspmd_mcmc.storage.attributes import version_of
 from gspmd_mcmc.storage.checkpoint import Checkpoints, Damaged
+from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.tree import PyTree, path_str
 
 DRAWS = "draws"

@@ -40,8 +40,8 @@ from gspmd_mcmc.sampling.run_state import (
     set_up,
     turn,
 )
-from gspmd_mcmc.sampling.saved import SavedDraws
-from gspmd_mcmc.sampling.sinks import ZarrSink
+from gspmd_mcmc.storage.saved_draws import SavedDraws
+from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.targets.local import fill_pad, is_row_values, unwrap
 from gspmd_mcmc.targets.retracing import changes, meanings
 from gspmd_mcmc.tree import PyTree

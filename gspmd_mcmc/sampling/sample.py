@@ -13,7 +13,6 @@ from gspmd_mcmc.placement.layout import Layout, read_layout
 from gspmd_mcmc.placement.processes import spans_processes
 from gspmd_mcmc.sampling import arguments, defaults, identity, resumption
 from gspmd_mcmc.sampling import start as starts
-from gspmd_mcmc.sampling.attributes import attributes_of
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.flat_latents import warn_of_flat_latents
 from gspmd_mcmc.sampling.memory import explained
@@ -21,8 +20,9 @@ from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.sampling.reporting import ChunkReport
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.run_state import keep_position
-from gspmd_mcmc.sampling.sinks import ZarrSink
 from gspmd_mcmc.sampling.warnings_of_runs import warn_of, warn_of_small_data
+from gspmd_mcmc.storage.attributes import attributes_of
+from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import lay_out

@@ -1,1 +1,1 @@
-"""Runs and draws on disk."""
+"""Runs and draws on disk: stores, checkpoints, and locks of folders."""

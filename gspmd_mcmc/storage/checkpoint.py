@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from gspmd_mcmc.errors import CheckpointNotSaved, SamplingWarning
 from gspmd_mcmc.extras import need
 from gspmd_mcmc.placement.agreement import on_first
-from gspmd_mcmc.sampling.lock import FolderLock, Locked
+from gspmd_mcmc.storage.lock import FolderLock, Locked
 
 NUM_KEPT = 2
 FORMAT = 4  # leaves of a run in the order of its template

@@ -10,10 +10,63 @@ import numpy as np
 
 from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.extras import need
-from gspmd_mcmc.sampling import zarr_format
 from gspmd_mcmc.sampling.draws import Draws
-from gspmd_mcmc.sampling.zarr_format import ARVIZ_NAMES, POSTERIOR, STATS, Document
+from gspmd_mcmc.storage.datatree import ARVIZ_NAMES, POSTERIOR, STATS
 from gspmd_mcmc.tree import PyTree
+
+ROOT = "zarr.json"
+VERSION = 2
+
+Document = dict[str, Any]
+
+
+class NotOurStore(ValueError):
+    """A folder holds no draws that this library has written, or their document is damaged."""
+
+
+def read_root(folder: Path) -> Document:
+    """Read the document of a store: its attributes, and those of all arrays and groups.
+
+    Raises
+    ------
+    NotOurStore
+        With what was found instead.
+    """
+    try:
+        root = json.loads((folder / ROOT).read_text())
+    except FileNotFoundError:
+        raise NotOurStore(f"{folder} holds no {ROOT}: no draws were written there") from None
+    except (ValueError, OSError) as error:
+        raise NotOurStore(f"{folder / ROOT} cannot be read, {error}") from error
+    try:
+        _, attributes = nodes_of(root), root["attributes"]
+        if attributes["draws_format"] != VERSION:
+            raise NotOurStore(
+                f"{folder} has draws in format {attributes['draws_format']}; this library reads format "
+                f"{VERSION}"
+            )
+        _ = attributes["num_draws"], attributes["position"]
+    except (KeyError, TypeError) as error:
+        raise NotOurStore(
+            f"{folder} is a store of another program: its {ROOT} has no {error}; xarray may open it"
+        ) from error
+    return root
+
+
+def nodes_of(root: Document) -> dict[str, Document]:
+    """Return the documents of the arrays and groups of a store, by path."""
+    return root["consolidated_metadata"]["metadata"]
+
+
+def open_array(where: Path, document: Document, context: Any = None) -> Any:
+    """Open an array in TensorStore by the document given, whatever its own says of its length."""
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{where}/"},
+        "metadata": {key: document[key] for key in document if key not in ("zarr_format", "node_type")},
+    }
+    tensorstore = need("tensorstore", "storage")
+    return tensorstore.open(spec, open=True, assume_metadata=True, context=context).result()
 
 
 class SavedArray:
@@ -21,29 +74,16 @@ class SavedArray:
 
     Attributes
     ----------
-    shape, dtype
+    shape, dtype, ndim, size, nbytes
         As of a NumPy array.
     """
 
-    def __init__(self, folder: Path, path: str, document: Document):
+    def __init__(self, where: Path, document: Document):
         self.shape = tuple(document["shape"])
         self.dtype = np.dtype(document["data_type"])
-        self._where, self._document, self._store = folder / path, document, None
-
-    @property
-    def ndim(self) -> int:
-        """How many axes there are."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """How many numbers there are."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all numbers, in memory."""
-        return self.size * self.dtype.itemsize
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+        self.nbytes = self.size * self.dtype.itemsize
+        self._where, self._document, self._store = where, document, None
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -59,7 +99,7 @@ class SavedArray:
         if 0 in shape:
             return np.zeros(shape, self.dtype)
         if self._store is None:
-            self._store = zarr_format.open_array(self._where, self._document)
+            self._store = open_array(self._where, self._document)
         return self._store[_from_zero(index, self.shape)].read().result()
 
     def __repr__(self) -> str:
@@ -69,7 +109,8 @@ class SavedArray:
 def _from_zero(index: Any, shape: tuple[int, ...]) -> tuple:
     """Write a NumPy index with an item for each axis, and all of its numbers counted from zero.
 
-    TensorStore takes negative numbers as they are, and cuts no slice to the axis.
+    TensorStore takes negative numbers as they are, and cuts no slice to the axis; zarr-python takes no
+    negative step.
     """
     items = list(index) if isinstance(index, tuple) else [index]
     at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
@@ -122,7 +163,7 @@ class SavedDraws(Draws):
 
     @property
     def _judges_energy(self) -> bool:
-        return self.attributes["draws_momenta"]
+        return bool(self.attributes.get("draws_momenta"))
 
     @property
     def _note(self) -> str:
@@ -152,14 +193,13 @@ def open_draws(path: str | Path) -> SavedDraws:
     """
     folder = Path(path).absolute()
     try:
-        documents, attributes = zarr_format.read_root(folder)
-    except zarr_format.NotOurStore as error:
+        root = read_root(folder)
+    except NotOurStore as error:
         raise ValueError(f"path: {error}") from error
+    arrays, attributes = saved_arrays(folder, root), root["attributes"]
     leaves = json.loads(attributes["position"])
-    arrays = saved_arrays(folder, documents)
-    position = _grow([(entry["path"], arrays[f"{POSTERIOR}/{entry['array']}"]) for entry in leaves])
     return SavedDraws(
-        position=position,
+        position=_grow([(leaf["path"], arrays[f"{POSTERIOR}/{leaf['array']}"]) for leaf in leaves]),
         stats=saved_stats(arrays),
         warmup={"moves": [Move(*move) for move in json.loads(attributes.get("moves", "[]"))]},
         kernel=None,
@@ -170,20 +210,20 @@ def open_draws(path: str | Path) -> SavedDraws:
     )
 
 
-def saved_arrays(folder: Path, documents: dict[str, Document]) -> dict[str, SavedArray]:
+def saved_arrays(folder: Path, root: Document) -> dict[str, SavedArray]:
     """Return the arrays of a store by path."""
-    arrays = {path: x for path, x in documents.items() if x["node_type"] == "array"}
-    return {path: SavedArray(folder, path, document) for path, document in arrays.items()}
+    arrays = {path: node for path, node in nodes_of(root).items() if node["node_type"] == "array"}
+    return {path: SavedArray(folder / path, document) for path, document in arrays.items()}
 
 
 def saved_stats(arrays: dict[str, SavedArray]) -> dict[str, SavedArray]:
     """Return the stats by the names that `Draws` has for them."""
     ours = {theirs: name for name, theirs in ARVIZ_NAMES.items()}
-    names = {path: path.removeprefix(f"{STATS}/") for path in arrays if path.startswith(f"{STATS}/")}
+    split = [(*path.split("/"), array) for path, array in arrays.items()]
     return {
-        ours.get(name, name): arrays[path]
-        for path, name in names.items()
-        if name not in ("chain", "draw")
+        ours.get(name, name): array
+        for group, name, array in split
+        if group == STATS and name not in ("chain", "draw")
     }
 
 
@@ -194,9 +234,9 @@ def _grow(items: list[tuple[list, Any]]) -> PyTree:
     if not items[0][0]:
         return items[0][1]
     branches: dict[Any, list] = {}
-    for (first, *rest), leaf in items:
-        branches.setdefault(tuple(first), []).append((rest, leaf))
-    grown = {name: _grow(branch) for (_, name), branch in branches.items()}
-    if all(kind == "index" for kind, _ in branches):
-        return [grown.get(i) for i in range(max(grown) + 1)]
+    for (step, *rest), leaf in items:
+        branches.setdefault(tuple(step) if isinstance(step, list) else step, []).append((rest, leaf))
+    grown = {step: _grow(branch) for step, branch in branches.items()}
+    if all(isinstance(step, tuple) for step in grown):
+        return [grown.get((i,)) for i in range(max(grown)[0] + 1)]
     return grown

@@ -51,7 +51,7 @@ def attributes_of(
         "rng_key_impl": str(jax.random.key_impl(rng_key)),
         "kernel": type(kernel).__name__,
         "note": kernel.note,
-        "draws_momenta": kernel.draws_momenta,
+        "draws_momenta": int(kernel.draws_momenta),  # netCDF knows no bool
         "warmup": type(warmup).__name__,
         "collect": getattr(collect.func, "__qualname__", repr(collect.func)),
         **counts,

@@ -1,0 +1,101 @@
+"""Draws as an xarray ``DataTree``: what its arrays are called, and the part that one process holds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd_mcmc.diagnostics.rows import named_leaves
+from gspmd_mcmc.extras import need
+from gspmd_mcmc.placement.processes import is_local, local_part
+from gspmd_mcmc.tree import PyTree
+
+POSTERIOR, STATS = "posterior", "sample_stats"
+# Names of stats that ArviZ has a name for.
+ARVIZ_NAMES = {"is_divergent": "diverging", "log_density": "lp"}
+
+
+def to_datatree(position: PyTree, stats: dict[str, Any], padded_rows: dict[str, int]) -> Any:
+    """Return a ``DataTree`` of draws in memory; of several processes, of this process' part.
+
+    Parameters
+    ----------
+    position, stats
+        Tree of draws, leaves [chains, draws, ...], and name to array [chains, draws].
+    padded_rows
+        Of leaves with pad at the end of axis 2, by name, the number of their real rows.
+    """
+    arviz_base = need("arviz_base", "arviz")
+    stats = {ARVIZ_NAMES.get(name, name): np.asarray(x) for name, x in stats.items()}
+    named = named_leaves(position)
+    names = dict(zip(named, tree_names(list(named)), strict=True))
+    posterior, coords = {names[name]: leaf for name, leaf in named.items()}, None
+    if not all(is_local(leaf) for leaf in named.values()):
+        padded_rows = {names[name]: count for name, count in padded_rows.items()}
+        posterior, stats, coords = process_part(posterior, stats, padded_rows)
+    groups = {POSTERIOR: {name: _on_host(x) for name, x in posterior.items()}, STATS: stats}
+    return arviz_base.from_dict(groups, coords=coords)
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    """Return a NumPy array of a dtype that NumPy itself knows."""
+    array = np.asarray(leaf)
+    return array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
+
+
+def process_part(
+    named: dict[str, jax.Array], stats: dict[str, np.ndarray], padded_rows: dict[str, int]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return what this process holds of draws that lie over several; ``stats`` are whole.
+
+    Of posterior and stats, and the coordinates: of each dimension the places of entries in the whole.
+    """
+    parts = {name: local_part(leaf) for name, leaf in named.items()}
+    first = max(starts[0] for _, starts in parts.values())
+    last = min(starts[0] + len(values) for values, starts in parts.values())
+    coords, posterior = {"chain": np.arange(first, last)}, {}
+    for name, (values, starts) in parts.items():
+        values = values[first - starts[0] : last - starts[0]]
+        if name in padded_rows:
+            values = values[:, :, : max(padded_rows[name] - starts[2], 0)]
+        posterior[name] = values
+        for i, (size, start) in enumerate(zip(values.shape[2:], starts[2:], strict=True)):
+            coords[f"{name}_dim_{i}"] = np.arange(start, start + size)
+    return posterior, {name: x[first:last] for name, x in stats.items()}, coords
+
+
+def tree_names(names: list[str]) -> list[str]:
+    """Return a name in a ``DataTree`` for each leaf: none is that of a coordinate, or taken twice.
+
+    Coordinates are ``chain``, ``draw``, and ``w_dim_0`` beside a leaf ``w``.
+    """
+    return _free_names(names, str)
+
+
+def disk_names(names: list[str]) -> list[str]:
+    """Return a name on disk for each leaf: as `tree_names`, and no folder of its own.
+
+    Names that differ in case alone are one name on some file systems.
+    """
+    plain = [name.replace("/", "_").lstrip("._") or "x" for name in names]
+    return _free_names(plain, str.casefold)
+
+
+def _free_names(names: list[str], key: Callable[[str], str]) -> list[str]:
+    """Lengthen names that are a coordinate's, or another's by the key."""
+    taken = {"chain", "draw", *(key(name) for name in names if _leaf_of_axis(name) in names)}
+    found = []
+    for name in names:
+        while key(name) in taken:
+            name += "_"
+        taken.add(key(name))
+        found.append(name)
+    return found
+
+
+def _leaf_of_axis(name: str) -> str:
+    """Return the leaf whose axis has this name, ``w`` of ``w_dim_0``; empty if it is no axis' name."""
+    leaf, _, number = name.rpartition("_dim_")
+    return leaf if number.isdigit() else ""

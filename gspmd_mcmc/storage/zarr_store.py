@@ -1,0 +1,626 @@
+"""Draws to disk as they are made: a Zarr v3 store, and one file that says how many draws it has.
+
+A store has the arrays ``posterior/NAME`` [chain, draw, ...] and ``sample_stats/NAME`` [chain, draw].
+zarr-python makes the documents of arrays and groups, TensorStore writes chunks. ``zarr.json`` at the
+root holds the attributes and, as consolidated metadata, all documents: replacing that one file is what
+makes draws count, in every array at once. Chunks that it does not cover yet are on disk, and nobody
+sees them.
+"""
+
+import concurrent.futures
+import contextlib
+import copy
+import functools
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import SequenceKey
+
+from gspmd_mcmc.diagnostics.rows import named_leaves
+from gspmd_mcmc.extras import need
+from gspmd_mcmc.placement.agreement import of_all, on_first
+from gspmd_mcmc.storage.datatree import ARVIZ_NAMES, POSTERIOR, STATS, disk_names
+from gspmd_mcmc.storage.lock import NAME as LOCK
+from gspmd_mcmc.storage.lock import FolderLock, Locked
+from gspmd_mcmc.storage.saved_draws import (
+    ROOT,
+    VERSION,
+    Document,
+    NotOurStore,
+    nodes_of,
+    open_array,
+    read_root,
+    saved_arrays,
+    saved_stats,
+)
+from gspmd_mcmc.targets.local import is_row_values, without
+from gspmd_mcmc.tree import PyTree
+
+DTYPES = ("float16", "float32", "float64")
+# Parts of a chunk that are read and decompressed alone, and the least that a file should hold.
+PIECE_BYTES = 2**20
+COORDINATE_ROWS = 2**16
+
+
+class DrawsNotSaved(RuntimeError):
+    """Draws cannot be written; the message says why, and how many are safe on disk.
+
+    Attributes
+    ----------
+    num_saved
+        Draws of each chain that are on disk and can be opened.
+    """
+
+    def __init__(self, message: str, num_saved: int = 0):
+        super().__init__(message)
+        self.num_saved = num_saved
+
+
+class ZarrSink:
+    """A Zarr v3 store that `sample` writes its draws to as they are made.
+
+    The run needs memory for two chunks of draws, however many there are: while one fills on the
+    devices, the other is copied to the host and written, every process its own shards. The store can
+    be opened at any time, during the run too, by ``xarray.open_datatree(path, engine="zarr")``, by
+    ArviZ and by `open_draws`: groups ``posterior`` and ``sample_stats`` with dims (chain, draw, ...),
+    as `Draws.to_datatree` has them. A reader sees whole draws, as many in every array; of a run that
+    was killed, those that were written by then, at most ``flush_seconds`` and a write behind.
+
+    Needs the extra ``storage``. Two more ways to keep little of large latents: ``sample(collect=...)``
+    keeps functions of the position alone, and ``gspmd_mcmc.diagnostics`` has streaming moments.
+
+    Parameters
+    ----------
+    path
+        A folder that does not exist yet; of several processes, on a file system that all of them share.
+    leaves
+        Which leaves of the draws are kept: names as in `Draws.summary`, or beginnings of names. A
+        name that a leaf has stands for that leaf alone. All by default.
+    dtype
+        "float16", "float32" or "float64" for the floats among the leaves, or a dict of names to such;
+        by default as they were drawn, bfloat16 as float32. float16 holds three digits, to 65504. Stats
+        keep theirs.
+    compression
+        Level of zstd, 1 to 9; 0 for none: then a file has its full size from its first draw on.
+    chunk_bytes
+        Bytes of a buffer of draws, of each process.
+    flush_seconds
+        Draws are written when a buffer is full, and at least so often.
+
+    Raises
+    ------
+    ValueError
+        For settings that do not fit, or names that no leaf has.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        leaves: str | Sequence[str] | None = None,
+        dtype: str | Mapping[str, str] | None = None,
+        compression: int = 1,
+        chunk_bytes: float = 64 * 2**20,
+        flush_seconds: float = 30.0,
+    ):
+        _check_settings(dtype, compression, chunk_bytes, flush_seconds)
+        self.path = Path(path).absolute()
+        self.leaves = (leaves,) if isinstance(leaves, str) else leaves
+        self.dtype, self.compression = dtype, compression
+        self.chunk_bytes, self.flush_seconds = chunk_bytes, flush_seconds
+        self._lock = FolderLock(self.path)
+        self._is_reserved = False
+        self._thread: Any = None
+        self._pending: concurrent.futures.Future | None = None
+
+    def __repr__(self) -> str:
+        return f"ZarrSink({str(self.path)!r})"
+
+    def check(self, collected: PyTree) -> None:
+        """Raise unless leaves of these shapes [chains, ...] can be written as the settings say.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For a name that no leaf has, or a leaf that is not of numbers.
+        """
+        names = list(named_leaves(collected))
+        chosen("leaves", self.leaves, names)
+        if isinstance(self.dtype, Mapping):
+            chosen("dtype", self.dtype, names)
+        for name, leaf in named_leaves(collected).items():
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+                raise TypeError(
+                    f"collect: leaf {name} is of dtype {leaf.dtype}; draws on disk are numbers"
+                )
+
+    def buffer_rows(self, shapes: PyTree) -> int:
+        """Return how many draws, of these shapes [chains, ...], a buffer of `chunk_bytes` holds."""
+        draw = sum(math.prod(s.shape) * s.dtype.itemsize for s in jax.tree.leaves(shapes))
+        return max(1, int(self.chunk_bytes * jax.process_count() // max(draw, 1)))
+
+    def reserve(self, is_resumed: bool = False) -> None:
+        """Make the folder and lock it; draws may be there already only if the run is resumed.
+
+        Raises
+        ------
+        DrawsNotSaved
+            If the folder holds something else, another run writes there, or nobody may.
+        ImportError
+            Without the extra ``storage``.
+        """
+        need("tensorstore", "storage")
+        need("zarr", "storage")
+        self._on_first(lambda: self._reserve(is_resumed))
+        self._is_reserved = True
+
+    def begin(
+        self,
+        buffers: PyTree,
+        num_samples: int,
+        attributes: dict[str, Any],
+        *,
+        first_draw: int = 0,
+        is_resumed: bool = False,
+    ) -> None:
+        """Create the store, or cut that of a run which goes on.
+
+        Parameters
+        ----------
+        buffers
+            What was collected, and the stats: arrays [chains, draws of a buffer, ...] where they lie.
+        num_samples
+            Draws that are asked for, those on disk included.
+        attributes
+            What the run is; a store of another ``rng_key_data`` is not gone on with.
+        first_draw
+            Draws on disk to keep; what is beyond will be written again.
+        is_resumed
+            Whether the run goes on with the store that is there; so it does after ``first_draw``.
+
+        Raises
+        ------
+        DrawsNotSaved
+            As `reserve`, and if the store on disk is of another run or has fewer draws.
+        """
+        is_resumed = is_resumed or first_draw > 0
+        if not self._is_reserved:
+            self.reserve(is_resumed)
+        steps, self._treedef = jax.tree_util.tree_flatten_with_path(buffers[0], is_leaf=is_row_values)
+        names = list(named_leaves(buffers[0], is_leaf=is_row_values))
+        kept, arrays = chosen("leaves", self.leaves, names), disk_names(names)
+        self._paths = [
+            f"{POSTERIOR}/{array}" if name in kept else None
+            for name, array in zip(names, arrays, strict=True)
+        ] + [f"{STATS}/{ARVIZ_NAMES.get(name, name)}" for name in sorted(buffers[1])]
+        position = [
+            {"array": array, "path": [_step(key) for key in path]}
+            for (path, _), name, array in zip(steps, names, arrays, strict=True)
+            if name in kept
+        ]
+        self.attributes = attributes | {"position": json.dumps(position), "draws_format": VERSION}
+        self._on_first(lambda: self._prepare(buffers, num_samples, first_draw, is_resumed))
+        self._root = cut(read_root(self.path), num_samples)
+        self._arrays = {
+            path: open_array(self.path / path, nodes_of(self._root)[path], _few_threads())
+            for path in self._paths
+            if path is not None
+        }
+        self.num_saved = self._num_given = first_draw
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="draws")
+        self._written_at = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Tell whether draws should be written now: it is time, or a write has failed."""
+        failed = self._pending is not None and self._pending.done() and self._pending.exception()
+        is_due = bool(failed) or time.monotonic() - self._written_at >= self.flush_seconds
+        return bool(of_all(is_due).any())
+
+    def write(self, buffers: PyTree, count: int, start: int = 0) -> None:
+        """Write ``count`` draws of the buffers, from draw ``start``; return while that goes on.
+
+        One write is under way at most: the one before is waited for. Until the next call the buffers
+        must stay as they are.
+
+        Raises
+        ------
+        DrawsNotSaved
+            If the write before has failed.
+        """
+        self._settle()
+        if not count:
+            return
+        first, self._num_given = self._num_given, self._num_given + count
+        self._pending = self._thread.submit(self._save, buffers, start, count, first)
+        self._written_at = time.monotonic()
+
+    def flush(self) -> int:
+        """Wait until all draws given are on disk and seen; return how many.
+
+        Raises
+        ------
+        DrawsNotSaved
+            If they could not be written.
+        """
+        self._settle()
+        return self.num_saved
+
+    def close(self) -> None:
+        """Wait for the write under way, and free the folder; draws on disk stay. Never raises."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = self._pending = None
+        with contextlib.suppress(OSError):
+            self._lock.free()
+            if self._is_reserved and not any(self.path.iterdir()):
+                self.path.rmdir()
+        self._is_reserved = False
+
+    def saved(self) -> tuple[PyTree, dict[str, Any]]:
+        """Return what was collected and the stats, arrays [chains, draws, ...] on disk."""
+        arrays = saved_arrays(self.path, read_root(self.path))
+        paths = self._paths[: self._treedef.num_leaves]
+        tree = jax.tree.unflatten(self._treedef, [arrays[path] if path else 0 for path in paths])
+        return without(tree, [path is None for path in paths]), saved_stats(arrays)
+
+    def _reserve(self, is_resumed: bool) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.take()
+        except FileExistsError as error:
+            raise DrawsNotSaved(f"{self.path} is a file; give ZarrSink another path") from error
+        except Locked as error:
+            raise DrawsNotSaved(str(error)) from error
+        except OSError as error:
+            raise DrawsNotSaved(
+                f"{self.path}: no draws can be written there, {error}; give a folder that this process "
+                "may write to"
+            ) from error
+        # TensorStore writes to such a file, then renames it; into one that a killed writer has left it
+        # writes without cutting what is longer, and the chunk cannot be read any more.
+        for left in self.path.rglob("*.__lock"):
+            left.unlink()
+        if not is_resumed and any(path.name != LOCK for path in self.path.iterdir()):
+            self._lock.free()
+            raise DrawsNotSaved(f"{self.path} exists already and {self._what_is_there()}")
+
+    def _what_is_there(self) -> str:
+        try:
+            count = read_root(self.path)["attributes"]["num_draws"]
+        except NotOurStore:
+            return "holds other files; give ZarrSink another path"
+        return (
+            f"holds {count} draws of another run (gspmd_mcmc.open_draws reads them); give ZarrSink "
+            "another path, or remove that folder"
+        )
+
+    def _prepare(self, buffers: PyTree, num_samples: int, first_draw: int, is_resumed: bool) -> None:
+        """Create the store, or cut the one that is there."""
+        root = self._plan(buffers, num_samples)
+        if is_resumed and (self.path / ROOT).exists():
+            root = cut(self._there(root, first_draw), num_samples)
+        elif first_draw:
+            raise DrawsNotSaved(
+                f"{self.path}: {first_draw} draws were to be there, and it has no store"
+            )
+        try:
+            for path, document in nodes_of(root).items():
+                if path.endswith(("/chain", "/draw")):
+                    store = open_array(self.path / path, document, _few_threads())
+                    store.write(np.arange(document["shape"][0])).result()
+            publish(self.path, root | {"attributes": self.attributes}, first_draw)
+        except (OSError, ValueError) as error:
+            raise DrawsNotSaved(f"{self.path}: the store cannot be made, {error}") from error
+
+    def _plan(self, buffers: PyTree, num_samples: int) -> Document:
+        """Return the document of a store for so many draws, as zarr-python writes it, in memory."""
+        zarr, store = need("zarr", "storage"), {}
+        root = zarr.create_group(store)
+        num_chains = buffers[1]["log_density"].shape[0]
+        for group in (POSTERIOR, STATS):
+            root.create_group(group, attributes={"inference_library": "gspmd_mcmc"})
+            for name, length in (("chain", num_chains), ("draw", num_samples)):
+                root.create_array(
+                    f"{group}/{name}",
+                    shape=(length,),
+                    dtype="int64",
+                    chunks=(COORDINATE_ROWS,),
+                    dimension_names=[name],
+                )
+        for path, leaf, dtype in zip(self._paths, _leaves(buffers), self._dtypes(buffers), strict=True):
+            if path is not None:
+                _create_array(root, path, leaf, num_samples, dtype, self.compression)
+        with warnings.catch_warnings():
+            # The specification of Zarr v3 has no consolidated metadata yet; zarr-python and xarray do.
+            warnings.simplefilter("ignore")
+            zarr.consolidate_metadata(store)
+        return json.loads(store[ROOT].to_bytes())
+
+    def _dtypes(self, buffers: PyTree) -> list[str | None]:
+        """Return what the floats of each leaf are to be on disk, None for as they are."""
+        names, stats = list(named_leaves(buffers[0], is_leaf=is_row_values)), [None] * len(buffers[1])
+        if not isinstance(self.dtype, Mapping):
+            return [self.dtype] * len(names) + stats
+        found = chosen("dtype", self.dtype, names)
+        return [self.dtype[found[name]] if name in found else None for name in names] + stats
+
+    def _there(self, planned: Document, first_draw: int) -> Document:
+        """Read the store on disk; raise unless it is of this run and has the draws to keep."""
+        try:
+            root = read_root(self.path)
+        except NotOurStore as error:
+            raise DrawsNotSaved(f"{error}; give the path that the run began with") from error
+        theirs, ours = (found.get("rng_key_data") for found in (root["attributes"], self.attributes))
+        differs = _difference(root, planned)
+        if theirs != ours:
+            differs = f"its rng_key_data is {theirs}, this run's {ours}"
+        if differs:
+            raise DrawsNotSaved(f"{self.path} holds draws of another run: {differs}")
+        count = root["attributes"]["num_draws"]
+        if count < first_draw:
+            raise DrawsNotSaved(
+                f"{self.path} has {count} draws; the run goes on from {first_draw}", count
+            )
+        return root
+
+    def _save(self, buffers: PyTree, start: int, count: int, first: int) -> None:
+        """Write draws, and let them count where no other process is to be waited for."""
+        with jax.profiler.TraceAnnotation("gspmd_mcmc I/O"):
+            for path, buffer in zip(self._paths, _leaves(buffers, is_leaf=None), strict=True):
+                if path is not None:
+                    write_shards(self._arrays[path], buffer, start, count, first)
+        if jax.process_count() == 1:
+            self._publish(first + count)
+
+    def _publish(self, num_draws: int) -> None:
+        publish(self.path, self._root | {"attributes": self.attributes}, num_draws)
+        self.num_saved = num_draws
+
+    def _settle(self) -> None:
+        """Wait for the write under way; raise on every process if one of them has failed."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        error = pending.exception()
+        failed = of_all(error is not None)
+        if failed.any():
+            raise self._failure(int(np.argmax(failed)), error) from error
+        if jax.process_count() > 1:
+            self._on_first(lambda: self._publish(self._num_given))
+            self.num_saved = self._num_given
+
+    def _failure(self, process: int, error: BaseException | None) -> DrawsNotSaved:
+        why = f"process {process} failed" if error is None else f"{type(error).__name__}: {error}"
+        return DrawsNotSaved(
+            f"{self.path}: draws could not be written, {why.splitlines()[0]}. {self.num_saved} draws "
+            "of each chain are safe there: gspmd_mcmc.open_draws reads them",
+            self.num_saved,
+        )
+
+    def _on_first(self, act: Callable[[], Any]) -> None:
+        message = f"{self.path}: process 0 could not write there; its own error says why"
+        on_first(act, DrawsNotSaved(message))
+
+
+def _check_settings(dtype: Any, compression: int, chunk_bytes: float, flush_seconds: float) -> None:
+    asked = dtype.values() if isinstance(dtype, Mapping) else () if dtype is None else (dtype,)
+    for name in asked:
+        if name not in DTYPES:
+            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
+    if isinstance(compression, bool) or compression not in range(10):
+        raise ValueError(f"compression: expected a level from 0 to 9, got {compression!r}")
+    if not chunk_bytes > 0:
+        raise ValueError(f"chunk_bytes: expected a number of bytes above 0, got {chunk_bytes!r}")
+    if not flush_seconds >= 0:
+        raise ValueError(f"flush_seconds: expected seconds of at least 0, got {flush_seconds!r}")
+
+
+def chosen(argument: str, asked: Iterable[str] | None, names: list[str]) -> dict[str, str]:
+    """Return the names that are asked for, each with what asked for it: a name or its beginning.
+
+    Raises
+    ------
+    ValueError
+        If something asks for no leaf.
+    """
+    if asked is None:
+        return {name: name for name in names}
+    found: dict[str, str] = {}
+    for item in asked:
+        fits = [item] if item in names else [name for name in names if name.startswith(item)]
+        if not fits:
+            raise ValueError(
+                f"{argument}: no leaf has a name that begins with {item!r}; there are {names}"
+            )
+        found |= {name: item for name in fits if found.get(name) != name}
+    if not found:
+        raise ValueError(
+            f"{argument}: expected one name of a leaf or more, got none; there are {names}"
+        )
+    return found
+
+
+def _leaves(buffers: PyTree, is_leaf: Callable | None = is_row_values) -> list:
+    """Return the leaves of what was collected, and the stats in the order of their names."""
+    collected, stats = buffers
+    return [*jax.tree.leaves(collected, is_leaf=is_leaf), *(stats[name] for name in sorted(stats))]
+
+
+def _step(key: Any) -> Any:
+    """Write a step of a leaf's path for JSON: ``"w"`` of a dict or class, ``[0]`` of a list."""
+    if isinstance(key, SequenceKey):
+        return [key.idx]
+    name = getattr(key, "key", getattr(key, "name", None))
+    return name if isinstance(name, int) else str(name)
+
+
+def disk_dtype(dtype: Any, asked: str | None) -> np.dtype:
+    """Return the dtype of a leaf on disk: floats as asked; as float32 what NumPy does not know."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return np.dtype(dtype)
+    return np.dtype(asked or (np.float32 if np.dtype(dtype).kind == "V" else dtype))
+
+
+def chunk_shape(shard: tuple[int, ...], rows: int, num_rows: int, itemsize: int) -> tuple[int, ...]:
+    """Return the shape of chunks that no two shards share.
+
+    Parameters
+    ----------
+    shard
+        Shape of one device's shard of a buffer, [chains, draws, ...].
+    rows
+        Draws of a buffer. A chunk has as many, so that a full buffer writes whole chunks, or a multiple
+        where that would make a small file.
+    num_rows
+        Draws that are asked for.
+    itemsize
+        Bytes of a number on disk.
+    """
+    num_bytes = rows * itemsize * math.prod((shard[0], *shard[2:]))
+    most = -(-max(num_rows, 1) // rows)
+    times = max(1, min(most, PIECE_BYTES // max(num_bytes, 1)))
+    return (max(shard[0], 1), rows * times, *(max(n, 1) for n in shard[2:]))
+
+
+def _pieces(chunks: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Cut the longest latent axis of a chunk into even pieces of about `PIECE_BYTES`."""
+    wanted = -(-math.prod(chunks) * itemsize // PIECE_BYTES)
+    if len(chunks) == 2 or wanted == 1:
+        return chunks
+    axis = 2 + int(np.argmax(chunks[2:]))
+    length = chunks[axis]
+    wanted = min(wanted, length)
+    even = (n for n in range(wanted, min(4 * wanted, length) + 1) if length % n == 0)
+    return (*chunks[:axis], length // next(even, 1), *chunks[axis + 1 :])
+
+
+def _create_array(
+    root: Any, path: str, leaf: Any, num_samples: int, dtype: str | None, compression: int
+) -> None:
+    """Create the array of a leaf in a group of zarr-python: a chunk is of one device's shard alone."""
+    array = leaf.values if is_row_values(leaf) else leaf
+    chains, rows, *rest = array.shape
+    if is_row_values(leaf):
+        rest[0] = leaf.rows.num_rows
+    on_disk, shard = disk_dtype(array.dtype, dtype), array.sharding.shard_shape(array.shape)
+    chunks = chunk_shape(shard, max(rows, 1), num_samples, on_disk.itemsize)
+    pieces = _pieces(chunks, on_disk.itemsize)
+    codecs = need("zarr.codecs", "storage")
+    packing = [codecs.Crc32cCodec()]
+    if compression:
+        shuffle = "shuffle" if on_disk.itemsize > 1 else "noshuffle"
+        how = {"clevel": compression, "shuffle": shuffle, "typesize": on_disk.itemsize}
+        packing.insert(0, codecs.BloscCodec(cname="zstd", **how))
+    root.create_array(
+        path,
+        shape=(chains, num_samples, *rest),
+        dtype=on_disk,
+        chunks=pieces,
+        shards=None if pieces == chunks else chunks,
+        compressors=packing,
+        dimension_names=["chain", "draw", *(f"{path.split('/')[1]}_dim_{i}" for i in range(len(rest)))],
+    )
+
+
+def write_shards(array: Any, buffer: jax.Array, start: int, count: int, first: int) -> None:
+    """Write ``count`` draws of a buffer from its draw ``start`` on, as draws ``first`` and on.
+
+    Each shard goes to its place in an array of TensorStore; of shards that are copies of each other one
+    process writes one. What is beyond the array is a pad, and is left out.
+    """
+    under_way: list = []
+    for shard in buffer.addressable_shards:
+        if shard.replica_id:
+            continue
+        values = np.asarray(shard.data)[:, start : start + count]
+        starts = [axis.start or 0 for axis in shard.index]
+        starts[1] = first
+        room = [length - at for length, at in zip(array.shape, starts, strict=True)]
+        sizes = [min(pair) for pair in zip(values.shape, room, strict=True)]
+        if min(sizes) > 0:
+            place = tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))
+            real = values[tuple(slice(size) for size in sizes)]
+            real = real.astype(array.dtype.numpy_dtype, copy=False)
+            under_way.append(array[place].write(real))
+    for write in under_way:
+        write.result()
+
+
+@functools.cache
+def _few_threads() -> Any:
+    """Return the context of all writes: a thread that packs and a thread that writes.
+
+    Writes go beside the run, and have its time. Each further thread would keep memory of its own for
+    good, as C's allocator gives it: about 20 MB, which grow in the first thousands of writes.
+    """
+    limits = {name: {"limit": 1} for name in ("data_copy_concurrency", "file_io_concurrency")}
+    return need("tensorstore", "storage").Context(limits)
+
+
+def cut(root: Document, num_draws: int) -> Document:
+    """Return the document of a store with so many draws."""
+    root = copy.deepcopy(root)
+    for node in nodes_of(root).values():
+        for axis, name in enumerate(node.get("dimension_names", ())):
+            if name == "draw":
+                node["shape"][axis] = num_draws
+    return root
+
+
+def _difference(there: Document, here: Document) -> str:
+    """Tell what differs between the arrays of two stores but for their chunks; empty if nothing."""
+    theirs, ours = nodes_of(cut(there, 0)), nodes_of(cut(here, 0))
+    for path in sorted(theirs.keys() ^ ours.keys()):
+        return f"{path} is in {'the store' if path in theirs else 'this run'} alone"
+    for path, node in theirs.items():
+        for key in ("shape", "data_type", "dimension_names"):
+            if node.get(key) != ours[path].get(key):
+                return f"{path} has {key} {node.get(key)} there and {ours[path].get(key)} in this run"
+    return ""
+
+
+def publish(folder: Path, root: Document, num_draws: int) -> None:
+    """Make so many draws count, in every array at once, by replacing the root's document.
+
+    The arrays' own documents go first, for readers that know no consolidated metadata: what they tell
+    is on disk by then.
+    """
+    root = cut(root, num_draws)
+    root["attributes"]["num_draws"] = num_draws
+    for path, node in nodes_of(root).items():
+        (folder / path).mkdir(parents=True, exist_ok=True)
+        # That of a group is empty, and would say that it has no arrays.
+        own = {key: value for key, value in node.items() if key != "consolidated_metadata"}
+        replace_file(folder / path / ROOT, own)
+    replace_file(folder / ROOT, root)
+
+
+def replace_file(path: Path, document: Document) -> None:
+    """Write a JSON file so that at any time, and after any end, the old or the new one is there."""
+    draft = path.with_name(path.name + ".partial")
+    try:
+        with open(draft, "w") as file:
+            json.dump(document, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
