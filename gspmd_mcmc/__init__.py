@@ -13,11 +13,13 @@ from gspmd_mcmc.adaptation.per_chain import PerChainAdaptation
 from gspmd_mcmc.adaptation.rotated import Rotated
 from gspmd_mcmc.adaptation.snaper import SNAPERAdaptation
 from gspmd_mcmc.adaptation.window import WindowAdaptation
+from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_tail
+from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.diagnostics.summary import Summary
 from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.kernels.mams import MAMS, MAMSInfo
-from gspmd_mcmc.kernels.mclmc import MCLMC, MCLMCInfo
+from gspmd_mcmc.kernels.mclmc import MCLMC, MCLMCInfo, MCLMCState
 from gspmd_mcmc.kernels.nuts import NUTS, NUTSInfo
 from gspmd_mcmc.placement.agreement import ProcessesDisagree, ProcessLost
 from gspmd_mcmc.placement.local import local_rows, place_from_reader, place_local
@@ -96,6 +98,9 @@ __all__ = [
     "categorical_logits",
     "communication",
     "cost",
+    "ess_bulk",
+    "ess_tail",
+    "rhat",
     "find_mode",
     "from_numpyro",
     "inner_products",
@@ -118,6 +123,7 @@ __all__ = [
     "MAMSInfo",
     "MCLMC",
     "MCLMCInfo",
+    "MCLMCState",
     "NUTS",
     "NUTSInfo",
     "NonFiniteStart",
