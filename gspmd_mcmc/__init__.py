@@ -14,6 +14,8 @@ from gspmd_mcmc.adaptation.per_chain import PerChainAdaptation
 from gspmd_mcmc.adaptation.rotated import Rotated
 from gspmd_mcmc.adaptation.snaper import SNAPERAdaptation
 from gspmd_mcmc.adaptation.window import WindowAdaptation
+from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_tail
+from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.diagnostics.summary import Summary
 from gspmd_mcmc.errors import CheckpointNotSaved, Preempted, SamplingWarning
 from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState
@@ -111,6 +113,9 @@ __all__ = [
     "categorical_logits",
     "communication",
     "cost",
+    "ess_bulk",
+    "ess_tail",
+    "rhat",
     "find_mode",
     "from_numpyro",
     "inner_products",
