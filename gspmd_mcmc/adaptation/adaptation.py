@@ -5,13 +5,13 @@ of the next step from `tuned`, and calls `begin` and `end` around every window; 
 all there is to keep is the kernel, the chains' states and the adaptation's state, all of them data.
 """
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 
+from gspmd_mcmc import tree
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.kernel import Info, Kernel
 
@@ -87,7 +87,7 @@ class Adaptation(ABC):
 
     def with_metric(self, choose: Callable[[], Any]) -> Self:
         """Return the settings with the estimator that ``choose()`` gives, where they leave it open."""
-        return self if self.metric is not None else dataclasses.replace(self, metric=choose())
+        return self if self.metric is not None else tree.replace(self, metric=choose())
 
     def from_mode(self) -> Self:
         """Return the settings for chains that start exactly at a mode."""

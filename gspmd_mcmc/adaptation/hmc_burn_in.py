@@ -156,7 +156,7 @@ class HMCBurnIn(Adaptation):
         window = self.by_window.end(state.window, kernel, states, learns_metric)
         return tree.replace(state, window=window)
 
-    def final(self, kernel: Kernel, state: HMCBurnInState) -> Kernel:
+    def final(self, kernel: Any, state: HMCBurnInState) -> Kernel:
         """Return the kernel for the stages to come."""
         root = math.sqrt(state.dimension)
         kernel = self.by_window.final(kernel, state.window)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import PyTreeDef
 
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.tree import Pad, PyTree, Role, path_str
@@ -39,7 +38,7 @@ class Layout:
 
     mesh: Mesh | None
     num_chains: int
-    treedef: PyTreeDef
+    treedef: Any
     shapes: tuple[tuple[tuple[int, ...], Any], ...]
     specs: tuple[P, ...]
     rows: tuple[Any, ...]
@@ -117,9 +116,9 @@ class Layout:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def _fill(self, positions: list, leaf: jax.Array, role: Role, at: int | None) -> jax.Array:
-        rows = None if at is None else self.rows[at]
-        if rows is None or rows.num_rows == rows.num_padded:
+        if at is None or self.rows[at] is None or self.rows[at].num_rows == self.rows[at].num_padded:
             return leaf
+        rows = self.rows[at]
         axis = role.has_chains + role.num_axes
         if role.pad is Pad.STAYS and role.has_chains:
             # [chains, 1, ...] where the leaf has further axes before the rows.
