@@ -89,7 +89,7 @@ def column_sizes(x: jax.Array) -> Sizes:
     if x.shape[1] < LEAST_DRAWS:
         return Sizes(*[nan_columns(x)] * len(Sizes._fields))
     chains = [*_moments(x), scored(split(x)).scores, *_levels(x, TAILS)]
-    mean, sd, bulk, *tails = jnp.moveaxis(effective_size(jnp.stack(chains, axis=-1)), -1, 0)
+    mean, sd, bulk, *tails = effective_size(jnp.stack(chains, axis=2))
     nan = has_nan(x)
     return Sizes(
         mean=mean,
