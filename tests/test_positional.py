@@ -580,6 +580,25 @@ def test_tutorial_quick_example(x, capsys):
     np.testing.assert_allclose(z, np.sin(x), rtol=1e-5, atol=1e-6)
 
 
+def test_tutorial_sharding_basics(x, capsys):
+    devices = mesh_utils.create_device_mesh((8,))
+    sharding = PositionalSharding(devices)
+    x = jax.device_put(x, sharding.reshape(8, 1))
+    assert [labels(line) for line in drawn(x, capsys)] == [[f"CPU {i}"] for i in range(8)]
+    assert sharding.shape == (8,)
+    assert sharding.reshape(8, 1).shape == (8, 1)
+
+    sharding = sharding.reshape(4, 2)
+    y = jax.device_put(x, sharding)
+    sets = array_of_sets(jax.devices())
+    assert_holds(y, sets.reshape(4, 2), np.asarray(x))
+
+    sharding = sharding.reshape(1, 8)
+    y = jax.device_put(x, sharding)
+    assert_holds(y, sets.reshape(1, 8), np.asarray(x))
+    assert [labels(line) for line in drawn(y, capsys)] == [[f"CPU {i}" for i in range(8)]]
+
+
 def test_tutorial_replicate(x, capsys):
     sharding = eight().reshape(1, 8)
     sharding = sharding.reshape(4, 2)
@@ -590,6 +609,24 @@ def test_tutorial_replicate(x, capsys):
     y = jax.device_put(x, sharding.replicate(1))
     rows = [["CPU 0,1"], ["CPU 2,3"], ["CPU 4,5"], ["CPU 6,7"]]
     assert [labels(line) for line in drawn(y, capsys)] == rows
+
+
+def test_tutorial_positional_and_named_agree(x):
+    devices = mesh_utils.create_device_mesh((4, 2))
+    mesh = Mesh(devices, axis_names=("a", "b"))
+    sharding = PositionalSharding(devices)
+    pairs = [
+        (sharding.reshape(4, 2), P("a", "b")),
+        (sharding.T, P("b", "a")),
+        (sharding.replicate(axis=1), P("a", None)),
+        (sharding.replicate(axis=0), P(None, "b")),
+        (sharding.T.replicate(0), P(None, "a")),
+        (sharding.reshape(8, 1), P(("a", "b"), None)),
+        (sharding.replicate(), P()),
+    ]
+    for positional, spec in pairs:
+        y = jax.device_put(x, positional)
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
 
 def test_tutorial_computation_follows_data(x):
@@ -794,3 +831,24 @@ def test_equinox_parallelism_guide():
     model, value = train_step(model, x, y)
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(model))
     np.testing.assert_allclose(value, 4.0)
+
+
+def test_scalars_of_an_optimiser_state():
+    """JAX issue 22073: `device_put` of a scalar by ``replicate()`` was an error for a while."""
+    sharding = PositionalSharding(mesh_utils.create_device_mesh((8,)))
+    state = {"count": jnp.array(1), "mu": jnp.ones((2, 3)), "nu": jnp.ones((3,))}
+    placed = jax.device_put(state, sharding.replicate())
+    for leaf in jax.tree.leaves(placed):
+        assert len(leaf.addressable_shards) == 8
+        assert leaf.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_rows_of_any_rank_over_all_devices(rank):
+    """As in ``out_shardings=PositionalSharding(jax.devices()).reshape(-1, 1, 1)``."""
+    rows = PositionalSharding(jax.devices()).reshape(-1, *(1,) * (rank - 1))
+    x = numbers(*(16, 5, 3, 2)[:rank])
+    y = jax.jit(lambda v: v, out_shardings=rows)(x)
+    assert y.sharding.shape == (8, *(1,) * (rank - 1))
+    assert y.is_fully_addressable
+    assert_holds(y, array_of_sets(jax.devices()).reshape(rows.shape), x)
