@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks import environment, ess_table
-from benchmarks.ess_models import MODELS
+from benchmarks.ess_models import MODELS, check_options, names
 from benchmarks.ess_models.model import Budget, Model
 from benchmarks.harness import Worker, WorkerDied, WorkerError, interpreter, stopwatch
 from gspmd_mcmc.diagnostics.ess import ess_bulk
@@ -99,24 +99,15 @@ def _options(argv: list[str]) -> argparse.Namespace:
     data_dir = os.environ.get("GSPMD_MCMC_DATA")
     add("--data-dir", default=data_dir, help="the folder that holds mnist/ and posteriordb/")
     add("--out", type=Path, help="write everything as JSON, after every run")
-    add("--models", type=_names, help=f"of {', '.join(MODELS)}")
-    add("--contenders", type=_names, help=f"of {', '.join(CONTENDERS)}")
+    add("--models", type=names, help=f"of {', '.join(MODELS)}")
+    add("--contenders", type=names, help=f"of {', '.join(CONTENDERS)}")
     add("--rounds", type=int, default=1, help="runs of each contender, with a seed of its own")
     add("--limit", type=float, default=LIMIT_S, help="seconds that one run may take")
     add("--quick", action="store_true", help="two small models, three contenders, short runs")
     options = parser.parse_args(argv)
     options.models = options.models or (QUICK_MODELS if options.quick else tuple(MODELS))
-    for given, known in ((options.models, MODELS), (options.contenders or (), CONTENDERS)):
-        for name in given:
-            if name not in known:
-                parser.error(f"{name!r} is not one of {', '.join(known)}")
-    if not options.data_dir and any(MODELS[name].needs_data_dir for name in options.models):
-        parser.error("--data-dir or GSPMD_MCMC_DATA must name the folder of mnist/ and posteriordb/")
+    check_options(parser, options, MODELS, CONTENDERS)
     return options
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 def _entered(model: Model, options: argparse.Namespace) -> tuple[str, ...]:

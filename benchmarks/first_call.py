@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import environment
-from benchmarks.ess_models import MODELS
+from benchmarks.ess_models import check_options, names
 from benchmarks.harness import ROOT, interpreter
 
 CONTENDERS = ("ours", "numpyro", "blackjax")
@@ -53,9 +53,6 @@ def main(argv: list[str]) -> int:
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
-    def names(text: str) -> tuple[str, ...]:
-        return tuple(text.split(","))
-
     parser = argparse.ArgumentParser(prog="benchmarks compile", description=__doc__)
     add = parser.add_argument
     add("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"), help="holds mnist/ and posteriordb/")
@@ -65,12 +62,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add("--contenders", type=names, default=CONTENDERS, help=f"of {', '.join(CONTENDERS)}")
     add("--no-cache", dest="cache", action="store_false", help="leave the persistent cache out")
     options = parser.parse_args(argv)
-    for given, known in ((options.models, BUDGETS), (options.contenders, CONTENDERS)):
-        for name in given:
-            if name not in known:
-                parser.error(f"{name!r} is not one of {', '.join(known)}")
-    if not options.data_dir and any(MODELS[name].needs_data_dir for name in options.models):
-        parser.error("--data-dir or GSPMD_MCMC_DATA must name the folder of mnist/ and posteriordb/")
+    check_options(parser, options, BUDGETS, CONTENDERS)
     return options
 
 

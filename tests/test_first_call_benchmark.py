@@ -1,5 +1,9 @@
 """The benchmark of first calls: what it counts, its medians, and that a failure is told."""
 
+from types import SimpleNamespace
+
+import jax
+import numpy as np
 import pytest
 
 from benchmarks import first_call
@@ -9,11 +13,34 @@ QUICK = {"num_warmup": 10, "num_samples": 8, "max_tree_depth": 2}
 TASK = {"model": "german_credit", "chains": 2, "data_dir": None, "contender": "ours"} | QUICK
 
 
-def test_a_first_call_compiles_and_both_calls_are_timed():
-    found = first_calls.main(TASK)
-    assert found["programs"] > 0
-    assert found["first_s"] > 0
-    assert found["second_s"] > 0
+def test_a_first_call_of_ours_compiles():
+    assert first_calls.main(TASK)["programs"] > 5
+
+
+def test_calls_are_timed_apart_and_the_programs_of_the_first_are_counted(monkeypatch):
+    """Building takes 100 s on this clock, the calls 7 and 2; the first compiles two programs."""
+    clock, calls = [0.0], []
+
+    def contender():
+        def call(problem, task):
+            clock[0] += 100
+
+            def run(key):
+                calls.append(key)
+                clock[0] += (7, 2)[len(calls) - 1]
+                for size in (1001, 1002) if len(calls) == 1 else (1003,):
+                    jax.jit(lambda x: 3 * x)(np.zeros(size, np.float32))
+
+            return run
+
+        return call
+
+    monkeypatch.setitem(first_calls.CONTENDERS, "fake", contender)
+    monkeypatch.setattr(first_calls, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    jax.random.key(0).block_until_ready()  # no program of a contender's
+    found = first_calls.main(TASK | {"contender": "fake"})
+    assert found == {"first_s": 107, "second_s": 2, "programs": 2}
+    assert [jax.random.key_data(key)[1] for key in calls] == [0, 1]
 
 
 def test_medians_are_over_rounds_and_leave_out_who_failed():

@@ -1,4 +1,7 @@
-"""Models of the benchmark of effective sample sizes, by name."""
+"""Models of the benchmarks of effective sample sizes and of first calls, by name."""
+
+import argparse
+from collections.abc import Collection
 
 from benchmarks.ess_models import hierarchical, regression, sequences
 from benchmarks.ess_models.model import Model
@@ -17,3 +20,23 @@ MODELS: dict[str, Model] = {
         regression.MNIST,
     )
 }
+
+
+def check_options(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    models: Collection[str],
+    contenders: Collection[str],
+) -> None:
+    """End with an error unless models and contenders are known, and have the data that they need."""
+    for given, known in ((options.models, models), (options.contenders or (), contenders)):
+        for name in given:
+            if name not in known:
+                parser.error(f"{name!r} is not one of {', '.join(known)}")
+    if not options.data_dir and any(MODELS[name].needs_data_dir for name in options.models):
+        parser.error("--data-dir or GSPMD_MCMC_DATA must name the folder of mnist/ and posteriordb/")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Read names with commas between them."""
+    return tuple(text.split(","))
