@@ -57,7 +57,7 @@ bench: .venv/.installed peers
 margins: .venv/.installed
 	$(BIN)/python -m tests.margins --seeds 30
 
-# Which test catches which fault of tests/mutations.txt: takes an hour; python -m tests.mutations --only WORD for some.
+# Which test catches which fault of tests/mutations.txt: slow; python -m tests.mutations --only WORD takes some.
 mutations: .venv/.installed
 	$(BIN)/python -m tests.mutations
 

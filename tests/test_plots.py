@@ -754,6 +754,14 @@ def test_a_panel_says_what_the_eye_cannot_know():
     assert told["rising"][0].endswith("still rising: all chains")
 
 
+def test_a_chain_that_turns_back_does_not_drift():
+    """Its last third is far from its first, but the second is not between them."""
+    x = 0.1 * normal(2, 90)
+    x[0] += np.repeat([0, 5, 2], 30)
+    x[1] += np.repeat([0, 1, 2], 30)
+    assert numbers.drift(x).tolist() == [0, 1]
+
+
 @pytest.mark.parametrize(("num_chains", "num_draws"), [(4, 30), (2, 100), (64, 100)])
 def test_panels_of_independent_draws_say_nothing(num_chains, num_draws):
     """Of 60 panels of each size none does."""
