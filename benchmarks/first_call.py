@@ -73,6 +73,7 @@ def run(model: str, contender: str, data_dir: str | None, cache: str | None = No
         task["data_dir"] = str(Path(data_dir).resolve())
     # Nobody's runs may be served by a cache that the caller's environment names.
     variables = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")}
+    variables["JAX_TRACEBACK_FILTERING"] = "off"  # else the last lines of an error do not say its cause
     if cache:
         variables |= {
             "JAX_COMPILATION_CACHE_DIR": cache,

@@ -13,8 +13,9 @@ QUICK = {"num_warmup": 10, "num_samples": 8, "max_tree_depth": 2}
 TASK = {"model": "german_credit", "chains": 2, "data_dir": None, "contender": "ours"} | QUICK
 
 
-def test_a_first_call_of_ours_compiles():
-    assert first_calls.main(TASK)["programs"] > 5
+@pytest.mark.parametrize("contender", ["ours", "numpyro"])
+def test_a_contender_runs_twice_and_its_first_call_compiles(contender):
+    assert first_calls.main(TASK | {"contender": contender})["programs"] > 5
 
 
 def test_calls_are_timed_apart_and_the_programs_of_the_first_are_counted(monkeypatch):

@@ -86,16 +86,17 @@ def _numpyro() -> Callable:
             position = {name: numpyro.sample(name, flat(x.shape[1:])) for name, x in start.items()}
             numpyro.factor("log_density", log_density(position, data))
 
-        sampler = infer.MCMC(
-            infer.NUTS(model, max_tree_depth=task.max_tree_depth),
-            num_warmup=task.num_warmup,
-            num_samples=task.num_samples,
-            num_chains=task.chains,
-            chain_method="vectorized",
-            progress_bar=False,
-        )
-
         def run(key):
+            # A sampler for each call: `NUTS` of vectorized chains cannot be run twice, as it maps its
+            # step over the chains once more.
+            sampler = infer.MCMC(
+                infer.NUTS(model, max_tree_depth=task.max_tree_depth),
+                num_warmup=task.num_warmup,
+                num_samples=task.num_samples,
+                num_chains=task.chains,
+                chain_method="vectorized",
+                progress_bar=False,
+            )
             sampler.run(key, data, init_params=start)
             draws = sampler.get_samples(group_by_chain=True)
             diagnostics.summary(draws)
