@@ -6,7 +6,6 @@ Nothing here ravels: every result has the structure, the shapes and so the layou
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -154,16 +153,8 @@ def normal_like(rng_key: jax.Array, tree: PyTree) -> PyTree:
     indices only, never on the layout.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    # Every call of threefry is compiled anew: one serves all keys, and one all scalars of a dtype.
-    keys = jax.vmap(partial(jax.random.fold_in, rng_key))(jnp.arange(len(leaves)))
     draws = [
-        jax.random.normal(keys[i], leaf.shape, leaf.dtype) if leaf.ndim else leaf
+        jax.random.normal(jax.random.fold_in(rng_key, i), leaf.shape, leaf.dtype)
         for i, leaf in enumerate(leaves)
     ]
-    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves if not leaf.ndim):
-        places = [i for i, leaf in enumerate(leaves) if not leaf.ndim and leaf.dtype == dtype]
-        own_keys = jnp.stack([keys[i] for i in places])
-        scalars = jax.vmap(partial(jax.random.normal, dtype=dtype))(own_keys)
-        for place, scalar in zip(places, scalars, strict=True):
-            draws[place] = scalar
     return jax.tree.unflatten(treedef, draws)

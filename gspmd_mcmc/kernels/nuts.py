@@ -15,7 +15,6 @@ progressive sampling); Phan, Pradhan and Jankowiak, arXiv 1912.11554, and Lao an
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -230,11 +229,13 @@ class NUTS(settings.Tunable):
 
     def chance(self, rng_key: jax.Array) -> Chance:
         """Draw the directions of the doublings and what chooses between old and new subtrees."""
-        *doubling_keys, leaf_key = jax.random.split(rng_key, 3)
-        draw = partial(jax.random.uniform, shape=(self.max_tree_depth,))
-        # One call for both: every call of threefry is compiled anew.
-        direction, choice = jax.vmap(draw)(jnp.stack(doubling_keys))
-        return Chance(is_forward=direction < 0.5, log_uniform=jnp.log(choice), leaf_key=leaf_key)
+        direction_key, choice_key, leaf_key = jax.random.split(rng_key, 3)
+        shape = (self.max_tree_depth,)
+        return Chance(
+            is_forward=jax.random.bernoulli(direction_key, shape=shape),
+            log_uniform=jnp.log(jax.random.uniform(choice_key, shape)),
+            leaf_key=leaf_key,
+        )
 
     def trajectory(self, chance: Chance, state: HMCState, momentum: PyTree) -> Trajectory:
         """Grow a tree from a state and a momentum until it turns, diverges, or is deep enough."""
