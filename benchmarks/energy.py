@@ -46,8 +46,8 @@ def measure(watched: np.ndarray, num_steps: int) -> list[dict]:
     """Return the three differences of each trajectory, in nats."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
     import gspmd_mcmc as gm
-    from gspmd_mcmc.kernels import metrics
     from gspmd_mcmc.kernels.integrators import PhasePoint
+    from gspmd_mcmc.kernels.metrics import metric as metrics
 
     mesh = gm.make_mesh(data=DEVICES)
     plate = gm.Plate(user_terms, gm.place(watched, mesh, P("data")), local=("U", "u"))

@@ -5,13 +5,13 @@ import gspmd_mcmc.versions  # noqa: F401  first: it says so if JAX is too old fo
 # isort: split
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Transition, Window
 from gspmd_mcmc.adaptation.chees import ChEESAdaptation
-from gspmd_mcmc.adaptation.dense import Dense, DenseBlock
-from gspmd_mcmc.adaptation.low_rank import LowRank
-from gspmd_mcmc.adaptation.mams import MAMSAdaptation
-from gspmd_mcmc.adaptation.mclmc import MCLMCAdaptation
-from gspmd_mcmc.adaptation.metrics import Diagonal
+from gspmd_mcmc.adaptation.estimators.dense import Dense, DenseBlock
+from gspmd_mcmc.adaptation.estimators.diagonal import Diagonal
+from gspmd_mcmc.adaptation.estimators.low_rank import LowRank
+from gspmd_mcmc.adaptation.estimators.rotated import Rotated
+from gspmd_mcmc.adaptation.mams_adaptation import MAMSAdaptation
+from gspmd_mcmc.adaptation.mclmc_adaptation import MCLMCAdaptation
 from gspmd_mcmc.adaptation.per_chain import PerChainAdaptation
-from gspmd_mcmc.adaptation.rotated import Rotated
 from gspmd_mcmc.adaptation.snaper import SNAPERAdaptation
 from gspmd_mcmc.adaptation.window import WindowAdaptation
 from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_tail
@@ -24,13 +24,20 @@ from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.kernels.mams import MAMS, MAMSInfo
 from gspmd_mcmc.kernels.mclmc import MCLMC, MCLMCInfo, MCLMCState
 from gspmd_mcmc.kernels.nuts import NUTS, NUTSInfo
-from gspmd_mcmc.placement.agreement import ProcessesDisagree, ProcessLost
-from gspmd_mcmc.placement.local import local_rows, place_from_reader, place_local
+from gspmd_mcmc.models.joint import (
+    JointDistributionCoroutine,
+    JointDistributionNamed,
+    JointDistributionSequential,
+)
+from gspmd_mcmc.models.numpyro import from_numpyro
+from gspmd_mcmc.models.sharded import Sharded
+from gspmd_mcmc.multihost.agreement import ProcessesDisagree, ProcessLost
+from gspmd_mcmc.multihost.processes import initialize, to_host
+from gspmd_mcmc.placement.local_rows import local_rows, place_from_reader, place_local
 from gspmd_mcmc.placement.mesh import make_abstract_mesh, make_mesh
 from gspmd_mcmc.placement.padding import Padded
 from gspmd_mcmc.placement.place import place
 from gspmd_mcmc.placement.positional import PositionalSharding
-from gspmd_mcmc.placement.processes import initialize, to_host
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.memory import OutOfDeviceMemory
 from gspmd_mcmc.sampling.mode import Mode, find_mode
@@ -42,11 +49,6 @@ from gspmd_mcmc.storage.saved_draws import SavedDraws, open_draws
 from gspmd_mcmc.storage.zarr_store import DrawsNotSaved, ZarrSink
 from gspmd_mcmc.targets.checks import NonFiniteStart
 from gspmd_mcmc.targets.independence import CoupledRows
-from gspmd_mcmc.targets.joint import (
-    JointDistributionCoroutine,
-    JointDistributionNamed,
-    JointDistributionSequential,
-)
 from gspmd_mcmc.targets.likelihoods import (
     bernoulli_logits,
     categorical_logits,
@@ -54,10 +56,8 @@ from gspmd_mcmc.targets.likelihoods import (
     poisson_log_rate,
 )
 from gspmd_mcmc.targets.log_density import LogDensity
-from gspmd_mcmc.targets.numpyro import from_numpyro
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
-from gspmd_mcmc.targets.sharded import Sharded
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import Pad, each_chain, like_position, pytree, shared, static
 from gspmd_mcmc.views import cost, plots

@@ -16,7 +16,7 @@ import gspmd_mcmc as gm
 from benchmarks.validation import geweke, sbc, shapes
 from benchmarks.validation.broken import BREAKS, distorted
 from benchmarks.validation.sbc import chi_square_p, ecdf_p
-from gspmd_mcmc.kernels import metrics
+from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.targets.bijections import is_bijection
 
 THIN, NUM_DRAWS = 5, 31

@@ -19,8 +19,8 @@ from gspmd_mcmc.adaptation.criterion import ChangeOfSquares, Trajectories
 from gspmd_mcmc.adaptation.snaper import ChangeAlongPrincipal
 from gspmd_mcmc.diagnostics.mcse import mcse_mean
 from gspmd_mcmc.kernels.jittered_hmc import JITTER, van_der_corput
-from gspmd_mcmc.sampling.run_state import draw_kernel, step_chains
 from gspmd_mcmc.placement.layout import Layout, read_layout
+from gspmd_mcmc.sampling.run_state import draw_kernel, step_chains
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.tree import pytree
 

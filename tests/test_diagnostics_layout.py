@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.diagnostics import batch_means, streaming
+from gspmd_mcmc.diagnostics import streaming, streaming_ess
 from gspmd_mcmc.diagnostics.energy import bfmi
 from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_mean, ess_sd, ess_tail
 from gspmd_mcmc.diagnostics.mcse import mcse_mean, mcse_sd
@@ -115,7 +115,7 @@ def test_effective_size_of_the_sd_sends_nothing():
     assert gm.communication(compiled(ess_sd, x)).collectives == ()
 
 
-@pytest.mark.parametrize("module", [streaming, batch_means])
+@pytest.mark.parametrize("module", [streaming, streaming_ess])
 def test_streaming_states_lie_as_the_position_does_and_send_nothing(module):
     mesh = gm.make_mesh(chains=2, data=4)
     rng = np.random.default_rng(0)
@@ -138,7 +138,7 @@ def test_streaming_states_lie_as_the_position_does_and_send_nothing(module):
     for tree in (state, new):
         moments = getattr(tree, "moments", tree)
         assert moments.mean["u"].sharding.spec == P("chains", "data")
-        if module is batch_means:
+        if module is streaming_ess:
             assert tree.means["u"].sharding.spec == P("chains", None, "data")
-    final = module.ess(new) if module is batch_means else module.rhat(new)
+    final = module.ess(new) if module is streaming_ess else module.rhat(new)
     assert final["u"].sharding.spec == P("data")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from seeds import seed, within
 
-from gspmd_mcmc.diagnostics import batch_means, streaming
+from gspmd_mcmc.diagnostics import streaming, streaming_ess
 from gspmd_mcmc.diagnostics.nested_rhat import nested_rhat
 
 CUTS = [[300], [1, 299], [100, 0, 137, 63], [7] * 42 + [6]]
@@ -104,15 +104,15 @@ def test_batch_means_equal_those_of_the_whole_run(num_draws, num_batches):
     x = chains(0.5, (3, num_draws))
     cuts = [num_draws // 2, num_draws - num_draws // 2]
     with jax.enable_x64(True):
-        state = streamed(batch_means, x, cuts, num_batches=num_batches)
+        state = streamed(streaming_ess, x, cuts, num_batches=num_batches)
         size, error = batch_estimate(x, num_batches)
-        np.testing.assert_allclose(batch_means.ess(state), size, rtol=1e-10)
-        np.testing.assert_allclose(batch_means.mcse(state), error, rtol=1e-10)
+        np.testing.assert_allclose(streaming_ess.ess(state), size, rtol=1e-10)
+        np.testing.assert_allclose(streaming_ess.mcse(state), error, rtol=1e-10)
 
 
 def test_chunks_do_not_change_batch_means_by_a_bit():
     draws = draws_of()
-    states = [streamed(batch_means, draws, cuts, num_batches=16) for cuts in CUTS]
+    states = [streamed(streaming_ess, draws, cuts, num_batches=16) for cuts in CUTS]
     for state in states[1:]:
         jax.tree.map(np.testing.assert_array_equal, state, states[0])
 
@@ -121,28 +121,28 @@ def test_chunks_do_not_change_batch_means_by_a_bit():
 def test_batch_means_find_the_effective_size_of_an_autoregression():
     """64 columns: the mean of their estimates scatters by 2 %, and batches of 64 are short by 5 %."""
     x = chains(0.5, (4, 4000, 64), seed(0)).astype(np.float32)
-    found = np.mean(batch_means.ess(streamed(batch_means, x, [1000] * 4)))
+    found = np.mean(streaming_ess.ess(streamed(streaming_ess, x, [1000] * 4)))
     within(abs(found / (16000 / 3) - 1), 0.12, "of the effective size")
 
 
 def test_batch_means_see_chains_that_disagree():
     """Of 4,000 draws; plain effective sizes of each chain would add up to all of them."""
     x = chains(0.0, (4, 1000)) + 2 * np.arange(4)[:, None]
-    assert batch_means.ess(streamed(batch_means, x, [1000])) < 400
+    assert streaming_ess.ess(streamed(streaming_ess, x, [1000])) < 400
 
 
 def test_equal_draws_and_too_few():
     same = np.full((2, 40), 0.1)
-    assert batch_means.ess(streamed(batch_means, same, [40])) == 80
-    assert batch_means.mcse(streamed(batch_means, same, [40])) == 0
-    assert np.isnan(batch_means.ess(batch_means.init(same[:, 0])))
-    assert np.isnan(batch_means.ess(streamed(batch_means, chains(0.0, (2, 1)), [1])))
+    assert streaming_ess.ess(streamed(streaming_ess, same, [40])) == 80
+    assert streaming_ess.mcse(streamed(streaming_ess, same, [40])) == 0
+    assert np.isnan(streaming_ess.ess(streaming_ess.init(same[:, 0])))
+    assert np.isnan(streaming_ess.ess(streamed(streaming_ess, chains(0.0, (2, 1)), [1])))
 
 
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="even number, 4 or more"):
-        batch_means.init(np.zeros(3), num_batches=5)
-    for module in (streaming, batch_means):
+        streaming_ess.init(np.zeros(3), num_batches=5)
+    for module in (streaming, streaming_ess):
         state = module.init({"w": np.zeros(3)})
         with pytest.raises(ValueError, match=r"\['w'\].*\[chains, draws, \.\.\.\]"):
             module.update(state, {"w": np.zeros(3)})
@@ -150,7 +150,7 @@ def test_bad_input_is_named():
         streaming.nested_rhat(streaming.init(np.zeros((6, 2))), 4)
 
 
-@pytest.mark.parametrize("module", [streaming, batch_means])
+@pytest.mark.parametrize("module", [streaming, streaming_ess])
 def test_leaves_with_different_numbers_of_draws_are_refused(module):
     """The moments of one leaf would be merged with the weights of the other."""
     state = module.init({"a": np.zeros(4), "b": np.zeros((4, 2))})

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.integrators import PhasePoint
+from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.targets.two_float import two_float_sum, two_sum
 
 NUM_ROWS = 2_900_001

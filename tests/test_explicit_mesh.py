@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.diagnostics import batch_means, energy, ess, streaming
+from gspmd_mcmc.diagnostics import energy, ess, streaming, streaming_ess
 from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.sampling.reporting import warn_of_small_data
@@ -393,7 +393,7 @@ def test_diagnostics_of_arrays_on_an_explicit_mesh():
 
     def judge(x):
         moments = streamed(streaming, x)
-        of_batches = batch_means.ess(streamed(batch_means, x))
+        of_batches = streaming_ess.ess(streamed(streaming_ess, x))
         bfmi = energy.bfmi(x["energy"])
         return (
             rhat(x),

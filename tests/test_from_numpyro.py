@@ -30,10 +30,10 @@ from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import communication, tree
+from gspmd_mcmc.models import numpyro as of_numpyro
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.targets import bijections
-from gspmd_mcmc.targets import numpyro as of_numpyro
 from gspmd_mcmc.targets.local import cut, lay_out
 from gspmd_mcmc.views.program.hlo import KINDS
 

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.targets import numpyro as of_numpyro
+from gspmd_mcmc.models import numpyro as of_numpyro
 
 X = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
 Y = np.random.default_rng(1).integers(0, 2, 16).astype(np.uint8)

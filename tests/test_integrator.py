@@ -13,8 +13,8 @@ import pytest
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.integrators import PhasePoint, integrate, velocity_verlet
+from gspmd_mcmc.kernels.metrics import metric as metrics
 
 WELL = {"a": np.array([0.7, 1.9]), "b": np.array(1.2)}
 INVERSE_MASS = {"a": np.array([1.0, 0.6]), "b": np.array(1.7)}

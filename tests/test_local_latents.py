@@ -14,10 +14,10 @@ from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.integrators import PhasePoint
-from gspmd_mcmc.sampling.run_state import advance_chains as advance
+from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.placement.layout import read_layout
+from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.views.communication import communication

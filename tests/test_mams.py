@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gspmd_mcmc.adaptation.approach import ApproachHMC
 from models import (
     PRECISION,
     VARIANCES,
@@ -23,7 +24,6 @@ from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import MAMS, Diagonal, MAMSAdaptation, tree
-from gspmd_mcmc.adaptation.approach import ApproachHMC
 from gspmd_mcmc.kernels import isokinetic
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.isokinetic import LEAPFROG, MINIMAL_NORM

@@ -24,9 +24,9 @@ from seeds import seed, within
 import gspmd_mcmc as gm
 from gspmd_mcmc import MCLMC, Diagonal, MCLMCAdaptation, MCLMCInfo
 from gspmd_mcmc.adaptation import correlation
-from gspmd_mcmc.adaptation.mclmc import StepSize, _updated
-from gspmd_mcmc.kernels import metrics
+from gspmd_mcmc.adaptation.mclmc_adaptation import StepSize, _updated
 from gspmd_mcmc.kernels.isokinetic import LEAPFROG, MINIMAL_NORM
+from gspmd_mcmc.kernels.metrics import metric as metrics
 
 init, step = jax.jit(MCLMC.init), jax.jit(MCLMC.step)
 

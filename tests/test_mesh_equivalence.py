@@ -12,9 +12,9 @@ from models import OTHER_KINDS, mesh_of, normal
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import communication, tree
+from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling import chunks, collecting
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
-from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.start import init_chains
 
 NUM_ROWS, NUM_PIXELS, NUM_CLASSES, NUM_CHAINS = 1501, 49, 10, 4

@@ -15,14 +15,14 @@ from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import NUTS, Dense, DenseBlock, Diagonal, LowRank, Rotated, communication, tree
-from gspmd_mcmc.adaptation.low_rank import slot_of
-from gspmd_mcmc.adaptation.metrics import AGREEMENT
-from gspmd_mcmc.kernels import metrics
-from gspmd_mcmc.kernels.metrics_dense import DenseMetric
-from gspmd_mcmc.kernels.metrics_low_rank import LowRankMetric
-from gspmd_mcmc.kernels.metrics_rotated import RotatedMetric
-from gspmd_mcmc.sampling.run_state import advance_chains as advance
+from gspmd_mcmc.adaptation.estimators.diagonal import AGREEMENT
+from gspmd_mcmc.adaptation.estimators.low_rank import slot_of
+from gspmd_mcmc.kernels.metrics import metric as metrics
+from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric
+from gspmd_mcmc.kernels.metrics.low_rank_metric import LowRankMetric
+from gspmd_mcmc.kernels.metrics.rotated_metric import RotatedMetric
 from gspmd_mcmc.placement.layout import read_layout
+from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.tree import pytree
 

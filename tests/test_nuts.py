@@ -13,8 +13,9 @@ from seeds import seed, within
 import gspmd_mcmc as gm
 from gspmd_mcmc import NUTS
 from gspmd_mcmc.diagnostics.rhat import rhat
-from gspmd_mcmc.kernels import metrics, nuts, u_turns
-from gspmd_mcmc.kernels.metrics_dense import DenseMetric
+from gspmd_mcmc.kernels import nuts, u_turns
+from gspmd_mcmc.kernels.metrics import metric as metrics
+from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric
 
 init, step = jax.jit(NUTS.init), jax.jit(NUTS.step)
 

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.placement.agreement import MESSAGE_BYTES
+from gspmd_mcmc.multihost.agreement import MESSAGE_BYTES
 from gspmd_mcmc.sampling import chunks
 
 WORKER = Path(__file__).parent / "processes_worker.py"

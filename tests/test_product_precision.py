@@ -12,10 +12,10 @@ from scipy import stats
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import LowRank, Rotated
-from gspmd_mcmc.kernels import metrics
-from gspmd_mcmc.kernels.metrics_dense import DenseMetric
-from gspmd_mcmc.kernels.metrics_low_rank import LowRankMetric
-from gspmd_mcmc.kernels.metrics_rotated import RotatedMetric
+from gspmd_mcmc.kernels.metrics import metric as metrics
+from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric
+from gspmd_mcmc.kernels.metrics.low_rank_metric import LowRankMetric
+from gspmd_mcmc.kernels.metrics.rotated_metric import RotatedMetric
 from gspmd_mcmc.targets import likelihoods
 from gspmd_mcmc.tree import pytree
 

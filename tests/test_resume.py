@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gspmd_mcmc.sampling.checkpoint import Checkpoints
+from gspmd_mcmc.sampling.encoding import decode, encode
+from gspmd_mcmc.sampling.keeping import Keeper
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.sampling import checkpoint, chunks
-from gspmd_mcmc.sampling.checkpoint import Checkpoints
-from gspmd_mcmc.sampling.encoding import decode, encode
-from gspmd_mcmc.sampling.keeping import Keeper
 from gspmd_mcmc.sampling.run import Run
 
 KEY = jax.random.key(0)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gspmd_mcmc.sampling.keeping import Keeper
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,9 +16,8 @@ from gspmd_mcmc.adaptation import own_step_size, stuck_chains
 from gspmd_mcmc.adaptation.stuck_chains import Move, are_stuck_below
 from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.diagnostics.summary import summarise
-from gspmd_mcmc.sampling import warmup
-from gspmd_mcmc.sampling.keeping import Keeper
 from gspmd_mcmc.placement.layout import Layout
+from gspmd_mcmc.sampling import warmup
 
 KEY = jax.random.key(0)
 MESH = gm.make_mesh(chains=8)

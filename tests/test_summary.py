@@ -14,9 +14,9 @@ from rich.console import Console
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics.extremes import _extreme
-from gspmd_mcmc.diagnostics.rows import named_leaves
 from gspmd_mcmc.diagnostics.summary import summarise
 from gspmd_mcmc.diagnostics.summary_views import _rounded
+from gspmd_mcmc.diagnostics.table import named_leaves
 
 arviz = pytest.importorskip("arviz_stats.base").array_stats
 

@@ -12,8 +12,8 @@ from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.adaptation.adaptation import Transition
-from gspmd_mcmc.sampling import defaults
 from gspmd_mcmc.placement.layout import Layout
+from gspmd_mcmc.sampling import defaults
 
 KEY = jax.random.key(seed(0))
 MESH = gm.make_mesh(chains=2, data=4)

@@ -28,7 +28,7 @@ from benchmarks.validation.kernels import SETTINGS, Setting
 from gspmd_mcmc import tree
 from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_mean
 from gspmd_mcmc.diagnostics.rhat import rhat
-from gspmd_mcmc.kernels import metrics
+from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.sampling.defaults import warmup_for
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import PyTree

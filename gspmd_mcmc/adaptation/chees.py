@@ -19,12 +19,12 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import adam, dual_averaging, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Adaptation, Transition, Window
 from gspmd_mcmc.adaptation.criterion import ChangeOfSquares, Criterion, Trajectories
-from gspmd_mcmc.adaptation.metrics import Diagonal
+from gspmd_mcmc.adaptation.estimators.diagonal import Diagonal
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
 from gspmd_mcmc.adaptation.window import first_metric
-from gspmd_mcmc.kernels import metrics
 from gspmd_mcmc.kernels.hmc import HMC
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
+from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.tree import PyTree, each_chain, like_position, pytree, static
 
 # Where windows end, in parts of warm-up. The first finds the posterior, with no metric yet; five learn

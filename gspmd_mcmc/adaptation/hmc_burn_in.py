@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation import batches
+from gspmd_mcmc.adaptation import batch_means
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Adaptation, Stage, Transition
 from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState, first_metric
 from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState, OneLeapfrog
@@ -122,7 +122,7 @@ class HMCBurnIn(Adaptation):
 
     def init(self, kernel: Kernel, states: Any) -> HMCBurnInState:
         """Return the state before any step."""
-        dimension = batches.dimension_of_chain(kernel, states.position)
+        dimension = batch_means.dimension_of_chain(kernel, states.position)
         hmc = tree.replace(kernel, step_size=kernel.step_size / math.sqrt(dimension))
         return HMCBurnInState(self.by_window.init(hmc, states), dimension)
 
@@ -195,7 +195,7 @@ class AfterHMCBurnIn(Adaptation):
 
     def stages(self, num_warmup: int) -> list[Stage]:
         """Cut warm-up: the burn-in, until it has learned a metric; then those of the kernel."""
-        windows = batches.windows(num_warmup, self.learns_metric)
+        windows = batch_means.windows(num_warmup, self.learns_metric)
         is_last = [w.learns_metric == self.learns_metric for w in windows]
         count = is_last.index(True) + 1 if True in is_last else len(windows)
         burn_in = HMCBurnIn(self.by_hmc, self.first_length)
@@ -207,5 +207,5 @@ class AfterHMCBurnIn(Adaptation):
 
     def arrived(self, kernel: Kernel, states: Any) -> Kernel:
         """Return the kernel with a first step size for where the burn-in has led."""
-        dimension = batches.dimension_of_chain(kernel, states.position)
-        return tree.replace(kernel, step_size=batches.first_step_size(kernel, states, dimension))
+        dimension = batch_means.dimension_of_chain(kernel, states.position)
+        return tree.replace(kernel, step_size=batch_means.first_step_size(kernel, states, dimension))

@@ -15,7 +15,8 @@ from gspmd_mcmc.diagnostics.columns import check_draws
 from gspmd_mcmc.diagnostics.extremes import SIGNS, Extreme, extreme, is_beyond
 from gspmd_mcmc.diagnostics.nested_rhat import nested_rhat, rank_nested_rhat
 from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS, rhat
-from gspmd_mcmc.diagnostics.rows import (
+from gspmd_mcmc.diagnostics.statistics import Statistics, statistics
+from gspmd_mcmc.diagnostics.table import (
     SMALL_LEAF,
     Row,
     element,
@@ -24,10 +25,9 @@ from gspmd_mcmc.diagnostics.rows import (
     row_of_large,
     rows_of_small,
 )
-from gspmd_mcmc.diagnostics.statistics import Statistics, statistics
 from gspmd_mcmc.diagnostics.together import by_name
+from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import on_any_mesh
-from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.tree import PyTree
 
 MAX_ROWS = 20

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from gspmd_mcmc.diagnostics.rows import Row
+from gspmd_mcmc.diagnostics.table import Row
 
 WIDTH = 100  # of warnings, in characters
 ALL_WELL = "Nothing to warn of."

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_mcmc.diagnostics.rows import SMALL_LEAF
-from gspmd_mcmc.placement.processes import to_host
+from gspmd_mcmc.diagnostics.table import SMALL_LEAF
+from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.tree import PyTree
 
 

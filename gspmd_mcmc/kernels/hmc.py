@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels import metrics, settings
+from gspmd_mcmc.kernels import settings
 from gspmd_mcmc.kernels.integrators import PhasePoint, integrate, velocity_verlet_with_terms
 from gspmd_mcmc.kernels.kernel import Info, Kernel
+from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.targets import checks, independence, local
 from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
 from gspmd_mcmc.tree import Pad, PyTree, derived, like_position, pytree, set_fields, static

@@ -26,8 +26,9 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels import metrics, settings
+from gspmd_mcmc.kernels import settings
 from gspmd_mcmc.kernels.integrators import PhasePoint
+from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import PyTree, pytree
 

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels import hmc, isokinetic, metrics, settings
+from gspmd_mcmc.kernels import hmc, isokinetic, settings
 from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR, HMCState
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.isokinetic import MINIMAL_NORM, Span, Splitting
 from gspmd_mcmc.kernels.jittered_hmc import spread
 from gspmd_mcmc.kernels.kernel import Info, Kernel
+from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.targets import checks, local
 from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
 from gspmd_mcmc.tree import PyTree, like_position, pytree, set_fields, static

@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels import hmc, metrics, settings, u_turns
+from gspmd_mcmc.kernels import hmc, settings, u_turns
 from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR, HMCState
 from gspmd_mcmc.kernels.integrators import PhasePoint, velocity_verlet_with_terms
 from gspmd_mcmc.kernels.kernel import Info, Kernel
+from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.kernels.u_turns import BLOCK, Path
 from gspmd_mcmc.targets import checks, local
 from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_mcmc.kernels import metrics
-from gspmd_mcmc.kernels.metrics_leaves import check_positive, check_shapes
+from gspmd_mcmc.kernels.metrics import metric as metrics
+from gspmd_mcmc.kernels.metrics.leaves import check_positive, check_shapes
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.targets.anywhere import no_context_mesh, on_any_mesh
 from gspmd_mcmc.targets.target import Target

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_mcmc.placement.processes import to_host
+from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.tree import PyTree, path_str, pytree, static
 
 

@@ -9,12 +9,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspmd_mcmc.placement.agreement import require_agreement
+from gspmd_mcmc.multihost.agreement import require_agreement
+from gspmd_mcmc.multihost.processes import is_local, spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.numbers import check_numbers, wrong_integers
 from gspmd_mcmc.placement.padding import Padded, is_padded, padded_rows, real_rows
 from gspmd_mcmc.placement.positional import PositionalSharding
-from gspmd_mcmc.placement.processes import is_local, spans_processes
 from gspmd_mcmc.tree import PyTree, path_str
 
 

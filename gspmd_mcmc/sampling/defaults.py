@@ -7,10 +7,10 @@ from typing import Any
 import jax
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
-from gspmd_mcmc.adaptation.dense import Dense
-from gspmd_mcmc.adaptation.mams import MAMSAdaptation
-from gspmd_mcmc.adaptation.mclmc import MCLMCAdaptation
-from gspmd_mcmc.adaptation.metrics import Diagonal
+from gspmd_mcmc.adaptation.estimators.dense import Dense
+from gspmd_mcmc.adaptation.estimators.diagonal import Diagonal
+from gspmd_mcmc.adaptation.mams_adaptation import MAMSAdaptation
+from gspmd_mcmc.adaptation.mclmc_adaptation import MCLMCAdaptation
 from gspmd_mcmc.adaptation.snaper import SNAPERAdaptation
 from gspmd_mcmc.adaptation.window import WindowAdaptation
 from gspmd_mcmc.kernels.hmc import HMC

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.layout import Layout
-from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets.local import zero_pad
 from gspmd_mcmc.tree import PyTree, path_str
 

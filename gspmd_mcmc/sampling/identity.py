@@ -14,9 +14,9 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.kernels.kernel import Kernel
-from gspmd_mcmc.placement.agreement import require_agreement
+from gspmd_mcmc.multihost.agreement import require_agreement
+from gspmd_mcmc.multihost.processes import is_local
 from gspmd_mcmc.placement.layout import Layout
-from gspmd_mcmc.placement.processes import is_local
 from gspmd_mcmc.targets.rows import Rows
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import path_str

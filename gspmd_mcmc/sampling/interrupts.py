@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from gspmd_mcmc.placement.agreement import least
+from gspmd_mcmc.multihost.agreement import least
 
 
 class Stop:

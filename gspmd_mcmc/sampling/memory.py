@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from gspmd_mcmc.diagnostics.rows import named_leaves
+from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.sampling.run import Run
 from gspmd_mcmc.tree import path_str
 from gspmd_mcmc.views.units import bytes_text

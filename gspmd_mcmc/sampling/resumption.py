@@ -17,9 +17,9 @@ from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.errors import CheckpointNotSaved, Preempted, SamplingWarning
 from gspmd_mcmc.kernels.kernel import Kernel
-from gspmd_mcmc.placement.agreement import least, naming_lost
+from gspmd_mcmc.multihost.agreement import least, naming_lost
+from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.layout import Layout
-from gspmd_mcmc.placement.processes import spans_processes, to_host
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.identity import Facts, require_same, row_cuts
 from gspmd_mcmc.sampling.interrupts import Stop, stop_on_interrupt

@@ -16,12 +16,12 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage
 from gspmd_mcmc.adaptation.stuck_chains import Move, are_stuck_below
-from gspmd_mcmc.diagnostics.rows import named_leaves
+from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.errors import SamplingWarning
 from gspmd_mcmc.kernels.kernel import Kernel
-from gspmd_mcmc.placement.agreement import least
+from gspmd_mcmc.multihost.agreement import least
+from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.layout import Layout
-from gspmd_mcmc.placement.processes import spans_processes, to_host
 from gspmd_mcmc.sampling.buffers import HostDraws, capacity
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.interrupts import Stop

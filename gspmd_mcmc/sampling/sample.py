@@ -8,9 +8,9 @@ import jax
 from jax.sharding import Mesh
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
+from gspmd_mcmc.multihost.processes import spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.layout import Layout, read_layout
-from gspmd_mcmc.placement.processes import spans_processes
 from gspmd_mcmc.sampling import arguments, defaults, identity, resumption
 from gspmd_mcmc.sampling import start as starts
 from gspmd_mcmc.sampling.draws import Draws

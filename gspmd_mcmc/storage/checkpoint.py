@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from gspmd_mcmc.errors import CheckpointNotSaved, SamplingWarning
 from gspmd_mcmc.extras import need
-from gspmd_mcmc.placement.agreement import on_first
+from gspmd_mcmc.multihost.agreement import on_first
 from gspmd_mcmc.storage.lock import FolderLock, Locked
 
 NUM_KEPT = 2

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_mcmc.diagnostics.rows import named_leaves
+from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.extras import need
-from gspmd_mcmc.placement.processes import is_local, local_part
+from gspmd_mcmc.multihost.processes import is_local, local_part
 from gspmd_mcmc.tree import PyTree
 
 POSTERIOR, STATS = "posterior", "sample_stats"

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import SequenceKey
 
-from gspmd_mcmc.diagnostics.rows import named_leaves
+from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.extras import need
-from gspmd_mcmc.placement.agreement import of_all, on_first
+from gspmd_mcmc.multihost.agreement import of_all, on_first
 from gspmd_mcmc.storage.datatree import ARVIZ_NAMES, POSTERIOR, STATS, disk_names
 from gspmd_mcmc.storage.lock import NAME as LOCK
 from gspmd_mcmc.storage.lock import FolderLock, Locked

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey
 
+from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.padding import Padded, is_padded, real_rows
-from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets.bijections import constrain
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspmd_mcmc.placement.processes import to_host
+from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.padding import Padded, is_padded
-from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets.rows import Rows
 from gspmd_mcmc.tree import PyTree, is_traced, path_str, pytree, static
 

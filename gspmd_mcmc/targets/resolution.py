@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
 
-from gspmd_mcmc.placement.processes import to_host
+from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.targets.bijections import ByModel, bijection_at
 from gspmd_mcmc.tree import PyTree, path_str
 

@@ -10,12 +10,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc.multihost.processes import put
 from gspmd_mcmc.placement import padding
 from gspmd_mcmc.placement.explicit import no_context_mesh
 from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.numbers import as_array
 from gspmd_mcmc.placement.padding import Padded, is_padded
-from gspmd_mcmc.placement.processes import put
 from gspmd_mcmc.tree import PyTree, is_traced, path_str
 
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_mcmc.diagnostics.rows import free_name, named_leaves
-from gspmd_mcmc.placement.processes import to_host
+from gspmd_mcmc.diagnostics.table import free_name, named_leaves
+from gspmd_mcmc.multihost.processes import to_host
 
 LOG_DENSITY = "log_density"
 

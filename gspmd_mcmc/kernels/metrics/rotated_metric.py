@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels.metrics_leaves import (
+from gspmd_mcmc.kernels.metrics.leaves import (
     check_named,
     check_positive,
     check_shapes,

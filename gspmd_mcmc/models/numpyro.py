@@ -19,10 +19,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.numbers import as_array, check_leaves
 from gspmd_mcmc.placement.padding import is_padded
-from gspmd_mcmc.placement.processes import to_host
 from gspmd_mcmc.targets import independence
 from gspmd_mcmc.targets.bijections import ByModel, bijection_for, bijection_of, log_jacobian_of
 from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates, unpadded

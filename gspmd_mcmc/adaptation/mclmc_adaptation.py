@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation import batches, stuck_chains
+from gspmd_mcmc.adaptation import batch_means, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition
-from gspmd_mcmc.adaptation.batches import Length
+from gspmd_mcmc.adaptation.batch_means import Length
 from gspmd_mcmc.adaptation.dual_averaging import LEAST_STEP_SIZE, MOST_STEP_SIZE
 from gspmd_mcmc.adaptation.hmc_burn_in import AfterHMCBurnIn
 from gspmd_mcmc.kernels.mclmc import MCLMC
@@ -148,7 +148,7 @@ class MCLMCAdaptation(AfterHMCBurnIn):
     ) -> MCLMCAdaptationState:
         """Take in one step of all chains; a few numbers are summed over them, once."""
         positions = transition.after.position
-        desired = self.energy_variance * batches.dimension_of_chain(kernel, positions)
+        desired = self.energy_variance * batch_means.dimension_of_chain(kernel, positions)
         moments = state.moments
         if self.learns_metric:
             moments = self.metric.update(moments, positions)
@@ -170,8 +170,8 @@ class MCLMCAdaptation(AfterHMCBurnIn):
         """End a window: a new metric, or the length that suits."""
         if learns_metric:
             return self._with_metric(state, kernel, states)
-        count = batches.dimension_of_chain(kernel, states.position)
-        time = batches.correlation_time(state.trajectory_length.batches, count)
+        count = batch_means.dimension_of_chain(kernel, states.position)
+        time = batch_means.correlation_time(state.trajectory_length.batches, count)
         length = state.trajectory_length.ended(LENGTH_FACTOR * time * state.step_size.value)
         return tree.replace(state, trajectory_length=length)
 
@@ -180,7 +180,7 @@ class MCLMCAdaptation(AfterHMCBurnIn):
     ) -> MCLMCAdaptationState:
         """Learn the metric; the step size is to turn directions as much as in the old one."""
         metric = self.metric.final(state.moments, states.position)
-        change = batches.change_of_scale(self.tuned(kernel, state), metric, states)
+        change = batch_means.change_of_scale(self.tuned(kernel, state), metric, states)
         return tree.replace(
             state,
             step_size=_restarted(change * state.step_size.value),

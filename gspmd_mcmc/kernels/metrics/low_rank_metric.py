@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels.metrics_leaves import (
+from gspmd_mcmc.kernels.metrics.leaves import (
     as_array,
     check_positive,
     check_shapes,

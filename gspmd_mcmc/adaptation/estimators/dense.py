@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import moments as streaming
-from gspmd_mcmc.adaptation.metrics import (
+from gspmd_mcmc.adaptation.estimators.diagonal import (
     PRIOR_VARIANCE,
     agrees,
     deviation,
@@ -17,8 +17,8 @@ from gspmd_mcmc.adaptation.metrics import (
     regularised_variance,
     weight_of_draws,
 )
-from gspmd_mcmc.kernels.metrics_dense import DenseMetric, Groups, read_groups
-from gspmd_mcmc.kernels.metrics_leaves import names_of, product
+from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric, Groups, read_groups
+from gspmd_mcmc.kernels.metrics.leaves import names_of, product
 from gspmd_mcmc.moments import Moments
 from gspmd_mcmc.tree import PyTree, each_chain, pytree, set_fields, static
 

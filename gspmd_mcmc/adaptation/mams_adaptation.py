@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation import batches
+from gspmd_mcmc.adaptation import batch_means
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition
-from gspmd_mcmc.adaptation.batches import Length
+from gspmd_mcmc.adaptation.batch_means import Length
 from gspmd_mcmc.adaptation.hmc_burn_in import AfterHMCBurnIn
 from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState
 from gspmd_mcmc.kernels.mams import MAMS
@@ -139,7 +139,7 @@ class MAMSAdaptation(AfterHMCBurnIn):
         length = state.trajectory_length
         if not learns_metric:
             distance = self.final(kernel, state).trajectory_length
-            measured = LENGTH_FACTOR * batches.slowest_correlation_time(length.batches) * distance
+            measured = LENGTH_FACTOR * batch_means.slowest_correlation_time(length.batches) * distance
             # Where the metric's units are the target's, no length that is shorter is better.
             least = length.value if self.learns_metric else 0
             length = length.ended(jnp.maximum(measured, least))

@@ -11,7 +11,7 @@ from jax.scipy.linalg import solve_triangular
 from jax.sharding import NamedSharding
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels.metrics_leaves import (
+from gspmd_mcmc.kernels.metrics.leaves import (
     as_array,
     check_named,
     check_positive,

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import moments as streaming
-from gspmd_mcmc.adaptation.metrics import like, regularised_variance
-from gspmd_mcmc.kernels.metrics_rotated import (
+from gspmd_mcmc.adaptation.estimators.diagonal import like, regularised_variance
+from gspmd_mcmc.kernels.metrics.rotated_metric import (
     RotatedMetric,
     Rotations,
     check_rotations,

@@ -21,15 +21,15 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import moments as streaming
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation.metrics import (
+from gspmd_mcmc.adaptation.estimators.diagonal import (
     agrees,
     deviation,
     like,
     own_variance,
     pooled_variance,
 )
-from gspmd_mcmc.kernels.metrics_leaves import product
-from gspmd_mcmc.kernels.metrics_low_rank import LowRankMetric
+from gspmd_mcmc.kernels.metrics.leaves import product
+from gspmd_mcmc.kernels.metrics.low_rank_metric import LowRankMetric
 from gspmd_mcmc.moments import Moments
 from gspmd_mcmc.tree import Pad, PyTree, like_position, pytree, set_fields, static
 

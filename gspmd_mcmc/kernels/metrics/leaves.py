@@ -18,8 +18,8 @@ from gspmd_mcmc.tree import PyTree
 product = partial(jnp.tensordot, precision=jax.lax.Precision.HIGHEST)
 NO_MATRIX = (
     "A tree like the position holds a variance for each number. A covariance matrix becomes a metric "
-    "by gspmd_mcmc.kernels.metrics_dense.DenseMetric.of_covariances(variances, {names: matrix}); one "
-    "such as Dense() is learned: sample(metric=Dense())"
+    "by DenseMetric.of_covariances(variances, {names: matrix}), of gspmd_mcmc.kernels.metrics.dense_metric; "
+    "one such as Dense() is learned: sample(metric=Dense())"
 )
 
 

@@ -18,13 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.placement.explicit import on_any_mesh
-from gspmd_mcmc.placement.padding import is_padded, refuse_padded
-from gspmd_mcmc.targets import sharded
-from gspmd_mcmc.targets.checks import CONSTANT_BYTES, check_key
-from gspmd_mcmc.targets.conditioning import condition
-from gspmd_mcmc.targets.functions import as_partial, name_of_function
-from gspmd_mcmc.targets.joint_parts import (
+from gspmd_mcmc.models import sharded
+from gspmd_mcmc.models.conditioning import condition
+from gspmd_mcmc.models.joint_parts import (
     END,
     check_name,
     check_part,
@@ -39,9 +35,13 @@ from gspmd_mcmc.targets.joint_parts import (
     taken_by,
     trace,
 )
+from gspmd_mcmc.models.sharded import Sharded, check_value, is_distribution, shown, unpad
+from gspmd_mcmc.placement.explicit import on_any_mesh
+from gspmd_mcmc.placement.padding import is_padded, refuse_padded
+from gspmd_mcmc.targets.checks import CONSTANT_BYTES, check_key
+from gspmd_mcmc.targets.functions import as_partial, name_of_function
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.retracing import Function
-from gspmd_mcmc.targets.sharded import Sharded, check_value, is_distribution, shown, unpad
 from gspmd_mcmc.tree import is_staging, pytree, set_fields, static
 
 Parts = Generator[tuple[str, Any], Any, None]

@@ -10,13 +10,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspmd_mcmc.placement.agreement import counts_of_all, require_agreement
+from gspmd_mcmc.multihost.agreement import counts_of_all, require_agreement
+from gspmd_mcmc.multihost.processes import spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.numbers import check_leaves, check_numbers
 from gspmd_mcmc.placement.padding import Padded, padded_rows
 from gspmd_mcmc.placement.place import check_spec, converted
-from gspmd_mcmc.placement.processes import spans_processes
 from gspmd_mcmc.tree import PyTree, path_str
 
 Reader = Callable[[int, int], Any]

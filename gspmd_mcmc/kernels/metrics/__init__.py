@@ -1,0 +1,1 @@
+"""Inverse mass matrices: what each does to momenta, leaf by leaf."""

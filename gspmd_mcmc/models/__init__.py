@@ -1,0 +1,1 @@
+"""Models written elsewhere: NumPyro models, joint distributions, and distributions laid over a mesh."""

@@ -1,0 +1,1 @@
+"""Several processes: who is here, what all of them must agree on, and what each holds."""
