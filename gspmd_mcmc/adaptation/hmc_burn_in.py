@@ -164,7 +164,7 @@ class HMCBurnIn(Adaptation):
         return tree.replace(
             kernel,
             step_size=root * kernel.step_size,
-            trajectory_length=jnp.full_like(kernel.trajectory_length, self.first_length * root),
+            trajectory_length=jnp.full_like(kernel.step_size, self.first_length * root),
         )
 
 

@@ -10,6 +10,7 @@ import jax
 
 from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.sampling.run import Run
+from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import path_str
 from gspmd_mcmc.views.units import bytes_text
@@ -84,8 +85,10 @@ def _smaller_tiles(run: Run, error: str) -> str:
         free = memory["bytes_limit"] - memory.get("bytes_in_use", 0)
         share = min(0.5, 0.5 * free / max(int(asked[1]), 1))
     target, layout, told = run.target, run.layout, ""
+    if not isinstance(target, Posterior):
+        return told
     shapes = [jax.ShapeDtypeStruct(*shape) for shape in layout.shapes]
-    params = jax.eval_shape(target.params, layout.treedef.unflatten(shapes)) if target.plates else None
+    params = jax.eval_shape(target.params, layout.treedef.unflatten(shapes))
     for plate in target.plates:
         rows = plate.rows_of_tile(params, target.hidden_from(plate, params))
         smaller = f"Plate(..., tile_rows={max(1, int(rows * share))})"

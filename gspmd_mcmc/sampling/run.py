@@ -1,7 +1,6 @@
 """A run: warm-up, then sampling, in chunks of steps of about a second."""
 
 import contextlib
-import itertools
 import json
 import signal
 import threading
@@ -353,7 +352,8 @@ class WarmUp:
     def _windows(self) -> Iterator[Window]:
         """Begin windows, and end them and their stages when the caller has taken their steps."""
         run, number = self.run, 0
-        for stage, following in itertools.pairwise([*run.stages, None]):
+        followers = [*(stage.adaptation for stage in run.stages[1:]), None]
+        for stage, following in zip(run.stages, followers, strict=True):
             numbered, before = list(enumerate(stage.windows, number)), NONE
             number += len(numbered)
             if run.done.num_windows > number:
@@ -370,7 +370,7 @@ class WarmUp:
                 end_stage,
                 stage.adaptation,
                 run.fixed,
-                following=None if following is None or run.stop.is_asked else following.adaptation,
+                following=None if run.stop.is_asked else following,
                 learns_metric=None if is_cut else stage.windows[-1].learns_metric,
             )
             if run.stop.is_asked:

@@ -211,7 +211,8 @@ def run_roles(adaptation: Adaptation, run: RunState, layout: Layout) -> Any:
             step_size=found(run.kernel.step_size, of_each_chain=True),
             inverse_mass_matrix=found(metric, role=like_position, of_each_chain=True),
         )
-    return RunState(
+    return tree.replace(
+        run,
         kernel=kernel,
         states=found(run.states, of_each_chain=True),
         tuning=found(run.tuning, of_each_chain=adaptation.is_per_chain),
@@ -255,7 +256,7 @@ def set_up(
     """
     kernel = adaptation.prepare(kernel, states)
     zero, per_chain = jnp.zeros((), jnp.int32), jnp.zeros(fixed.layout.num_chains, jnp.int32)
-    first_step = jnp.asarray(first_step, jnp.int32)
+    num_steps = jnp.asarray(first_step, jnp.int32)
     traced = {name: getattr(kernel, name) for name in adaptation.traced}
     traced |= dict.fromkeys(OF_CHAINS, states.log_density)
     run = RunState(
@@ -264,7 +265,7 @@ def set_up(
         states=states,
         tuning=first.init(kernel, states),
         traces={name: jnp.zeros((*x.shape, size + 1), x.dtype) for name, x in traced.items()},
-        counters=Counters(first_step, zero, zero, zero, per_chain, per_chain, per_chain),
+        counters=Counters(num_steps, zero, zero, zero, per_chain, per_chain, per_chain),
         draws=(),
     )
     return fixed.moved(first, run)

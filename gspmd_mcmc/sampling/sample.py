@@ -37,13 +37,13 @@ from gspmd_mcmc.tree import PyTree, path_str
 
 def _is_count(least: int) -> tuple[type[Exception], Callable[[Any], bool], str]:
     def holds(x: Any) -> bool:
-        return isinstance(x, Integral) and not isinstance(x, bool) and x >= least
+        return isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= least
 
     return ValueError, holds, f"an integer of at least {least}"
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, Real) and not isinstance(x, bool) and x >= 0
+    return isinstance(x, Real) and not isinstance(x, bool) and float(x) >= 0
 
 
 # Of each argument the error to raise, what holds of a good value, and what is expected.
