@@ -286,7 +286,8 @@ class Run:
     def _warmup_summary(self) -> dict[str, Any]:
         """Return what `Draws.warmup` holds."""
         count = int(self.done.num_warmup)
-        traces = {k: np.asarray(to_host(x))[..., :count] for k, x in self.state.traces.items()}
+        by_name = self.state.traces["chains"] | self.state.traces["kernel"]
+        traces = {name: np.asarray(to_host(x))[..., :count] for name, x in by_name.items()}
         return traces | {
             "num_divergent": np.asarray(self.done.warmup_divergent),
             "leapfrogs": int(np.asarray(self.done.leapfrogs, np.int64).sum()),
@@ -369,7 +370,7 @@ class WarmUp:
         if run.state.kernel.is_per_chain:
             return
         count = int(run.done.num_warmup)
-        seen = to_host(run.state.traces["acceptance_rate"])[:, :count]
+        seen = to_host(run.state.traces["chains"]["acceptance_rate"])[:, :count]
         before = to_host(run.state.states.log_density)
         is_stuck = are_stuck_below(seen, before)
         if not is_stuck.any():

@@ -19,14 +19,12 @@ from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.targets.local import is_row_values, unwrap
 from gspmd_mcmc.targets.target import Target
-from gspmd_mcmc.tree import PyTree, Role, pytree, roles
+from gspmd_mcmc.tree import PyTree, pytree, roles
 
 # Folded into a step's key: sets apart what happens between windows from the step's own two keys.
 BEGIN, HELP = 2, 3
 # What the window before was when another begins: there was none, its metric was held, or learned.
 NONE, HELD, LEARNED = range(3)
-# Traces of what each chain has; the others are the kernel's numbers.
-OF_CHAINS = ("acceptance_rate", "log_density")
 
 
 @pytree
@@ -69,7 +67,8 @@ class RunState:
     tuning
         The state of the adaptation.
     traces
-        Of warm-up by name, [steps] or [chains, steps], with a place at the end for steps after it.
+        Of warm-up, with a place at the end for steps after it: ``"chains"``, by name [chains, steps],
+        and ``"kernel"``, its numbers by name, [steps] or, of a kernel per chain, [chains, steps].
     counters
         Where the run is.
     draws
@@ -79,7 +78,7 @@ class RunState:
     kernel: Any
     states: Any
     tuning: Any
-    traces: dict[str, jax.Array]
+    traces: dict[str, dict[str, jax.Array]]
     counters: Counters
     draws: PyTree
 
@@ -87,28 +86,22 @@ class RunState:
 def run_roles(adaptation: Adaptation | None, run: RunState, layout: Layout) -> Any:
     """Return what each array of a run is, as its parts declare it: a tree of roles like the run."""
     found = partial(roles, position=layout.treedef)
-    kernel = found(run.kernel)
-    if run.kernel.is_per_chain:
-        tuned = {
-            "step_size": found(run.kernel.step_size, of_each_chain=True),
-            "inverse_mass_matrix": found(
-                run.kernel.inverse_mass_matrix,
-                role=Role(is_like_position=True),
-                of_each_chain=True,
-            ),
-        }
+    kernel, is_per_chain = found(run.kernel), run.kernel.is_per_chain
+    if is_per_chain:
+        own = found(run.kernel, of_each_chain=True)
+        tuned = {"step_size": own.step_size, "inverse_mass_matrix": own.inverse_mass_matrix}
         kernel = tree.replace(kernel, **tuned)
-    per_chain, whole = Role(has_chains=True), Role()
-    of_kernel = per_chain if run.kernel.is_per_chain else whole
-    traces = {name: per_chain if name in OF_CHAINS else of_kernel for name in run.traces}
     return tree.replace(
         run,
         kernel=kernel,
         states=found(run.states, of_each_chain=True),
         tuning=found(run.tuning, of_each_chain=adaptation is not None and adaptation.is_per_chain),
-        traces=traces,
+        traces={
+            "chains": found(run.traces["chains"], of_each_chain=True),
+            "kernel": found(run.traces["kernel"], of_each_chain=is_per_chain),
+        },
         counters=found(run.counters),
-        draws=jax.tree.map(lambda _: per_chain, run.draws),
+        draws=found(run.draws, of_each_chain=True),
     )
 
 
@@ -223,14 +216,16 @@ def set_up(
     counters = Counters(
         jnp.asarray(first_step, jnp.int32), zero, zero, zero, per_chain, per_chain, per_chain
     )
-    traced = {name: getattr(kernel, name) for name in adaptation.traced}
-    traced |= dict.fromkeys(OF_CHAINS, states.log_density)
+    traced = {
+        "chains": dict.fromkeys(("acceptance_rate", "log_density"), states.log_density),
+        "kernel": {name: getattr(kernel, name) for name in adaptation.traced},
+    }
     run = RunState(
         # Copies: a program that is given the run takes its buffers over, and these may be a user's.
         kernel=jax.tree.map(jnp.copy, tree.replace(kernel, target=None)),
         states=states,
         tuning=() if first is None else first.init(kernel, states),
-        traces={name: jnp.zeros((*x.shape, size + 1), x.dtype) for name, x in traced.items()},
+        traces=jax.tree.map(lambda x: jnp.zeros((*x.shape, size + 1), x.dtype), traced),
         counters=counters,
         draws=(),
     )
@@ -452,14 +447,17 @@ def _collect(target: Target, collect: Partial, position: PyTree, info: Info) -> 
     return values if collect.func is keep_position else collect(unwrap(values), info)
 
 
-def _traced(run: RunState, states, info: Info, is_warmup) -> dict[str, jax.Array]:
-    of_chains = {"acceptance_rate": info.acceptance_rate, "log_density": states.log_density}
-    traces = {}
-    for name, trace in run.traces.items():
-        value = of_chains[name] if name in of_chains else getattr(run.kernel, name)
+def _traced(run: RunState, states, info: Info, is_warmup) -> dict[str, dict[str, jax.Array]]:
+    values = {
+        "chains": {"acceptance_rate": info.acceptance_rate, "log_density": states.log_density},
+        "kernel": {name: getattr(run.kernel, name) for name in run.traces["kernel"]},
+    }
+
+    def write(trace, value):
         at = jnp.where(is_warmup, run.counters.num_warmup, trace.shape[-1] - 1)
-        traces[name] = _write(trace, value, axis=trace.ndim - 1, at=at)
-    return traces
+        return _write(trace, value, axis=trace.ndim - 1, at=at)
+
+    return jax.tree.map(write, run.traces, values)
 
 
 def _counted(counters: Counters, info: Info, is_warmup, is_kept) -> Counters:
