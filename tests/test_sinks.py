@@ -19,7 +19,7 @@ from jax.tree_util import Partial
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics import columns, rhat
-from gspmd_mcmc.sampling import chunks, collecting
+from gspmd_mcmc.sampling import run as runs
 from gspmd_mcmc.sampling.reporting import Report
 from gspmd_mcmc.storage import datatree, lock, zarr_store
 from gspmd_mcmc.storage.saved_draws import SavedArray, nodes_of
@@ -101,7 +101,7 @@ def test_neither_chunks_nor_the_time_between_writes_change_draws(
     tmp_path, in_memory, monkeypatch, size
 ):
     """Written at every chunk, chunks of many lengths, which files on disk do not fit."""
-    monkeypatch.setattr(chunks, "next_size", lambda count, seconds: size)
+    monkeypatch.setattr(runs, "next_size", lambda count, seconds: size)
     draws = run(sink(tmp_path / "draws", flush_seconds=0))
     assert_equal(draws.position, in_memory["1"].position)
     assert_equal(draws.stats, in_memory["1"].stats)
@@ -313,7 +313,7 @@ def test_a_run_can_be_watched(tmp_path, in_memory, monkeypatch):
             assert gm.open_draws(tmp_path / "draws").num_draws >= seen[-1].shape[1]
 
     monkeypatch.setattr(Report, "advance", look)
-    monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 5)
+    monkeypatch.setattr(runs, "next_size", lambda count, seconds: 5)
     run(sink(tmp_path / "draws"))
     counts = [x.shape[1] for x in seen]
     assert counts == sorted(counts) and len(set(counts)) > 2
@@ -403,12 +403,12 @@ def test_a_sink_changes_no_program(tmp_path, monkeypatch):
     """A chunk with two buffers of two draws is the chunk of a run that keeps two draws in memory."""
     programs = []
 
-    def lowered(*arguments, inner=collecting._chunk, **static):
+    def lowered(*arguments, inner=runs.advance, **static):
         programs.append(inner.lower(*arguments, **static).compile().as_text())
         return inner(*arguments, **static)
 
-    monkeypatch.setattr(collecting, "_chunk", lowered)
-    monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 50)
+    monkeypatch.setattr(runs, "advance", lowered)
+    monkeypatch.setattr(runs, "next_size", lambda count, seconds: 50)
     run(gm.ZarrSink(tmp_path / "draws"), "2x4", num_samples=4)
     with_sink = programs.pop()
     run(mesh="2x4", num_samples=2)
@@ -427,7 +427,7 @@ def no_compute(monkeypatch):
     def fail(*arguments, **named):
         raise AssertionError("something was computed")
 
-    monkeypatch.setattr(collecting, "_chunk", fail)
+    monkeypatch.setattr(runs, "advance", fail)
     monkeypatch.setattr("gspmd_mcmc.sampling.sample._start", fail)
 
 
@@ -559,7 +559,7 @@ def test_what_was_not_committed_is_not_seen(tmp_path, in_memory, monkeypatch, wh
             commits.append(document["attributes"]["num_draws"])
 
     monkeypatch.setattr(zarr_store, "replace_file", replace)
-    monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 5)
+    monkeypatch.setattr(runs, "next_size", lambda count, seconds: 5)
     with pytest.raises((Killed, gm.DrawsNotSaved)):
         run(sink(tmp_path / "draws"))
     assert commits[0] == 0 and commits[-1] > 0
@@ -569,7 +569,7 @@ def test_what_was_not_committed_is_not_seen(tmp_path, in_memory, monkeypatch, wh
 def test_a_full_disk_ends_the_run_soon_and_keeps_what_is_there(tmp_path, in_memory, monkeypatch):
     chunks_run = []
     monkeypatch.setattr(Report, "advance", lambda *arguments, **named: chunks_run.append(1))
-    monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 5)
+    monkeypatch.setattr(runs, "next_size", lambda count, seconds: 5)
 
     def write(array, buffer, start, count, first, inner=zarr_store.write_shards):
         if first >= 10:
@@ -598,7 +598,7 @@ def small_disk(tmp_path):
 
 
 def test_a_disk_that_is_really_full(small_disk, in_memory, monkeypatch):
-    monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 100)
+    monkeypatch.setattr(runs, "next_size", lambda count, seconds: 100)
     to = gm.ZarrSink(small_disk / "draws", flush_seconds=0)
     with pytest.raises(gm.DrawsNotSaved, match="draws could not be written") as error:
         run(to, num_samples=4000)
@@ -618,7 +618,7 @@ def test_an_error_of_the_run_keeps_what_was_given(tmp_path, in_memory, monkeypat
 
     seen: list = []
     monkeypatch.setattr(Report, "advance", interrupted)
-    monkeypatch.setattr(chunks, "next_size", lambda count, seconds: 5)
+    monkeypatch.setattr(runs, "next_size", lambda count, seconds: 5)
     with pytest.raises(KeyboardInterrupt):
         run(sink(tmp_path / "draws"))
     num_draws = gm.open_draws(tmp_path / "draws").num_draws

@@ -71,7 +71,11 @@ class Kernel(ABC):
 
     @abstractmethod
     def init(self, position: PyTree) -> Any:
-        """Return the state at a position: with fields ``position``, ``log_density`` and ``terms``."""
+        """Return the state at a position.
+
+        It has the fields ``position``, ``log_density``, ``log_density_grad`` and ``terms``, and others of
+        any name.
+        """
 
     @abstractmethod
     def step(self, rng_key: jax.Array, state: Any) -> tuple[Any, Info]:

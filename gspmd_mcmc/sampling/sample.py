@@ -21,7 +21,6 @@ from gspmd_mcmc.sampling.reporting import ChunkReport
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.run_state import keep_position
 from gspmd_mcmc.sampling.warnings_of_runs import warn_of, warn_of_small_data
-from gspmd_mcmc.storage.attributes import attributes_of
 from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.functions import as_partial
@@ -208,7 +207,7 @@ def sample(
         facts = identity.facts_of_run(rng_key, kernel, adaptation, collect, layout, counts)
         about = counts
         if sink is not None:
-            about = attributes_of(rng_key, mesh, kernel, adaptation, collect, **counts)
+            about = identity.attributes_of(rng_key, mesh, kernel, adaptation, collect, **counts)
         plan = Plan(adaptation, collect, num_warmup, num_samples, thin, device_bytes, about)
         first_step, moves = (earlier.num_steps, earlier.moves) if earlier else (0, ())
         run = known.run = Run(plan, kernel, states, step_key, first_step, layout, sink, moves)
