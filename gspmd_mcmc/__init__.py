@@ -41,10 +41,9 @@ from gspmd_mcmc.placement.positional import PositionalSharding
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.memory import OutOfDeviceMemory
 from gspmd_mcmc.sampling.mode import Mode, find_mode
-from gspmd_mcmc.sampling.prior_start import prior_start
 from gspmd_mcmc.sampling.reporting import ChunkReport, JSONLines
 from gspmd_mcmc.sampling.sample import sample
-from gspmd_mcmc.sampling.start import per_chain, uniform_start
+from gspmd_mcmc.sampling.start import per_chain, prior_start, uniform_start
 from gspmd_mcmc.storage.saved_draws import SavedDraws, open_draws
 from gspmd_mcmc.storage.zarr_store import DrawsNotSaved, ZarrSink
 from gspmd_mcmc.targets.checks import NonFiniteStart

@@ -80,7 +80,9 @@ class GeneralizedHMC(gm.Kernel):
             lambda p, n, real: jnp.where(real, KEEP * p + np.sqrt(1 - KEEP**2) * n, 0.0),
             *(state.inertia, noise, is_data),
         )
-        half = jax.tree.map(lambda p, s, g: p + e / 2 * s * g, start, self.scale, state.log_density_grad)
+        half = jax.tree.map(
+            lambda p, s, g: p + e / 2 * s * g, start, self.scale, state.log_density_grad
+        )
         position = jax.tree.map(lambda x, s, p: x + e * s * p, state.position, self.scale, half)
         terms, slope = self.target.terms_and_grad(position)
         end = jax.tree.map(lambda p, s, g: p + e / 2 * s * g, half, self.scale, slope)

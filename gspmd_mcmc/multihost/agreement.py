@@ -89,7 +89,7 @@ def on_first(act: Callable[[], Any], failure: Exception) -> None:
 
 
 @contextmanager
-def naming_lost() -> Iterator[None]:
+def lost_process_explained() -> Iterator[None]:
     """Say what an error of the transport means: another process has gone."""
     try:
         yield

@@ -1,5 +1,6 @@
-"""The result of a run."""
+"""Draws: where they are kept while a run makes them, and the result of the run."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,8 @@ from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarise
 from gspmd_mcmc.storage.datatree import to_datatree
 from gspmd_mcmc.tree import PyTree
+
+DEVICE_SHARE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,3 +154,49 @@ class Draws:
             return f"Draws({what})"
         rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance_rate)
         return f"Draws({what}, acceptance [{rates}], divergent {self.num_divergent.tolist()})"
+
+
+class HostDraws:
+    """Draws on the host, filled from buffers shard by shard."""
+
+    def __init__(self, buffers: PyTree, num_samples: int):
+        self._arrays = jax.tree.map(
+            lambda b: np.zeros((b.shape[0], num_samples, *b.shape[2:]), b.dtype), buffers
+        )
+
+    def fill(self, buffers: PyTree, start: int, count: int) -> None:
+        """Copy the first ``count`` draws of the buffers to draws ``start`` and on."""
+        draws = slice(start, start + count)
+        for host, buffer in zip(*map(jax.tree.leaves, (self._arrays, buffers)), strict=True):
+            for shard in buffer.addressable_shards if count else ():
+                if shard.replica_id == 0:
+                    chains, _, *rest = shard.index
+                    host[(chains, draws, *rest)] = np.asarray(shard.data)[:, :count]
+
+    def draws(self, count: int) -> PyTree:
+        """Return the first ``count`` draws."""
+        return jax.tree.map(lambda a: a[:, :count], self._arrays)
+
+
+def capacity(shapes: PyTree, num_samples: int, num_parts: int, device_bytes: int | None) -> int:
+    """Return how many draws a buffer on the devices holds.
+
+    Parameters
+    ----------
+    shapes
+        One draw of all chains, leaves [chains, ...].
+    num_samples
+        The draws asked for.
+    num_parts
+        The number of parts that the chains lie in.
+    device_bytes
+        Bytes for draws on each device. None: a quarter of its memory, and no bound where the device
+        reports none (a CPU's memory is the host's).
+    """
+    if device_bytes is None:
+        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        device_bytes = int(DEVICE_SHARE * limit) if limit else None
+    if device_bytes is None:
+        return num_samples
+    draw = sum(math.prod(s.shape) * s.dtype.itemsize for s in jax.tree.leaves(shapes)) / num_parts
+    return min(num_samples, max(1, int(device_bytes // max(draw, 1))))

@@ -5,12 +5,12 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.sampling.run import Run
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import path_str
 from gspmd_mcmc.views.units import bytes_text
 
@@ -25,12 +25,12 @@ class OutOfDeviceMemory(RuntimeError):
 class Known:
     """What is known of a run so far."""
 
-    target: Any
+    target: Target
     run: Run | None = None
 
 
 @contextlib.contextmanager
-def explained(target: Any) -> Iterator[Known]:
+def explained(target: Target) -> Iterator[Known]:
     """Turn JAX's error of memory that ran out into one that says what took it.
 
     Raises
@@ -62,7 +62,7 @@ def _explain(known: Known, error: str) -> str:
 def _bytes_of_device(known: Known) -> Iterator[tuple[str, float]]:
     """Give the arrays of a run, each with its bytes on one device."""
     run = known.run
-    states = None if run is None or run.state is None else run.state.states
+    states = None if run is None else run.state.states
     for what, tree in (("the target's data", known.target), ("the chains' states", states)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():
@@ -70,7 +70,7 @@ def _bytes_of_device(known: Known) -> Iterator[tuple[str, float]]:
                 yield f"{what} {path_str(path)}", math.prod(shape) * leaf.dtype.itemsize
     if run is None:
         return
-    collected, stats = run.draw.tree
+    collected, stats = run.draw.one_draw
     size, parts = run.capacity, run.layout.num_parts
     for what, tree in ((f"{size} draws of", collected), (f"{size} draws' stat", stats)):
         for name, leaf in named_leaves(tree).items():

@@ -12,11 +12,19 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.sampling.draws import Draws
+from gspmd_mcmc.targets.resolution import on_coarse_terms, on_rounded_bijections
+from gspmd_mcmc.targets.target import Target
 
+# A logistic regression of 0.8 MB took 2.1 times as long on 2 virtual CPU devices as on one, and 2.5 on
+# 8; of 8 MB as long, of 8 kB 3.6 and 14.5 times.
+LEAST_BYTES = 1 << 20
 LOGGER = logging.getLogger("gspmd_mcmc")
 LOGGER.addHandler(logging.NullHandler())
 
@@ -223,10 +231,10 @@ class Report:
         *,
         leapfrogs: int,
         acceptance_rate: float,
-        divergences: int,
+        num_divergent: int,
         step_size: float,
     ) -> None:
-        """Tell the numbers after one chunk: acceptance of the chunk, divergences of the phase."""
+        """Report a chunk of steps; see `ChunkReport`."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         self._done += steps
@@ -237,12 +245,12 @@ class Report:
             seconds=seconds,
             leapfrogs=leapfrogs,
             acceptance_rate=acceptance_rate,
-            num_divergent=divergences,
+            num_divergent=num_divergent,
             step_size=step_size,
         )
         numbers = (
             f"{report.leapfrogs_per_second:.0f} leapfrogs/s acc {acceptance_rate:.2f} "
-            f"div {divergences} step {step_size:.2g}"
+            f"div {num_divergent} step {step_size:.2g}"
         )
         if self._display is not None:
             self._display.show(self._done, numbers)
@@ -270,3 +278,51 @@ class Report:
                 SamplingWarning,
                 stacklevel=2,
             )
+
+
+def warn_of_small_data(target: Target) -> None:
+    """Warn where rows on several devices are so few that one of them would be faster.
+
+    A large plate pays for small ones beside it.
+    """
+    spread = [plate for plate in target.plates if plate.rows.num_blocks > 1]
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves([p.data for p in spread]))
+    if spread and num_bytes < LEAST_BYTES:
+        warnings.warn(
+            f"small data on many devices: {' and '.join(map(str, spread))}, {num_bytes / 1e6:.2f} MB "
+            f"of rows on {spread[0].rows.num_blocks} devices. If their terms are as cheap as a "
+            "regression's, each gradient waits for the devices longer than one of them takes for all "
+            "rows. Lay chains over the mesh, make_mesh(chains=...), or take one device",
+            SamplingWarning,
+            stacklevel=4,
+        )
+
+
+def warn_of_run(draws: Draws, num_samples: int, *, keeps_positions: bool) -> None:
+    """Say in plain words what is suspicious about a run.
+
+    Parameters
+    ----------
+    draws
+        The draws that were made.
+    num_samples
+        The draws that were asked for.
+    keeps_positions
+        Whether the draws are positions.
+    """
+    found = []
+    if draws.num_draws < num_samples:
+        found.append(f"stopped after {draws.num_draws} of {num_samples} draws")
+    if draws.num_draws:
+        names = ("acceptance_rate", "is_divergent", "log_density")
+        stats = {name: np.asarray(draws.stats[name]) for name in names}
+        found += [
+            advice.on_acceptance(stats),
+            advice.on_divergences(stats),
+            advice.on_arrivals(stats["log_density"]),
+            advice.on_moves(draws.moves, draws.num_chains),
+            on_coarse_terms(draws.kernel.target, draws.state),
+            on_rounded_bijections(draws.kernel.target, draws.position if keeps_positions else None),
+        ]
+    for warning in filter(None, found):
+        warnings.warn(warning, SamplingWarning, stacklevel=4)

@@ -56,7 +56,9 @@ class Checkpoints:
         self._manager: Any = None
         self._without_sums: int | None = None
         self._has_warned = False
-        on_first(self._take, CheckpointNotSaved("checkpoint: process 0 cannot use the folder; see its error"))
+        on_first(
+            self._take, CheckpointNotSaved("checkpoint: process 0 cannot use the folder; see its error")
+        )
         self._pool = ThreadPoolExecutor(1, "checksums")
 
     def _take(self) -> None:
