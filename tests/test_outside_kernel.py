@@ -6,7 +6,7 @@ from how its field is declared, and from that alone.
 
 import signal
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -59,10 +59,11 @@ class GeneralizedHMC(gm.Kernel):
     scale: Any = gm.like_position()
     # Unused here; of the contract.
     inverse_mass_matrix: Any = None
+    walker: ClassVar[type] = Walker
 
     def init(self, position):
         terms, slope = self.target.terms_and_grad(position)
-        return Walker(
+        return self.walker(
             position=position,
             log_density=total(terms),
             terms=terms,
@@ -95,7 +96,7 @@ class GeneralizedHMC(gm.Kernel):
         def push(trail, x):
             return jnp.concatenate([trail[1:], x[None]])
 
-        moved = Walker(position, total(terms), terms, slope, end, state.trail, state.rates)
+        moved = self.walker(position, total(terms), terms, slope, end, state.trail, state.rates)
         turned = replace(state, inertia=jax.tree.map(jnp.negative, start))
         after = jax.tree.map(lambda a, b: jnp.where(is_accepted, a, b), moved, turned)
         after = replace(
@@ -244,14 +245,20 @@ def test_it_is_killed_on_one_mesh_and_continued_on_another(point, tmp_path):
 
 @gm.pytree
 @dataclass(frozen=True, eq=False)
-class Undeclared(GeneralizedHMC):
-    """The same kernel, which does not say that its scale has the rows of the position."""
+class UndeclaredWalker(Walker):
+    """A chain that does not say that its momentum has the rows of the position."""
 
-    scale: Any = gm.shared()
+    inertia: Any = gm.shared()
+
+
+@gm.pytree
+@dataclass(frozen=True, eq=False)
+class Undeclared(GeneralizedHMC):
+    walker: ClassVar[type] = UndeclaredWalker
 
 
 def test_rows_that_no_field_declares_are_not_taken_to_another_mesh(tmp_path):
     with pytest.raises(gm.Preempted):
         sample("2x4", Undeclared, checkpoint=tmp_path, callback=terminate_at("warm-up", 20))
-    with pytest.raises(ValueError, match=r"scale\['effect'\] .* has shape \[16\], and here \[15\]"):
+    with pytest.raises(ValueError, match=r"inertia\['effect'\] .* shape \[4, 16\], and here \[4, 15\]"):
         sample("3", Undeclared, checkpoint=tmp_path)

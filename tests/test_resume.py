@@ -350,7 +350,10 @@ def first_leaf(position, info):
         ({"thin": 2}, "thin: saved 1, given 2"),
         ({"num_chains": 5}, "num_chains: saved 4, given 5"),
         ({"kernel": gm.NUTS(TARGET, 0.1)}, "kernel: saved HMC, given NUTS"),
-        ({"kernel": HMC.with_num_integration_steps(9)}, r"kernel .*steps: saved .* 8, given .* 9"),
+        (
+            {"kernel": HMC.with_num_integration_steps(9)},
+            r"kernel.num_integration_steps: saved .* 8, given .* 9",
+        ),
         ({"warmup": gm.WindowAdaptation(metric=gm.Diagonal())}, "warmup.metric: saved .*Dense"),
         ({"target_acceptance_rate": 0.9}, r"warmup.target_acceptance_rate: saved 0.8, given 0.9"),
         ({"collect": first_leaf}, "collect: saved keep_position, given first_leaf"),

@@ -73,8 +73,8 @@ class Kernel(ABC):
     def init(self, position: PyTree) -> Any:
         """Return the state at a position.
 
-        It has the fields ``position``, ``log_density``, ``log_density_grad`` and ``terms``, and others of
-        any name.
+        It has the fields ``position``, ``log_density``, ``log_density_grad`` and ``terms``, and others
+        of any name.
         """
 
     @abstractmethod

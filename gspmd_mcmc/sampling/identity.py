@@ -77,8 +77,8 @@ def facts_of_run(
 ) -> Facts:
     """Describe what has to stay the same for a run to be continued, on this mesh or another.
 
-    More draws may be asked for, so ``num_samples`` is left out. Where the chains started is in the run's
-    state. Of the target's arrays only the shapes are described, without pad.
+    More draws may be asked for, so ``num_samples`` is left out. Where the chains started is in the
+    run's state. Of the target's arrays only the shapes are described, without pad.
     """
     facts = {"rng_key": _value(rng_key)}
     facts |= {name: str(count) for name, count in counts.items() if name != "num_samples"}

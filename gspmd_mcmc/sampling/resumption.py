@@ -31,8 +31,8 @@ from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.tree import PyTree, path_str
 
 DRAWS = "draws"
-# What another mesh or compiler may change of a sum of terms: this share of their absolute values, and so
-# many nats. Other data change it by about one part in the square root of their rows.
+# What another mesh or compiler may change of a sum of terms: this share of their absolute values, and
+# so many nats. Other data change it by about one part in the square root of their rows.
 MOST_CHANGE, MOST_NATS = 1e-4, 1e-3
 
 
@@ -133,7 +133,7 @@ class Saver:
         }
 
     def begin(self) -> None:
-        """Save the run before its first step, and wait for it; raise CheckpointNotSaved if that fails."""
+        """Save the run before its first step, and wait; raise CheckpointNotSaved if that fails."""
         try:
             self.checkpoints.save(*self._content())
             self.checkpoints.finish()
@@ -218,8 +218,8 @@ def resume(run: Run, checkpoints: Checkpoints, facts: Facts) -> None:
         for bad, error in failures.items():
             checkpoints.put_aside(bad)
             warnings.warn(
-                f"checkpoint {bad} in {checkpoints.path} is damaged: {error}. It was put aside, and the "
-                f"run continues from checkpoint {number}",
+                f"checkpoint {bad} in {checkpoints.path} is damaged: {error}. It was put aside, and "
+                f"the run continues from checkpoint {number}",
                 SamplingWarning,
                 stacklevel=4,
             )
@@ -309,8 +309,8 @@ def _shapes_to_read(
         if tuple(saved["shape"]) != x.shape and not is_like_position and not is_cut:
             raise ValueError(
                 f"checkpoint: {path_str(path)} in {folder} has shape {saved['shape']}, and here "
-                f"{list(x.shape)}. Where an array of a kernel or a warm-up has the rows of the position, "
-                "its field says so by gspmd_mcmc.like_position()"
+                f"{list(x.shape)}. Where an array of a kernel or a warm-up has the rows of the "
+                "position, its field says so by gspmd_mcmc.like_position()"
             )
         shapes.append(jax.ShapeDtypeStruct(tuple(saved["shape"]), x.dtype) if is_cut else x)
     return shapes
@@ -348,9 +348,9 @@ def require_same_density(what: str, earlier: Any, now: Any) -> None:
             raise ValueError(
                 f"{what}: the target is not the one that the chains were drawn from. Where chain "
                 f"{bad[0]} is, the terms {path_str(path)} of its log density add up to "
-                f"{new[bad[0]]:.7g}, and added up to {old[bad[0]]:.7g}: its data, or what its functions "
-                "read, have changed. Give the target that the run began with; to sample this one, begin "
-                "a new run, at gspmd_mcmc.per_chain(position) of the last draws if you like"
+                f"{new[bad[0]]:.7g}, and added up to {old[bad[0]]:.7g}: its data, or what its "
+                "functions read, have changed. Give the target that the run began with; to sample this "
+                "one, begin a new run, at gspmd_mcmc.per_chain(position) of the last draws if you like"
             )
 
 

@@ -107,7 +107,7 @@ class Checkpoints:
             self.is_saving()
 
     def attempt(self, act: Callable[[], None]) -> None:
-        """Call ``act``, which saves or finishes; where it fails, warn once, and start afresh next time."""
+        """Call ``act``, which saves or finishes; where it fails, warn once and start anew."""
         try:
             act()
         except Exception as error:  # Orbax raises whatever its threads met.
@@ -143,8 +143,8 @@ class Checkpoints:
         if document["format"] != FORMAT:
             raise ValueError(
                 f"checkpoint: {self.path} has format {document['format']}, of gspmd_mcmc "
-                f"{document['versions']['gspmd_mcmc']}; this version reads format {FORMAT}. Continue the "
-                "run with that version, or give another folder"
+                f"{document['versions']['gspmd_mcmc']}; this version reads format {FORMAT}. Continue "
+                "the run with that version, or give another folder"
             )
         return document
 
