@@ -134,7 +134,7 @@ class JumpAdaptation(gm.Adaptation):
 
     rate: float = 0.7
 
-    def init(self, kernel, states):
+    def init(self, kernel: Any, states):
         return Learned(
             jumps=jax.tree.map(jnp.square, kernel.scale),
             farthest=jax.tree.map(jnp.abs, states.position),
@@ -143,7 +143,7 @@ class JumpAdaptation(gm.Adaptation):
             count=jnp.zeros((), jnp.int32),
         )
 
-    def tuned(self, kernel, state):
+    def tuned(self, kernel: Any, state):
         # Chains that went far have a share in every scale, by the mean over chains.
         far = jax.tree.map(lambda x: 0.01 * jnp.mean(x, axis=0), state.farthest)
         scale = jax.tree.map(lambda j, f: jnp.sqrt(j) + f, state.jumps, far)

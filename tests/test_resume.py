@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import shutil
 import signal
 import types
@@ -54,7 +55,7 @@ HMC = gm.HMC(TARGET, 0.1, 8, jitter=0.5)
 QUICK = {"num_warmup": 40, "num_samples": 24, "progress": False}
 
 
-def sample(path=None, target: Any = TARGET, start: Any = START, key=KEY, **options) -> gm.Draws:
+def sample(path=None, target: Any = TARGET, start: Any = START, key: Any = KEY, **options: Any):
     """Run the script: the same one begins a run and continues it."""
     options = {"kernel": HMC} | QUICK | options
     return gm.sample(key, target, start, checkpoint=path, **options)
@@ -86,10 +87,9 @@ def after_chunks(act):
         yield
 
 
-def is_at(run: Run, steps=None, draws=None) -> bool:
+def is_at(run: Run, steps=math.inf, draws=math.inf) -> bool:
     """Tell whether a run has so many steps of warm-up, or draws, behind it."""
-    done = run.done
-    return bool(done.num_draws >= draws if steps is None else done.num_warmup >= steps)
+    return bool(run.done.num_warmup >= steps or run.done.num_draws >= draws)
 
 
 @contextlib.contextmanager

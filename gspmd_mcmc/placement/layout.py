@@ -1,4 +1,4 @@
-"""Where the arrays of a run lie, and what each of them is: read once, from a target and a position."""
+"""Where the arrays of a run lie on a mesh, read once from a target and a position."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,22 +18,22 @@ CHAINS = "chains"
 
 @dataclass(frozen=True)
 class Layout:
-    """The position of one chain, leaf by leaf, and how chains lie; hashable, so programs know it.
+    """The position of one chain, leaf by leaf, and how chains lie; hashable, so static in programs.
 
     Attributes
     ----------
     mesh
         The mesh, or None for one device.
     num_chains
-        How many chains there are.
+        The number of chains.
     treedef
         The structure of a position.
     shapes
-        Of each leaf of one chain's position the shape, its pad rows included, and the dtype.
+        Shape, pad rows included, and dtype of each leaf of one chain's position.
     specs
-        Of each leaf its spec.
+        The spec of each leaf.
     rows
-        Of each leaf the rows of the plate that it is local to, or None.
+        For each leaf the rows of the plate that it is local to, or None.
     """
 
     mesh: Mesh | None
@@ -50,7 +50,7 @@ class Layout:
 
     @property
     def num_parts(self) -> int:
-        """In how many parts the chains lie."""
+        """The number of parts in which the chains lie."""
         return self.mesh.shape[CHAINS] if self.mesh is not None and self.chain_axis else 1
 
     @property
@@ -127,14 +127,14 @@ def _last_row(x: jax.Array, axis: int, rows: Any) -> jax.Array:
 def read_layout(
     mesh: Mesh | None, target: Any, position: PyTree, num_chains: int, has_chains: bool
 ) -> Layout:
-    """Read where a position's leaves lie; what no mesh has placed is whole on every device.
+    """Read where a position's leaves lie; a leaf that no mesh has placed is whole on every device.
 
     Leaves that are local to a plate of the target lie where its rows do, and have its pad rows.
 
     Raises
     ------
     ValueError
-        If the mesh does not divide the chains, or a leaf lies on another mesh, or over the chains'.
+        If the mesh does not divide the chains, or a leaf lies on another mesh or over the chain axis.
     """
     if mesh is not None and num_chains % (size := mesh.shape.get(CHAINS, 1)):
         raise ValueError(

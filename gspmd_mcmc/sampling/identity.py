@@ -89,11 +89,11 @@ def facts_of_run(
         facts |= _walk(described, name, _value)
     of_plates = {id(x): p.rows for p in kernel.target.plates for x in jax.tree.leaves(p.data)}
 
-    def shape(leaf: Any) -> str:
+    def real_shape(leaf: Any) -> str:
         rows = of_plates.get(id(leaf))
         return f"{leaf.dtype}{list(leaf.shape) if rows is None else [rows.num_rows, *leaf.shape[1:]]}"
 
-    facts |= _walk(kernel.target, "target", shape, has_values=False)
+    facts |= _walk(kernel.target, "target", real_shape, has_values=False)
     one = jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
     for path, i in jax.tree_util.tree_leaves_with_path(one):
         (shape, dtype), rows = layout.shapes[i], layout.rows[i]

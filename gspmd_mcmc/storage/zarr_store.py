@@ -1,10 +1,10 @@
-"""Draws to disk as they are made: a Zarr v3 store, and one file that says how many draws it has.
+"""Draws written to disk as they are made: a Zarr v3 store, and one file that says how many it has.
 
 A store has the arrays ``posterior/NAME`` [chain, draw, ...] and ``sample_stats/NAME`` [chain, draw].
-zarr-python makes the documents of arrays and groups, TensorStore writes chunks. ``zarr.json`` at the
-root holds the attributes and, as consolidated metadata, all documents: replacing that one file is what
-makes draws count, in every array at once. Chunks that it does not cover yet are on disk, and nobody
-sees them.
+zarr-python makes the documents of arrays and groups; TensorStore writes chunks. ``zarr.json`` at the
+root holds the attributes and, as consolidated metadata, all documents: replacing that one file makes
+draws count, in every array at once. Chunks that it does not cover yet are on disk, but no reader sees
+them.
 """
 
 import concurrent.futures
@@ -52,7 +52,7 @@ COORDINATE_ROWS = 2**16
 
 
 class DrawsNotSaved(RuntimeError):
-    """Draws cannot be written; the message says why, and how many are safe on disk.
+    """Draws cannot be written; the message says why, and how many draws are safe on disk.
 
     Attributes
     ----------
@@ -68,38 +68,39 @@ class DrawsNotSaved(RuntimeError):
 class ZarrSink:
     """A Zarr v3 store that `sample` writes its draws to as they are made.
 
-    The run needs memory for two chunks of draws, however many there are: while one fills on the
-    devices, the other is copied to the host and written, every process its own shards. The store can
-    be opened at any time, during the run too, by ``xarray.open_datatree(path, engine="zarr")``, by
-    ArviZ and by `open_draws`: groups ``posterior`` and ``sample_stats`` with dims (chain, draw, ...),
-    as `Draws.to_datatree` has them. A reader sees whole draws, as many in every array; of a run that
-    was killed, those that were written by then, at most ``flush_seconds`` and a write behind.
+    However many draws there are, the run needs memory for two buffers of them: while one fills on the
+    devices, the other is copied to the host and written, by every process its own shards. The store
+    can be opened at any time, also during the run, by ``xarray.open_datatree(path, engine="zarr")``, by
+    ArviZ and by `open_draws`. It has the groups ``posterior`` and ``sample_stats`` with dims
+    (chain, draw, ...), as `Draws.to_datatree` does. Readers see whole draws, as many in every array.
+    After a kill they see those that were written by then, at most ``flush_seconds`` and a write behind.
 
-    Needs the extra ``storage``. Two more ways to keep little of large latents: ``sample(collect=...)``
-    keeps functions of the position alone, and ``gspmd_mcmc.diagnostics`` has streaming moments.
+    Needs the extra ``storage``. There are two more ways to keep little of large latents:
+    ``sample(collect=...)`` keeps functions of the position, and ``gspmd_mcmc.diagnostics`` has
+    streaming moments.
 
     Parameters
     ----------
     path
-        A folder that does not exist yet; of several processes, on a file system that all of them share.
+        A folder that does not exist yet. Several processes must share its file system.
     leaves
         Which leaves of the draws are kept: names as in `Draws.summary`, or beginnings of names. A
         name that a leaf has stands for that leaf alone. All by default.
     dtype
         "float16", "float32" or "float64" for the floats among the leaves, or a dict of names to such;
-        by default as they were drawn, bfloat16 as float32. float16 holds three digits, to 65504. Stats
-        keep theirs.
+        by default as they were drawn, bfloat16 as float32. float16 holds three digits, up to 65504.
+        Stats keep their dtypes.
     compression
-        Level of zstd, 1 to 9; 0 for none: then a file has its full size from its first draw on.
+        Level of zstd, 1 to 9; with 0, for none, a file has its full size from its first draw on.
     chunk_bytes
-        Bytes of a buffer of draws, of each process.
+        Bytes of a buffer of draws, on each process.
     flush_seconds
-        Draws are written when a buffer is full, and at least so often.
+        Draws are written when a buffer is full, and at least this often.
 
     Raises
     ------
     ValueError
-        For settings that do not fit, or names that no leaf has.
+        For settings out of their range, or names that no leaf has.
     """
 
     def __init__(
@@ -404,12 +405,12 @@ def _check_settings(dtype: Any, compression: int, chunk_bytes: float, flush_seco
 
 
 def chosen(argument: str, asked: Iterable[str] | None, names: list[str]) -> dict[str, str]:
-    """Return the names that are asked for, each with what asked for it: a name or its beginning.
+    """Return the names that are asked for, each with the item that asks: a name or its beginning.
 
     Raises
     ------
     ValueError
-        If something asks for no leaf.
+        If one of them matches no leaf.
     """
     if asked is None:
         return {name: name for name in names}
@@ -443,7 +444,7 @@ def _json_step(key: Any) -> Any:
 
 
 def disk_dtype(dtype: Any, asked: str | None) -> np.dtype:
-    """Return the dtype of a leaf on disk: floats as asked; as float32 what NumPy does not know."""
+    """Return the dtype of a leaf on disk: floats as asked, and as float32 those unknown to NumPy."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return np.dtype(dtype)
     return np.dtype(asked or (np.float32 if np.dtype(dtype).kind == "V" else dtype))
@@ -457,8 +458,8 @@ def chunk_shape(shard: tuple[int, ...], rows: int, num_rows: int, itemsize: int)
     shard
         Shape of one device's shard of a buffer, [chains, draws, ...].
     rows
-        Draws of a buffer. A chunk has as many, so that a full buffer writes whole chunks, or a multiple
-        where that would make a small file.
+        Draws of a buffer. A chunk has as many, so that a full buffer writes whole chunks, or a
+        multiple where the file would be small.
     num_rows
         Draws that are asked for.
     itemsize
@@ -485,7 +486,7 @@ def _pieces(chunks: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 def _create_array(
     root: Any, path: str, leaf: Any, num_samples: int, dtype: str | None, compression: int
 ) -> None:
-    """Create the array of a leaf in a group of zarr-python: a chunk is of one device's shard alone."""
+    """Create the array of a leaf in a group of zarr-python; each chunk is of one device's shard."""
     array = leaf.values if is_row_values(leaf) else leaf
     chains, rows, *rest = array.shape
     if is_row_values(leaf):
@@ -511,10 +512,10 @@ def _create_array(
 
 
 def write_shards(array: Any, buffer: jax.Array, start: int, count: int, first: int) -> None:
-    """Write ``count`` draws of a buffer from its draw ``start`` on, as draws ``first`` and on.
+    """Write ``count`` draws of a buffer, from its draw ``start`` on, as draws ``first`` and on.
 
-    Each shard goes to its place in an array of TensorStore; of shards that are copies of each other one
-    process writes one. What is beyond the array is a pad, and is left out.
+    Each shard goes to its place in an array of TensorStore; of shards that are copies, one is written.
+    What is beyond the array is pad, and is left out.
     """
     under_way: list = []
     for shard in buffer.addressable_shards:
@@ -536,10 +537,10 @@ def write_shards(array: Any, buffer: jax.Array, start: int, count: int, first: i
 
 @functools.cache
 def _few_threads() -> Any:
-    """Return the context of all writes: a thread that packs and a thread that writes.
+    """Return the context of all writes: one thread that packs and one that writes.
 
-    Writes go beside the run, and have its time. Each further thread would keep memory of its own for
-    good, as C's allocator gives it: about 20 MB, which grow in the first thousands of writes.
+    That is fast enough beside a run. Each further thread would keep memory of its own for good, as C's
+    allocator gives it: about 20 MB, which grow during the first thousands of writes.
     """
     limits = {name: {"limit": 1} for name in ("data_copy_concurrency", "file_io_concurrency")}
     return need("tensorstore", "storage").Context(limits)
@@ -560,7 +561,7 @@ def _require_same_run(
 ) -> Document:
     """Read the store on disk; raise unless it is of this run and has the draws to keep.
 
-    Its arrays must be those that are planned, but for their chunks: these follow the mesh.
+    Its arrays must be those that are planned, but for their chunks, which follow the mesh.
     """
     try:
         root = read_root(folder)
@@ -571,7 +572,7 @@ def _require_same_run(
     theirs, ours = nodes_of(cut(root, 0)), nodes_of(cut(planned, 0))
     for path in sorted(theirs.keys() ^ ours.keys()):
         differs.append(f"only {'the store' if path in theirs else 'this run'} has {path}")
-    for path in theirs.keys() & ours.keys():
+    for path in sorted(theirs.keys() & ours.keys()):
         for key in ("shape", "data_type", "dimension_names"):
             if (there := theirs[path].get(key)) != (here := ours[path].get(key)):
                 differs.append(f"{path} has {key} {there} in the store and {here} in this run")
@@ -586,8 +587,8 @@ def _require_same_run(
 def publish(folder: Path, root: Document, num_draws: int) -> None:
     """Make so many draws count, in every array at once, by replacing the root's document.
 
-    The arrays' own documents go first, for readers that know no consolidated metadata: what they tell
-    is on disk by then.
+    The arrays' own documents go first, for readers that ignore consolidated metadata: the draws that
+    they cover are on disk by then.
     """
     root = cut(root, num_draws)
     root["attributes"]["num_draws"] = num_draws
@@ -600,7 +601,7 @@ def publish(folder: Path, root: Document, num_draws: int) -> None:
 
 
 def replace_file(path: Path, document: Document) -> None:
-    """Write a JSON file so that at any time, and after any end, the old or the new one is there."""
+    """Replace a JSON file; whenever the process may end, the old or the new one is there."""
     draft = path.with_name(path.name + ".partial")
     try:
         with open(draft, "w") as file:
