@@ -58,7 +58,7 @@ from gspmd_mcmc.targets.log_density import LogDensity
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.target import Target
-from gspmd_mcmc.tree import Pad, each_chain, like_position, pytree, shared, static
+from gspmd_mcmc.tree import Pad, derived, each_chain, like_position, over_steps, pytree, shared, static
 from gspmd_mcmc.views import cost, plots
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.plan import plan
@@ -76,8 +76,10 @@ __all__ = [
     "Target",
     "Transition",
     "Window",
+    "derived",
     "each_chain",
     "like_position",
+    "over_steps",
     "pytree",
     "shared",
     "static",

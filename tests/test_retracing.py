@@ -105,7 +105,8 @@ CELLS = (
     "def log_density(x):\n    return -0.5 * (x['x'] - mu) ** 2\n"
     "target = gm.LogDensity(log_density)",
     "draws = gm.sample(jax.random.key(0), target, {'x': jnp.zeros(())}, num_warmup=100,\n"
-    "                  num_samples=100, progress=False, kernel=gm.HMC(target, 0.5, 4))\nprint(float(draws.position['x'].mean()))",
+    "                  num_samples=100, progress=False, kernel=gm.HMC(target, 0.5, 4))\n"
+    "print(float(draws.position['x'].mean()))",
 )
 
 
