@@ -199,31 +199,26 @@ def test_a_gradient_costs_one_all_reduce_products_included(name, mesh):
     ],
 )
 def test_tuning_adds_one_all_reduce_of_scalars_to_a_step(name, adaptation, num_bytes):
-    """In the approach by HMC, and after it."""
+    """In the burn-in by HMC, and after it."""
     target, starts = hierarchy("2x4"), hierarchy_starts()
     layout = read_layout(mesh_of("2x4"), target, starts, CHAINS, has_chains=True)
     kernel = CASES[name].make(target, 0.8)
     states = init_chains(kernel, starts, layout=layout)
 
-    @jax.jit
-    def begun(kernel, states):
-        kernel = adaptation.prepare(kernel, states)
-        approach = adaptation.init(kernel, states)
-        arrived = adaptation.end(approach, kernel, states, True)
-        return kernel, *(layout.pin_like(x, states.position) for x in (approach, arrived))
-
-    @jax.jit
-    def updated(kernel, state, transition):
-        state = adaptation.update(state, kernel, transition)
-        return layout.pin_like(state, states.position)
+    def pinned(state):
+        return layout.pin(state, tree.roles(state, layout.treedef))
 
     zeros = jnp.zeros(CHAINS)
     info = {"MAMS": gm.MAMSInfo, "MCLMC": gm.MCLMCInfo}[name]
     info = layout.pin_chains(info(zeros, zeros > 0, zeros > 0, zeros, zeros, zeros))
-    kernel, *each = begun(kernel, states)
-    assert type(each[0]) is not type(each[1])
-    for state, expected in zip(each, num_bytes, strict=True):
-        found = gm.communication(updated, kernel, state, Transition(states, states, info, None))
+    transition = Transition(states, states, info, None)
+    kernel = jax.jit(adaptation.prepare)(kernel, states)
+    burn_in, own = (stage.adaptation for stage in adaptation.stages(200))
+    assert type(burn_in) is not type(own)
+    for tuning, expected in zip((burn_in, own), num_bytes, strict=True):
+        state = jax.jit(lambda kernel, states, t=tuning: pinned(t.init(kernel, states)))(kernel, states)
+        updated = jax.jit(lambda kernel, state, step, t=tuning: pinned(t.update(state, kernel, step)))
+        found = gm.communication(updated, kernel, state, transition)
         if expected is not None:
             assert [(c.kind, c.num_bytes) for c in found.collectives] == [("all-reduce", expected)]
 
@@ -273,7 +268,7 @@ def mean_of_rows(x, rows):
 def test_a_program_that_closes_over_a_kernel_with_much_data_is_refused(case):
     kernel = case.make(gm.LogDensity(mean_of_rows, jnp.ones(300_000)), 0.1)
     state = init(kernel, jnp.zeros(2))
-    drawn = kernel.drawn(jax.random.key(0), jnp.int32(0))
+    drawn = kernel.with_jitter(jax.random.key(0), jnp.int32(0))
     with pytest.raises(ValueError, match=r"1\.2 MB .* the kernel an argument"):
         jax.jit(drawn.step)(jax.random.key(0), state)
     with pytest.raises(ValueError, match=r"1\.2 MB .* the kernel an argument"):

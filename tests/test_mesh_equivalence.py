@@ -13,7 +13,7 @@ from models import OTHER_KINDS, mesh_of, normal
 import gspmd_mcmc as gm
 from gspmd_mcmc import communication, tree
 from gspmd_mcmc.placement.layout import read_layout
-from gspmd_mcmc.sampling import chunks, collecting
+from gspmd_mcmc.sampling import run as runs
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.start import init_chains
 
@@ -241,7 +241,7 @@ def check_chunks_do_not_matter(monkeypatch, num_warmup):
     """Cut warm-up and sampling into chunks of 1 step, of 7, and of all."""
     draws = []
     for size in (1, 7, 1000):
-        monkeypatch.setattr(chunks, "next_size", lambda count, seconds, size=size: size)
+        monkeypatch.setattr(runs, "next_size", lambda count, seconds, size=size: size)
         with jax.enable_x64(True):
             draws.append(sample("2x4", num_warmup)[0]["slope"])
     assert np.all(np.ptp(draws[-1], axis=1) > 0.1), "the chains do not move"
@@ -257,12 +257,13 @@ def test_sample_draws_the_same_whatever_the_chunks(monkeypatch, compiled_as_a_us
 
 @pytest.mark.filterwarnings("ignore::gspmd_mcmc.SamplingWarning")
 def test_steps_that_are_numbered_from_their_chunk_are_rejected(monkeypatch):
-    right = collecting._chunk
+    right = runs.advance
 
-    def numbered_from_the_chunk(kernel, carry, collect, rng_key, first_step, *rest, **options):
-        return right(kernel, carry, collect, rng_key, 0, *rest, **options)
+    def numbered_from_the_chunk(run, *rest):
+        counters = tree.replace(run.counters, num_steps=jnp.zeros_like(run.counters.num_steps))
+        return right(tree.replace(run, counters=counters), *rest)
 
-    monkeypatch.setattr(collecting, "_chunk", numbered_from_the_chunk)
+    monkeypatch.setattr(runs, "advance", numbered_from_the_chunk)
     with pytest.raises(AssertionError, match="not equal"):
         check_chunks_do_not_matter(monkeypatch, num_warmup=0)
 

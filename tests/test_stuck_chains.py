@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gspmd_mcmc.sampling.keeping import Keeper
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,8 +15,9 @@ from gspmd_mcmc.adaptation import own_step_size, stuck_chains
 from gspmd_mcmc.adaptation.stuck_chains import Move, are_stuck_below
 from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.diagnostics.summary import summarise
-from gspmd_mcmc.placement.layout import Layout
-from gspmd_mcmc.sampling import warmup
+from gspmd_mcmc.placement.layout import read_layout
+from gspmd_mcmc.sampling import run
+from gspmd_mcmc.sampling.resumption import Saver
 
 KEY = jax.random.key(0)
 MESH = gm.make_mesh(chains=8)
@@ -67,11 +67,11 @@ def test_chains_walk_alike_on_every_mesh_and_send_nothing_in_a_leapfrog():
         return program(kernel, KEY, states), gm.communication(program, kernel, KEY, states)
 
     states = jax.vmap(kernel.init)(start)
-    (expected, rates, count), _ = walked(Layout(None, (P(),)), states)
+    (expected, rates, count), _ = walked(read_layout(None, target, start, 8, has_chains=True), states)
     assert (np.asarray(rates) > 0.2).all() and count > 8 * 30
     assert (expected.log_density > states.log_density + 1000).all()
     states = jax.device_put(states, NamedSharding(MESH, P("chains")))
-    (got, _, _), report = walked(Layout(MESH, (P(),)), states)
+    (got, _, _), report = walked(read_layout(MESH, target, start, 8, has_chains=True), states)
     np.testing.assert_allclose(got.position, expected.position, rtol=1e-2, atol=1e-3)
     within = [c for c in report.collectives if c.loops and c.loops[-1].name == "leapfrog"]
     assert within == []
@@ -139,7 +139,7 @@ def moves_all_stuck_chains(monkeypatch):
     def stays(kernel, rng_key, states, vmap):
         return states, jnp.zeros_like(states.log_density), jnp.int32(0)
 
-    monkeypatch.setattr(warmup, "are_stuck_below", are_stuck)
+    monkeypatch.setattr(run, "are_stuck_below", are_stuck)
     monkeypatch.setattr(own_step_size, "walk", stays)
 
 
@@ -221,7 +221,9 @@ def far_start(num_chains):
 @pytest.mark.parametrize("num_chains", [4, 64])
 def test_a_chain_that_starts_badly_walks_to_the_others_and_nothing_is_said(num_chains, monkeypatch):
     walks, walk = [], own_step_size.walk
-    monkeypatch.setattr(own_step_size, "walk", lambda *given: walks.append(1) or walk(*given))
+    monkeypatch.setattr(
+        own_step_size, "walk", lambda *given, **named: walks.append(1) or walk(*given, **named)
+    )
     draws, told = sampled(gm.LogDensity(steep), far_start(num_chains), num_chains)
     assert walks and told == [] and draws.moves == []
     assert draws.summary().rhat_before_moves is None
@@ -280,17 +282,17 @@ class Killed(BaseException):
 def test_a_move_outlives_the_run(from_island, tmp_path):
     """It is saved after the move, and ends; what goes on from there knows of it."""
 
-    def save_and_die(keeper):
-        if keeper.run.warmup.moves:
-            keeper.save()
-            keeper.checkpoints.finish()
+    def save_and_die(saver):
+        if saver.run.moves:
+            saver.save()
+            saver.checkpoints.finish()
             raise Killed
 
     with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(Keeper, "after_chunk", save_and_die)
+        patched.setattr(Saver, "after_chunk", save_and_die)
         sampled(ISLAND, ON_ISLAND, 4, checkpoint=tmp_path / "run")
-    with pytest.warns(gm.SamplingWarning, match="warm-up moved 1 of 4 chains"):
-        resumed = gm.resume(tmp_path / "run", ISLAND, progress=False)
+    resumed, told = sampled(ISLAND, ON_ISLAND, 4, checkpoint=tmp_path / "run")
+    assert any("warm-up moved 1 of 4 chains" in text for text in told)
     assert resumed.moves == from_island[0].moves
 
 

@@ -41,7 +41,7 @@ def explained(target: Target) -> Iterator[Known]:
     known = Known(target)
     try:
         yield known
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # the latter while it is dispatched
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise OutOfDeviceMemory(_explain(known, str(error))) from error
