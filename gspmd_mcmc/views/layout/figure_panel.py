@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from gspmd_mcmc.views.layout.palette import ink
 from gspmd_mcmc.views.layout.pictures import Cell, Edge, Panel, Picture
+from gspmd_mcmc.views.palette import ink
 
 TICK_SIZE, CAPTION_SIZE, MAX_SIZE, MIN_SIZE = 8.0, 8.5, 12.0, 4.0
 CHAR_WIDTH, LINE_HEIGHT = 0.62, 1.25  # of the font's size

@@ -6,8 +6,8 @@ from html import escape
 from gspmd_mcmc.views.layout import wording
 from gspmd_mcmc.views.layout.drawings import Drawing, drawings_of
 from gspmd_mcmc.views.layout.layouts import LeafLayout, Totals
-from gspmd_mcmc.views.layout.palette import ink
 from gspmd_mcmc.views.layout.pictures import Cell, Edge, Limits, Panel, picture_of
+from gspmd_mcmc.views.palette import ink
 
 LIMITS = Limits(rows=16, columns=16, panels=6)
 MAX_LEAVES, MAX_DRAWINGS = 200, 12

@@ -10,7 +10,7 @@ from itertools import product
 
 from gspmd_mcmc.views.layout.devices import device_names
 from gspmd_mcmc.views.layout.layouts import LeafLayout
-from gspmd_mcmc.views.layout.palette import OKABE_ITO, WHOLE, distinct_colors, gradient
+from gspmd_mcmc.views.palette import OKABE_ITO, WHOLE, distinct_colors, gradient
 
 NUM_FIRST = 4  # Of blocks that are cut short.
 

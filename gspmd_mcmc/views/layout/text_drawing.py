@@ -3,8 +3,8 @@
 from rich.text import Text
 
 from gspmd_mcmc.views.layout.layouts import LeafLayout
-from gspmd_mcmc.views.layout.palette import ink
 from gspmd_mcmc.views.layout.pictures import Cell, Limits, Panel, Picture, picture_of
+from gspmd_mcmc.views.palette import ink
 
 MAX_ROWS, MAX_COLUMNS, MAX_PANELS = 10, 16, 4
 GAP = 3

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gspmd_mcmc.views import colours
+from gspmd_mcmc.views import palette as colours
 from gspmd_mcmc.views.scaling.collective_times import fastest_all_reduce
 
 if TYPE_CHECKING:
