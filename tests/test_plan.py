@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import Accelerator, BudgetExceeded, LayoutView, communication, make_abstract_mesh, plan
+from gspmd_mcmc.views.chips import ACCELERATORS
 from gspmd_mcmc.views.program import ahead, extrapolation
-from gspmd_mcmc.views.program.accelerators import ACCELERATORS
 from gspmd_mcmc.views.program.ahead import compile_ahead
 from gspmd_mcmc.views.program.extrapolation import extrapolate, predict_report
 

@@ -15,8 +15,8 @@ from rich.text import Text
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.tree import path_str
-from gspmd_mcmc.views.program import accelerators
-from gspmd_mcmc.views.program.accelerators import Accelerator
+from gspmd_mcmc.views import chips as accelerators
+from gspmd_mcmc.views.chips import Accelerator
 from gspmd_mcmc.views.program.ahead import MOST_DEVICES, built, compile_ahead, shapes_of
 from gspmd_mcmc.views.program.extrapolation import Rule, extrapolate, on_whole_mesh
 from gspmd_mcmc.views.program.report import Communication

@@ -38,7 +38,9 @@ class _Source(NamedTuple):
     def is_real(self) -> bool:
         dtype = self.values.dtype
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-        return dtype == bool or (jnp.issubdtype(dtype, jnp.number) and not is_complex)
+        return jnp.issubdtype(dtype, jnp.bool_) or (
+            jnp.issubdtype(dtype, jnp.number) and not is_complex
+        )
 
 
 class _Choice(NamedTuple):
