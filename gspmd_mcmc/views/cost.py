@@ -13,6 +13,16 @@ import numpy as np
 
 from gspmd_mcmc.views import cost_views
 from gspmd_mcmc.views.chips import (
+    ETHERNET_10G,
+    ETHERNET_100G,
+    INFINIBAND_HDR,
+    INFINIBAND_NDR,
+    NVLINK_3,
+    NVLINK_4,
+    TPU_DCN,
+    TPU_V4_ICI,
+    TPU_V5E_ICI,
+    TPU_V5P_ICI,
     Interconnect,
 )
 from gspmd_mcmc.views.collective_times import (
@@ -20,19 +30,37 @@ from gspmd_mcmc.views.collective_times import (
     AllReduce,
     collective_seconds,
     fastest_all_reduce,
+    halving_doubling_all_reduce,
     levels_of,
+    ring_all_reduce,
+    tree_all_reduce,
 )
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from gspmd_mcmc.views.programs.report import Traffic
+    from gspmd_mcmc.views.program.report import Traffic
 
 __all__ = [
-    *("ETHERNET_100G", "ETHERNET_10G", "INFINIBAND_HDR", "INFINIBAND_NDR", "NVLINK_3", "NVLINK_4"),
-    *("TPU_DCN", "TPU_V4_ICI", "TPU_V5E_ICI", "TPU_V5P_ICI", "Interconnect"),
-    *("fastest_all_reduce", "halving_doubling_all_reduce", "ring_all_reduce", "tree_all_reduce"),
-    *("POWERS_OF_TWO", "Prediction", "fit_compute", "predict"),
+    "ETHERNET_100G",
+    "ETHERNET_10G",
+    "INFINIBAND_HDR",
+    "INFINIBAND_NDR",
+    "NVLINK_3",
+    "NVLINK_4",
+    "POWERS_OF_TWO",
+    "TPU_DCN",
+    "TPU_V4_ICI",
+    "TPU_V5E_ICI",
+    "TPU_V5P_ICI",
+    "Interconnect",
+    "Prediction",
+    "fastest_all_reduce",
+    "fit_compute",
+    "halving_doubling_all_reduce",
+    "predict",
+    "ring_all_reduce",
+    "tree_all_reduce",
 ]
 
 POWERS_OF_TWO = tuple(2**k for k in range(13))  # 1 to 4,096

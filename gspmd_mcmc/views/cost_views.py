@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from gspmd_mcmc.views.cost import CostModel, Prediction, Scaling
-    from gspmd_mcmc.views.programs.report import Traffic
+    from gspmd_mcmc.views.program.report import Traffic
 
 _WIDTH = 96
 _IDEAL, _FAINT = "#999999", "#555555"

@@ -11,10 +11,10 @@ from gspmd_mcmc.views.layout.drawings import drawings_of
 from gspmd_mcmc.views.layout.figure import draw_on, figure_of
 from gspmd_mcmc.views.layout.html_view import html_view
 from gspmd_mcmc.views.layout.layouts import LeafLayout, Totals, add_up
-from gspmd_mcmc.views.layout.notation import several
 from gspmd_mcmc.views.layout.reading import read_tree
 from gspmd_mcmc.views.layout.text_view import text_view, to_ascii
 from gspmd_mcmc.views.layout.wording import header, totals_lines
+from gspmd_mcmc.views.notation import several
 
 TEXT_WIDTH = 80
 

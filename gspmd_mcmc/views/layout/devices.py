@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 
 from jax.sharding import AbstractMesh, Mesh
 
+from gspmd_mcmc.views.notation import number_ranges
+
 ABSTRACT = "abstract"
-MAX_LISTED = 4
 MAX_PROCESSES = 3
 
 
@@ -94,25 +94,3 @@ def _of_processes(devices: Devices, processes: list[int], positions: Sequence[in
     numbers = number_ranges([devices.numbers[i] for i in positions])
     text = f"p{number_ranges(processes)}:{numbers}"
     return text if any(devices.is_addressable[i] for i in positions) else f"({text})"
-
-
-def number_ranges(numbers: Sequence[int]) -> str:
-    """Write whole numbers briefly: ``0-7``, ``0,4``, ``0-14:2`` (by twos), ``0-3,8-11``.
-
-    More than three runs are cut short, and counted: ``0-3,8-11,… (64)``.
-    """
-    ordered = sorted(numbers)
-    steps = {b - a for a, b in zip(ordered, ordered[1:], strict=False)}
-    if len(ordered) > 2 and steps == {1}:
-        return f"{ordered[0]}-{ordered[-1]}"
-    if len(ordered) <= MAX_LISTED:
-        return ",".join(map(str, ordered))
-    if len(steps) == 1:
-        return f"{ordered[0]}-{ordered[-1]}:{steps.pop()}"
-    runs = [_run(list(g)) for _, g in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])]
-    return ",".join(runs) if len(runs) <= 3 else f"{runs[0]},{runs[1]},… ({len(ordered)})"
-
-
-def _run(pairs: list[tuple[int, int]]) -> str:
-    first, last = pairs[0][1], pairs[-1][1]
-    return str(first) if first == last else f"{first}-{last}"

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from gspmd_mcmc.views.layout.devices import Devices
 from gspmd_mcmc.views.layout.grid import cut_by_spec, spec_entries
 from gspmd_mcmc.views.layout.layouts import DELETED, DEVICE, LeafLayout
-from gspmd_mcmc.views.layout.notation import array_text, axes_text, several, shorten
+from gspmd_mcmc.views.notation import array_text, axes_text, several, shorten
 
 
 @dataclass(frozen=True)

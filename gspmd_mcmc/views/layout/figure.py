@@ -7,8 +7,8 @@ from typing import Any
 from gspmd_mcmc.views.layout.drawings import Drawing
 from gspmd_mcmc.views.layout.figure_panel import draw_picture
 from gspmd_mcmc.views.layout.layouts import LeafLayout
-from gspmd_mcmc.views.layout.notation import shorten
 from gspmd_mcmc.views.layout.pictures import Limits, Picture, picture_of
+from gspmd_mcmc.views.notation import shorten
 
 LIMITS = Limits(rows=16, columns=16, panels=4)
 MAX_COLUMNS, MAX_DRAWINGS = 3, 12

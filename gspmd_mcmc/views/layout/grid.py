@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from gspmd_mcmc.views.layout.notation import partitions
+from gspmd_mcmc.views.notation import partitions
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.views.layout.devices import Devices
 from gspmd_mcmc.views.layout.grid import Grid
-from gspmd_mcmc.views.layout.notation import array_text, partitions
+from gspmd_mcmc.views.notation import array_text, partitions
 
 DEVICE = "device"
 HOST = "host"

@@ -18,8 +18,8 @@ from gspmd_mcmc.tree import PyTree, is_traced, path_str
 from gspmd_mcmc.views.layout.devices import Devices, device_names, devices_of, mesh_devices
 from gspmd_mcmc.views.layout.grid import Grid, cut_by_indices, cut_by_spec, spec_entries
 from gspmd_mcmc.views.layout.layouts import DELETED, DEVICE, HOST, NO_ARRAY, NOWHERE, LeafLayout
-from gspmd_mcmc.views.layout.notation import spec_text
 from gspmd_mcmc.views.layout.remarks import remarks
+from gspmd_mcmc.views.notation import spec_text
 
 NUMBERS = (bool, int, float, complex)
 

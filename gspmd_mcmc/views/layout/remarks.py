@@ -3,8 +3,7 @@
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.views.layout.layouts import DELETED, DEVICE, HOST, NOWHERE, LeafLayout
-from gspmd_mcmc.views.layout.notation import partitions
-from gspmd_mcmc.views.units import LARGE_BYTES
+from gspmd_mcmc.views.notation import LARGE_BYTES, partitions
 
 
 def remarks(leaf: LeafLayout) -> tuple[str, ...]:

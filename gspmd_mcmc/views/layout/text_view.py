@@ -8,8 +8,8 @@ from rich.text import Text
 from gspmd_mcmc.views.layout import wording
 from gspmd_mcmc.views.layout.drawings import Drawing, drawings_of
 from gspmd_mcmc.views.layout.layouts import LeafLayout, Totals
-from gspmd_mcmc.views.layout.notation import shorten
 from gspmd_mcmc.views.layout.text_drawing import Lines, beside, draw_text, width_of
+from gspmd_mcmc.views.notation import shorten
 
 MAX_LEAVES, MAX_DRAWINGS = 60, 8
 GAP = "  "

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from gspmd_mcmc.views.layout.devices import ABSTRACT, Devices, number_ranges
+from gspmd_mcmc.views.layout.devices import ABSTRACT, Devices
 from gspmd_mcmc.views.layout.drawings import meshes_of
 from gspmd_mcmc.views.layout.layouts import DELETED, DEVICE, HOST, LeafLayout, Totals
-from gspmd_mcmc.views.layout.notation import array_text, axes_text, several
-from gspmd_mcmc.views.units import bytes_text
+from gspmd_mcmc.views.notation import array_text, axes_text, bytes_text, number_ranges, several
 
 MAX_LEVELS = 3
 
