@@ -16,7 +16,7 @@ from rich.console import Console
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import visualize
-from gspmd_mcmc.views.layout.pictures import Axes, shown_parts
+from gspmd_mcmc.views.layouts.pictures import Axes, shown_parts
 from gspmd_mcmc.views.notation import array_text, bytes_text, number_ranges, shorten, spec_text
 
 SNAPSHOTS = Path(__file__).parent / "snapshots" / "visualize"
