@@ -60,9 +60,9 @@ from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import Pad, derived, each_chain, like_position, over_steps, pytree, shared, static
 from gspmd_mcmc.views import cost, plots
+from gspmd_mcmc.views.chips import Accelerator
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.plan import plan
-from gspmd_mcmc.views.program.accelerators import Accelerator
 from gspmd_mcmc.views.program.report import BudgetExceeded
 from gspmd_mcmc.views.visualize import LayoutView, visualize
 

@@ -19,14 +19,15 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import Accelerator, BudgetExceeded, LayoutView, communication, make_abstract_mesh, plan
-from gspmd_mcmc.views.program import ahead, extrapolation
-from gspmd_mcmc.views.program.accelerators import ACCELERATORS
-from gspmd_mcmc.views.program.ahead import compile_ahead
-from gspmd_mcmc.views.program.extrapolation import extrapolate, predict_report
+from gspmd_mcmc.views.chips import ACCELERATORS
+from gspmd_mcmc.views.plan import extrapolate, predict_report
+from gspmd_mcmc.views.program import compile_ahead as ahead
+from gspmd_mcmc.views.program.compile_ahead import compile_ahead
 
 S = jax.ShapeDtypeStruct
 F32 = jnp.float32
 ROWS = P("data")
+PLAN: Any = sys.modules[plan.__module__]  # the function has the name of its module
 MESH = make_abstract_mesh(data=8)
 FILMS, DIMENSIONS, MANY_USERS = 3706, 20, 2_500_000
 
@@ -289,7 +290,7 @@ def movielens_plan(monkeypatch):
     def cached(function, args, mesh):
         return movielens_on(MANY_USERS, mesh.size)
 
-    monkeypatch.setattr(extrapolation, "compile_ahead", cached)
+    monkeypatch.setattr(PLAN, "compile_ahead", cached)
     build = functools.partial(movielens, MANY_USERS)
     return plan(build, data=8192, accelerator="TPU v5e", trips={"leapfrog": 10})
 
@@ -329,7 +330,7 @@ def test_the_rule_predicts_2048_devices_from_1024_and_1536():
 @pytest.mark.parametrize("sizes", [(64, 512, 2048), (512, 1024, 2048)])
 def test_the_rule_says_how_far_it_is_off(sizes):
     reports = [movielens_on(MANY_USERS, n) for n in sizes]
-    _, rule = extrapolation._rule_applied(reports, "data", sizes, make_abstract_mesh(data=8192))
+    _, rule = PLAN._rule_applied(reports, "data", sizes, make_abstract_mesh(data=8192))
     off = []
     for name in ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes"):
         first, second, last = (getattr(report, name) for report in reports)
@@ -349,9 +350,8 @@ def on_real_devices(monkeypatch):
             function, *jax.tree.map(lambda x: on(real(mesh), *x.shape, spec=x.sharding.spec), args)
         )
 
-    monkeypatch.setattr(extrapolation, "MOST_DEVICES", 8)
-    monkeypatch.setattr(sys.modules[plan.__module__], "MOST_DEVICES", 8)
-    monkeypatch.setattr(extrapolation, "compile_ahead", compiled)
+    monkeypatch.setattr(PLAN, "MOST_DEVICES", 8)
+    monkeypatch.setattr(PLAN, "compile_ahead", compiled)
 
 
 def real(mesh):
@@ -616,7 +616,7 @@ def test_more_devices_than_can_be_compiled_for_are_refused():
 
 
 def test_an_argument_elsewhere_is_found_before_smaller_meshes_are_compiled_for(monkeypatch):
-    monkeypatch.setattr(extrapolation, "compile_ahead", lambda *args: pytest.fail("compiled"))
+    monkeypatch.setattr(PLAN, "compile_ahead", lambda *args: pytest.fail("compiled"))
     with pytest.raises(ValueError, match=re.escape("argument [0] lies on AbstractMesh('data': 8")):
         plan(lambda mesh: (sum_of_squares, X), data=4096)
 

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from gspmd_mcmc.views.scaling.interconnects import Interconnect
+from gspmd_mcmc.views.chips import Interconnect
 
 AllReduce = Callable[[float, int, Interconnect], float]
 Levels = list[tuple[Interconnect, int]]
@@ -169,7 +169,7 @@ _SECONDS: dict[str, Callable[[float, Levels, AllReduce], float]] = {
     "all-to-all": _over_levels_all_to_all,
     "collective-permute": _over_levels_permute,
 }
-MODELLED_KINDS = tuple(_SECONDS)
+MODELED_KINDS = tuple(_SECONDS)
 
 
 def collective_seconds(
@@ -184,7 +184,7 @@ def collective_seconds(
     Parameters
     ----------
     kind
-        One of ``MODELLED_KINDS``, else KeyError.
+        One of ``MODELED_KINDS``, else KeyError.
     num_bytes
         Bytes on one device: of the operand; of the result, for an all-gather.
     n

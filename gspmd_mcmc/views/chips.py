@@ -1,19 +1,88 @@
-"""Links between devices, as latency and bandwidth, with cited figures for the usual ones.
+"""Memory of accelerators and links between them, with cited figures for the usual ones.
 
-Every preset is a published or modelled figure, not a measurement of ours, and data-sheet bandwidth
-is seldom reached. Replace what you have measured: ``dataclasses.replace(NVLINK_4, bandwidth=370e9)``.
+Memory figures are the vendors'. Google counts in GiB; NVIDIA's GB are taken as 10^9 bytes, a little
+less than its drivers report (85.5e9 on an "80 GB" H100). A program gets less than that: a TPU's runtime
+reserves some (1.25 of the 32 GiB of a v4), and on a GPU JAX takes three quarters of the memory unless
+XLA_CLIENT_MEM_FRACTION says otherwise (docs.jax.dev, "GPU memory allocation"): so it is counted here.
 
-Directions: a data sheet's "bidirectional" figure adds what a device sends and what it receives.
-``bandwidth`` here is one way, what a device can send while it receives as much: half of that figure.
+Links are published or modeled figures, not measurements of ours, and data-sheet bandwidth is seldom
+reached. Replace what you have measured: ``dataclasses.replace(NVLINK_4, bandwidth=370e9)``. A data
+sheet's "bidirectional" figure adds what a device sends and what it receives; ``bandwidth`` here is one
+way, what a device can send while it receives as much: half of that figure.
 """
 
 import math
 from dataclasses import dataclass
 
+_TPU = "https://cloud.google.com/tpu/docs"
+_NVIDIA = "https://www.nvidia.com/en-us/data-center"
+_GIB = 1 << 30
+_GPU = 0.75  # share of a GPU's memory that JAX takes
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A kind of device.
+
+    Attributes
+    ----------
+    name
+        Such as "TPU v5e".
+    memory_bytes
+        Memory of one JAX device.
+    source
+        Where the figure is from.
+    share
+        The share of it that JAX takes.
+    """
+
+    name: str
+    memory_bytes: int
+    source: str = ""
+    share: float = 1.0
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that a program can use."""
+        return int(self.share * self.memory_bytes)
+
+
+ACCELERATORS = {
+    name: Accelerator(name, num_bytes, source, share)
+    for name, num_bytes, source, share in (
+        ("TPU v2 core", 8 * _GIB, f"{_TPU}/v2", 1.0),
+        ("TPU v3 core", 16 * _GIB, f"{_TPU}/v3", 1.0),
+        ("TPU v4", 32 * _GIB, f"{_TPU}/v4", 1.0),
+        ("TPU v5e", 16 * _GIB, f"{_TPU}/v5e", 1.0),
+        ("TPU v5p", 95 * _GIB, f"{_TPU}/v5p", 1.0),
+        ("TPU v6e", 32 * _GIB, f"{_TPU}/v6e", 1.0),
+        ("T4", 16 * 10**9, f"{_NVIDIA}/tesla-t4", _GPU),
+        ("L4", 24 * 10**9, f"{_NVIDIA}/l4", _GPU),
+        ("V100 32GB", 32 * 10**9, f"{_NVIDIA}/v100", _GPU),
+        ("A100 40GB", 40 * 10**9, f"{_NVIDIA}/a100", _GPU),
+        ("A100 80GB", 80 * 10**9, f"{_NVIDIA}/a100", _GPU),
+        ("H100 80GB", 80 * 10**9, f"{_NVIDIA}/h100", _GPU),
+        ("H200", 141 * 10**9, f"{_NVIDIA}/h200", _GPU),
+        ("B200", 180 * 10**9, f"{_NVIDIA}/dgx-b200", _GPU),
+    )
+}
+
+
+def accelerator(which: "str | Accelerator") -> Accelerator:
+    """Return the accelerator of that name; ValueError if there is none."""
+    if isinstance(which, Accelerator):
+        return which
+    if which not in ACCELERATORS:
+        raise ValueError(
+            f"no accelerator {which!r}; there are {', '.join(ACCELERATORS)}. "
+            "For another one pass Accelerator(name, memory_bytes)"
+        )
+    return ACCELERATORS[which]
+
 
 @dataclass(frozen=True)
 class Interconnect:
-    """What joins devices: a switched network, or a torus of links between neighbours.
+    """What joins devices: a switched network, or a torus of links between neighbors.
 
     Attributes
     ----------
@@ -50,26 +119,23 @@ class Interconnect:
     overhead: float = 0.0
 
     def __post_init__(self):
-        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
-            raise ValueError(f"{self.name}: bandwidth is bytes a second, above 0, not {self.bandwidth}")
-        for figure in ("latency", "overhead"):
-            seconds = getattr(self, figure)
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise ValueError(f"{self.name}: {figure} is seconds, 0 or more, not {seconds}")
-        if self.max_devices is not None and not (
-            self.max_devices == int(self.max_devices) and self.max_devices >= 2
-        ):
-            raise ValueError(f"{self.name}: max_devices is 2 or more, or None, not {self.max_devices}")
-        if self.torus_axes not in (0, 1, 2, 3):
-            raise ValueError(
-                f"{self.name}: torus_axes is 0 (switched), 1, 2 or 3, not {self.torus_axes}"
-            )
+        most = self.max_devices
+        is_right = {
+            "bandwidth is bytes a second, above 0": 0 < self.bandwidth < math.inf,
+            "latency is seconds, 0 or more": 0 <= self.latency < math.inf,
+            "overhead is seconds, 0 or more": 0 <= self.overhead < math.inf,
+            "max_devices is 2 or more, or None": most is None or (most == int(most) and most >= 2),
+            "torus_axes is 0 (switched), 1, 2 or 3": self.torus_axes in (0, 1, 2, 3),
+        }
+        for rule, holds in is_right.items():
+            if not holds:
+                value = getattr(self, rule.partition(" ")[0])
+                raise ValueError(f"{self.name}: {rule}, not {value}")
 
     def __str__(self) -> str:
         kind = f", {self.torus_axes}D torus" if self.torus_axes else ""
-        reach = (
-            "any number of devices" if self.max_devices is None else f"to {self.max_devices:,} devices"
-        )
+        most = self.max_devices
+        reach = "any number of devices" if most is None else f"up to {most:,} devices"
         launch = f" + {self.overhead * 1e6:g} us a collective" if self.overhead else ""
         return (
             f"{self.name} ({self.bandwidth / 1e9:g} GB/s one way, "
@@ -110,7 +176,7 @@ TPU_V5P_ICI = Interconnect(
     f"cloud.google.com/tpu/docs/v5p. Latency {_HOP}",
 )
 TPU_DCN = Interconnect(
-    "TPU data centre network",
+    "TPU data center network",
     bandwidth=6.25e9,
     latency=1e-4,
     source="50 Gb/s a chip (TPU v5p; v5e has half): cloud.google.com/tpu/docs/v5p. Latency: the bound "

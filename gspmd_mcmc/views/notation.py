@@ -1,11 +1,25 @@
-"""How a layout is written in a line: arrays, specs, mesh axes, and names that are too long."""
+"""How bytes, arrays, specs, mesh axes and device numbers are written in a line."""
 
 import re
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+LARGE_BYTES = 1_000_000  # arrays of this size that are whole on every device are pointed out
+MAX_LISTED = 4  # numbers that are written one by one
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _SHORT = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Write a number of bytes with a decimal unit: ``784 B``, ``31.4 kB``, ``2 GB``."""
+    value, unit = float(num_bytes), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    digits = f"{value:.1f}".removesuffix(".0") if unit and value < 99.95 else f"{value:.0f}"
+    return f"{digits} {_UNITS[unit]}"
 
 
 def array_text(dtype: Any, shape: tuple[int, ...] | None) -> str:
@@ -36,6 +50,26 @@ def spec_text(spec: P, sizes: dict[str, int]) -> str:
 def axes_text(axes: tuple[tuple[str, int], ...]) -> str:
     """Write mesh axes with their sizes: ``chains=2, data=4``."""
     return ", ".join(f"{name}={size}" for name, size in axes)
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Write whole numbers briefly: ``0-7``, ``0,4``, ``0-14:2`` (by twos), ``0-3,8-11``.
+
+    More than three runs are cut short, and counted: ``0-3,8-11,… (64)``.
+    """
+    ordered = sorted(numbers)
+    steps = {b - a for a, b in zip(ordered, ordered[1:], strict=False)}
+    if len(ordered) > 2 and steps == {1}:
+        return f"{ordered[0]}-{ordered[-1]}"
+    if len(ordered) <= MAX_LISTED:
+        return ",".join(map(str, ordered))
+    if len(steps) == 1:
+        return f"{ordered[0]}-{ordered[-1]}:{steps.pop()}"
+    runs = []
+    for _, group in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        runs.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ",".join(runs) if len(runs) <= 3 else f"{runs[0]},{runs[1]},… ({len(ordered)})"
 
 
 def shorten(text: str, width: int) -> str:

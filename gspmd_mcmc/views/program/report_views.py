@@ -1,18 +1,19 @@
-"""The report of a program's communication, in a terminal."""
+"""The report of a program's communication, drawn for a terminal."""
 
 import io
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from gspmd_mcmc.views.program.hlo import Loop
-from gspmd_mcmc.views.program.parts import Collective
-from gspmd_mcmc.views.program.report import Communication
-from gspmd_mcmc.views.units import bytes_text
+from gspmd_mcmc.views.notation import bytes_text
+
+if TYPE_CHECKING:
+    from gspmd_mcmc.views.program.hlo import Loop
+    from gspmd_mcmc.views.program.report import Collective, Communication
 
 _MEMORY = (
     ("arguments", "argument_bytes"),
@@ -23,27 +24,27 @@ _MEMORY = (
 )
 
 
-def draw_report(report: Communication) -> Group:
+def draw_report(report: "Communication") -> Group:
     """Draw the collectives below their loops, their totals, memory, and what is whole on all."""
-    parts = [_collectives(report), *_totals(report), _memory(report)]
+    drawn = [_collectives(report), *_totals(report), _memory(report)]
     if report.whole:
-        parts.append(Text(f"whole on each of {report.num_devices} devices:", style="bold"))
-        parts += [Text(f"  {text}") for text in report.whole]
+        drawn.append(Text(f"whole on each of {report.num_devices} devices:", style="bold"))
+        drawn += [Text(f"  {text}") for text in report.whole]
     if report.unknown:
-        parts.append(Text("of unknown form, may send something:", style="bold"))
-        parts += [Text(f"  {line[:200]}") for line in report.unknown]
-    return Group(*parts)
+        drawn.append(Text("of unknown form, may send something:", style="bold"))
+        drawn += [Text(f"  {line[:200]}") for line in report.unknown]
+    return Group(*drawn)
 
 
 def plain(drawing: Any) -> str:
-    """Write a report, or another drawing of rich, as plain text of at most 100 columns."""
+    """Write what rich can draw as plain text of at most 100 columns."""
     console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
     console.print(drawing)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def _collectives(report: Communication) -> Tree:
+def _collectives(report: "Communication") -> Tree:
     over = " x ".join(f"{name}={n}" for name, n in report.mesh.items()) or "no mesh"
     tree = Tree(Text(f"{report.num_devices} devices, {over}", style="bold"))
     branches: dict[tuple[Loop, ...], Tree] = {(): tree}
@@ -55,7 +56,7 @@ def _collectives(report: Communication) -> Tree:
     return tree
 
 
-def _branch(branches: dict[tuple[Loop, ...], Tree], loops: tuple[Loop, ...]) -> Tree:
+def _branch(branches: "dict[tuple[Loop, ...], Tree]", loops: "tuple[Loop, ...]") -> Tree:
     """Find or make the branch of nested loops."""
     if loops not in branches:
         loop = loops[-1]
@@ -66,7 +67,7 @@ def _branch(branches: dict[tuple[Loop, ...], Tree], loops: tuple[Loop, ...]) -> 
     return branches[loops]
 
 
-def _leaf(collective: Collective) -> Text:
+def _leaf(collective: "Collective") -> Text:
     sources = dict.fromkeys((collective.source, collective.library_source))
     shapes = dict.fromkeys((collective.operand_shape, collective.shape))  # once where they are the same
     return Text.assemble(
@@ -81,7 +82,7 @@ def _short(shape: str, most: int = 60) -> str:
     return shape if len(shape) <= most else f"{shape[:most]}… ({shape.count('[')} arrays)"
 
 
-def _totals(report: Communication) -> list[Table]:
+def _totals(report: "Communication") -> list[Table]:
     """Count the collectives of an iteration of each loop and of the call; nothing without any."""
     if not report.collectives:
         return []
@@ -92,7 +93,7 @@ def _totals(report: Communication) -> list[Table]:
     return [table]
 
 
-def _total(report: Communication, within: str | None) -> str:
+def _total(report: "Communication", within: str | None) -> str:
     try:
         traffic = report.traffic(within)
     except ValueError:  # a loop's trip count is not known
@@ -104,7 +105,7 @@ def _total(report: Communication, within: str | None) -> str:
     return f"{counted}, {bytes_text(report.sent_bytes(within))}"
 
 
-def _memory(report: Communication) -> Table:
+def _memory(report: "Communication") -> Table:
     table = Table(title="bytes on a device", title_justify="left", show_header=False, box=None)
     table.add_column(justify="left")
     table.add_column(justify="right")

@@ -1,18 +1,92 @@
-"""Draw the panels of a picture on matplotlib Axes; coordinates are points from the upper left."""
+"""Drawings of layouts with matplotlib; in a panel, coordinates are points from the upper left."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gspmd_mcmc.views.layout.palette import ink
-from gspmd_mcmc.views.layout.pictures import Cell, Edge, Panel, Picture
+from gspmd_mcmc.views.layouts.leaf_layout import LeafLayout
+from gspmd_mcmc.views.layouts.pictures import Cell, Drawing, Edge, Limits, Panel, Picture, picture_of
+from gspmd_mcmc.views.notation import shorten
+from gspmd_mcmc.views.palette import ink
 
+LIMITS = Limits(rows=16, columns=16, panels=4)
+MAX_COLUMNS, MAX_DRAWINGS = 3, 12
+WIDTH, HEIGHT, STRIP_HEIGHT = 4.5, 3.8, 2.0  # inches of a drawing
+MARGIN, TITLE_HEIGHT = 0.3, 0.7
+TITLE_CHARS = 52
+GREY = "#555555"
 TICK_SIZE, CAPTION_SIZE, MAX_SIZE, MIN_SIZE = 8.0, 8.5, 12.0, 4.0
 CHAR_WIDTH, LINE_HEIGHT = 0.62, 1.25  # of the font's size
 GAP = 5.0
 STRIP = 48.0
-GREY = "#555555"
 HATCHED = {"facecolor": "white", "edgecolor": "#AAAAAA", "hatch": "////", "linewidth": 0}
+
+
+def figure_of(drawings: Sequence[Drawing], title: Sequence[str]) -> Any:
+    """Return a Figure with a panel for each drawing.
+
+    Raises
+    ------
+    ValueError
+        If there is nothing to draw.
+    """
+    from matplotlib.figure import Figure
+
+    if not drawings:
+        raise ValueError("figure(): expected a leaf that lies on devices, got none; see view.leaves")
+    rows = _in_rows(drawings[:MAX_DRAWINGS])
+    hidden = len(drawings) - MAX_DRAWINGS
+    lines = [*title, f"{hidden} more layouts are not drawn"] if hidden > 0 else title
+    heights = [0.4 + 0.19 * len(lines), *map(_row_height, rows)]
+    figure = Figure(figsize=(WIDTH * max(2, len(rows[0])), sum(heights)), facecolor="white")
+    figure.text(MARGIN / figure.get_figwidth(), 1 - 0.15 / sum(heights), "\n".join(lines), va="top")
+    for r, row in enumerate(rows):
+        for c, (drawing, picture) in enumerate(row):
+            box = c * WIDTH + MARGIN, sum(heights[: r + 1]) + TITLE_HEIGHT, heights[r + 1]
+            _titled(_axes(figure, *box), drawing, picture)
+    return figure
+
+
+def draw_on(ax: Any, leaf: LeafLayout) -> None:
+    """Draw a leaf on a matplotlib Axes, under a title; its panels lie side by side."""
+    drawing = Drawing(leaf)
+    _draw_picture(ax, picture_of(leaf, LIMITS))
+    title = f"{shorten(drawing.names, TITLE_CHARS)}\n{drawing.headline}"
+    ax.set_title(title, loc="left", fontsize=10, parse_math=False)
+
+
+def _in_rows(drawings: Sequence[Drawing]) -> list[list[tuple[Drawing, Picture]]]:
+    """Set drawings in rows, strips after those that need height."""
+    pairs = [(drawing, picture_of(drawing.leaf, LIMITS)) for drawing in drawings]
+    pairs.sort(key=lambda pair: not pair[1].down)
+    columns = min(MAX_COLUMNS, len(pairs))
+    return [pairs[i : i + columns] for i in range(0, len(pairs), columns)]
+
+
+def _row_height(row: list[tuple[Drawing, Picture]]) -> float:
+    return HEIGHT if any(picture.down for _, picture in row) else STRIP_HEIGHT
+
+
+def _axes(figure: Any, left: float, top: float, height: float) -> Any:
+    """Add Axes, in inches from the upper left corner, with room for a title above them."""
+    wide, high = figure.get_size_inches()
+    size = WIDTH - 1.3 * MARGIN, height - TITLE_HEIGHT - 0.2
+    return figure.add_axes((left / wide, 1 - (top + size[1]) / high, size[0] / wide, size[1] / high))
+
+
+def _titled(ax: Any, drawing: Drawing, picture: Picture) -> None:
+    _draw_picture(ax, picture)
+    lines = [
+        (33, drawing.headline, {"weight": "bold", "fontsize": 10.5}),
+        (19, drawing.names, {"fontsize": 9.5}),
+        (6, drawing.others(TITLE_CHARS), {"fontsize": 8.5, "color": GREY}),
+    ]
+    for above, text, style in lines:
+        ax.annotate(
+            shorten(text, math.floor(TITLE_CHARS * 9.5 / style["fontsize"])), (0, 1), (0, above),
+            xycoords="axes fraction", textcoords="offset points", parse_math=False, **style,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,7 +104,7 @@ class Box:
         return self.x + self.width / 2, self.y + self.height / 2
 
 
-def draw_picture(ax: Any, picture: Picture) -> None:
+def _draw_picture(ax: Any, picture: Picture) -> None:
     """Draw panels in a square of panels over the whole Axes."""
     box, (width, height) = ax.get_position(), ax.figure.get_size_inches()
     width, height = 72 * box.width * width, 72 * box.height * height

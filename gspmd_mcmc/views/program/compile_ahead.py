@@ -23,10 +23,9 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.tree import path_str
-from gspmd_mcmc.views.program import ahead_child
-from gspmd_mcmc.views.program.parts import Argument
-from gspmd_mcmc.views.program.reading import argument, read_report, with_origins
-from gspmd_mcmc.views.program.report import Communication
+from gspmd_mcmc.views.communication import describe_argument, read_report, with_origins
+from gspmd_mcmc.views.program import compile_process
+from gspmd_mcmc.views.program.report import Argument, Communication
 
 MOST_DEVICES = 2048  # with more, the CPU backend refuses to compile
 _BIND = "Bind what is static before: functools.partial(function, name=value)"
@@ -79,7 +78,7 @@ def compile_ahead(function: Callable, args: tuple, mesh: AbstractMesh) -> Commun
     return with_origins(report, function, args)
 
 
-def built(build: Callable, mesh: AbstractMesh) -> tuple[Callable, tuple]:
+def build_program(build: Callable, mesh: AbstractMesh) -> tuple[Callable, tuple]:
     """Call ``build(mesh)``, and return the function and the arguments that it gives.
 
     Raises
@@ -219,7 +218,7 @@ def _compile(program: bytes, axes: dict[str, int], donated: list[int]) -> dict[s
         (folder / "program.bin").write_bytes(program)
         (folder / "options.json").write_text(json.dumps({"axes": axes, "donated": donated}))
         # -P: what stands beside the script is not for import.
-        command = [sys.executable, "-P", str(Path(ahead_child.__file__)), str(folder)]
+        command = [sys.executable, "-P", str(Path(compile_process.__file__)), str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, env=_environment())
         if done.returncode:
             raise RuntimeError(
@@ -241,6 +240,6 @@ def _argument(path: str, leaf: Any, taken: dict[str, Any], mesh: AbstractMesh) -
     spec = taken["spec"]
     if spec is not None:
         axes = [tuple(entry) if isinstance(entry, list) else entry for entry in spec]
-        return argument(path, leaf, NamedSharding(mesh, P(*axes[: np.ndim(leaf)])))
-    found = argument(path, leaf, None)
+        return describe_argument(path, leaf, NamedSharding(mesh, P(*axes[: np.ndim(leaf)])))
+    found = describe_argument(path, leaf, None)
     return replace(found, bytes_per_device=found.num_bytes // taken["parts"])
