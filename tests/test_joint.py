@@ -18,7 +18,7 @@ from gspmd_mcmc import (
     Sharded,
     communication,
 )
-from gspmd_mcmc.targets.blocks import CannotStream
+from gspmd_mcmc.models.row_blocks import CannotStream
 from gspmd_mcmc.tree import total
 
 Root = JointDistributionCoroutine.Root

@@ -12,19 +12,19 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.functions.function import of_model
 from gspmd_mcmc.models import numpyro, sharded
 from gspmd_mcmc.models.joint_parts import run, trace
+from gspmd_mcmc.models.row_blocks import Blocks, CannotStream, Site, rows_of_plates
 from gspmd_mcmc.models.sharded import Sharded, shown, unpad
 from gspmd_mcmc.placement.numbers import as_array
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.placement.place import place
 from gspmd_mcmc.targets.bijections import ByModel, bijection_for, bijection_of, log_jacobian_of
-from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates
 from gspmd_mcmc.targets.independence import coupling_of
 from gspmd_mcmc.targets.local import lay_out
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.prior_draws import cannot_draw, with_prior
-from gspmd_mcmc.targets.retracing import of_model
 from gspmd_mcmc.targets.rows import row_axes
 
 

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.functions.function import Function
+from gspmd_mcmc.functions.user_functions import as_partial, name_of_function
 from gspmd_mcmc.models import sharded
 from gspmd_mcmc.models.conditioning import condition
 from gspmd_mcmc.models.joint_parts import (
@@ -39,9 +41,7 @@ from gspmd_mcmc.models.sharded import Sharded, check_value, is_distribution, sho
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.padding import is_padded, refuse_padded
 from gspmd_mcmc.targets.checks import CONSTANT_BYTES, check_key
-from gspmd_mcmc.targets.functions import as_partial, name_of_function
 from gspmd_mcmc.targets.posterior import Posterior
-from gspmd_mcmc.targets.retracing import Function
 from gspmd_mcmc.tree import is_staging, pytree, set_fields, static
 
 Parts = Generator[tuple[str, Any], Any, None]

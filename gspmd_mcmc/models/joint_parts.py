@@ -11,11 +11,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.functions.user_functions import as_partial
 from gspmd_mcmc.models import sharded
 from gspmd_mcmc.models.sharded import Sharded, check_value, is_distribution, shown, unpad
 from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.padding import is_padded
-from gspmd_mcmc.targets.functions import as_partial
 
 END: Any = object()
 

@@ -19,19 +19,19 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.functions.function import of_model, run
+from gspmd_mcmc.functions.user_functions import as_partial
+from gspmd_mcmc.models.row_blocks import Blocks, CannotStream, Site, rows_of_plates, unpadded
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.numbers import as_array, check_leaves
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import independence
 from gspmd_mcmc.targets.bijections import ByModel, bijection_for, bijection_of, log_jacobian_of
-from gspmd_mcmc.targets.blocks import Blocks, CannotStream, Site, rows_of_plates, unpadded
-from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.likelihoods import bernoulli_logits, categorical_logits
 from gspmd_mcmc.targets.local import cut, lay_out
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.prior_draws import cannot_draw, with_prior
-from gspmd_mcmc.targets.retracing import of_model, run
 
 DOOR = "from_numpyro"
 CHECK_POINTS = 10

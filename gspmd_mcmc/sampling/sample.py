@@ -8,6 +8,9 @@ import jax
 from jax.sharding import Mesh
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
+from gspmd_mcmc.functions.function import changes, traced_with
+from gspmd_mcmc.functions.modules import is_module
+from gspmd_mcmc.functions.user_functions import as_partial
 from gspmd_mcmc.multihost.processes import spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.layout import Layout, read_layout
@@ -24,10 +27,7 @@ from gspmd_mcmc.sampling.warnings_of_runs import warn_of, warn_of_small_data
 from gspmd_mcmc.storage.attributes import attributes_of
 from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.targets import checks, independence
-from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import lay_out
-from gspmd_mcmc.targets.modules import is_module
-from gspmd_mcmc.targets.retracing import changes, traced_with
 from gspmd_mcmc.tree import PyTree
 
 LEAST = {"num_chains": 1, "num_warmup": 0, "num_samples": 0, "thin": 1}

@@ -12,11 +12,11 @@ import numpy as np
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.functions.user_functions import as_partial
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.targets import checks
-from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import cut, lay_out
 from gspmd_mcmc.tree import PyTree, path_str, roles
 

@@ -11,13 +11,13 @@ from jax.sharding import NamedSharding
 from jax.tree_util import GetAttrKey, KeyPath, SequenceKey
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.functions.user_functions import name_of_function
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.padding import Padded, is_padded, refuse_padded
-from gspmd_mcmc.targets.functions import name_of_function
 from gspmd_mcmc.targets.local import lay_out, rows_of
 from gspmd_mcmc.targets.posterior import Posterior
-from gspmd_mcmc.targets.tiling import is_live
+from gspmd_mcmc.targets.streaming.tiling import is_live
 from gspmd_mcmc.tree import PyTree, is_staging, is_traced, path_str
 
 CONSTANT_BYTES = 1 << 20

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.functions.user_functions import as_partial, name_of_function, noting_shapes
 from gspmd_mcmc.placement.padding import is_padded
-from gspmd_mcmc.targets import bijections, tiling
+from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
-from gspmd_mcmc.targets.functions import as_partial, name_of_function, noting_shapes
 from gspmd_mcmc.targets.local import Local, lay_out, without
 from gspmd_mcmc.targets.rows import Rows, read_rows
+from gspmd_mcmc.targets.streaming import tiling
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
 

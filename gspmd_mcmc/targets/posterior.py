@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.functions.user_functions import as_partial, noting_shapes, summands
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
-from gspmd_mcmc.targets.functions import as_partial, noting_shapes, summands
 from gspmd_mcmc.targets.local import cut, without, wrap
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.rows import Rows

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.functions.function import Function, function_of
+from gspmd_mcmc.functions.modules import call_module, call_of, called_class, is_module, without_arrays
 from gspmd_mcmc.placement.numbers import check_leaves
-from gspmd_mcmc.targets.modules import call_module, call_of, called_class, is_module, without_arrays
-from gspmd_mcmc.targets.retracing import Function, function_of
 from gspmd_mcmc.tree import PyTree
 
 

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey
 
+from gspmd_mcmc.functions.function import of_model
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.padding import Padded, is_padded, real_rows
 from gspmd_mcmc.targets.bijections import constrain
 from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
-from gspmd_mcmc.targets.retracing import of_model
 from gspmd_mcmc.targets.rows import row_axes
-from gspmd_mcmc.targets.tiling import is_live
+from gspmd_mcmc.targets.streaming.tiling import is_live
 from gspmd_mcmc.tree import PyTree, path_str
 
 # Rows of the block on which a model is tried.

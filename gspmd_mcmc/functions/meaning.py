@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gspmd_mcmc.targets.contents import (
+from gspmd_mcmc.functions.contents import (
     Same,
     digest_of,
     ids,
@@ -31,7 +31,7 @@ from gspmd_mcmc.targets.contents import (
     pickle_of,
     unboxed,
 )
-from gspmd_mcmc.targets.reads import (
+from gspmd_mcmc.functions.reads import (
     MISSING,
     Names,
     Read,

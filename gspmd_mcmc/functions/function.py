@@ -8,8 +8,8 @@ import jax
 from jax.tree_util import Partial, register_pytree_node
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.targets.contents import unboxed
-from gspmd_mcmc.targets.meaning import Look
+from gspmd_mcmc.functions.contents import unboxed
+from gspmd_mcmc.functions.meaning import Look
 from gspmd_mcmc.tree import PyTree
 
 MOST_NAMED = 3
