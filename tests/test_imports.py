@@ -133,7 +133,7 @@ def test_each_layer_really_imports_the_one_below():
         ("kernels.hmc", "def f():\n    from gspmd_mcmc.sampling.sample import sample"),
         ("adaptation.window", "from gspmd_mcmc.placement.padding import Padded"),
         ("targets.posterior", "from gspmd_mcmc.kernels import hmc"),
-        ("placement.place", "from gspmd_mcmc.targets.rows import Rows"),
+        ("placement.place", "from gspmd_mcmc.targets.streaming.rows import Rows"),
         ("tree", "from gspmd_mcmc.placement.padding import Padded"),
         ("views.communication", "from gspmd_mcmc.kernels.hmc import HMC"),
         ("diagnostics.ess", "from gspmd_mcmc.kernels.hmc import HMC"),

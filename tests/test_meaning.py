@@ -16,9 +16,8 @@ import numpyro.distributions as dist
 import pytest
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.functions.function import run
+from gspmd_mcmc.functions.function import as_partial, run
 from gspmd_mcmc.functions.meaning import Look
-from gspmd_mcmc.functions.user_functions import as_partial
 
 NAMESPACE = types.ModuleType("users_settings")
 sys.modules["users_settings"] = NAMESPACE

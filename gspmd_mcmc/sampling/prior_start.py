@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.tree_util import Partial
 
-from gspmd_mcmc.functions.user_functions import as_partial
+from gspmd_mcmc.functions.function import as_partial
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree

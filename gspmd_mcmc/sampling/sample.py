@@ -8,9 +8,8 @@ import jax
 from jax.sharding import Mesh
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
-from gspmd_mcmc.functions.function import changes, traced_with
+from gspmd_mcmc.functions.function import as_partial, changes, traced_with
 from gspmd_mcmc.functions.modules import is_module
-from gspmd_mcmc.functions.user_functions import as_partial
 from gspmd_mcmc.multihost.processes import spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.layout import Layout, read_layout

@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.functions.user_functions import as_partial
+from gspmd_mcmc.functions.function import as_partial
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.layout import Layout

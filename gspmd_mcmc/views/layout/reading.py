@@ -13,7 +13,7 @@ from jax.tree_util import KeyPath
 
 from gspmd_mcmc.placement.padding import Padded
 from gspmd_mcmc.placement.positional import PositionalSharding
-from gspmd_mcmc.targets.plate import Plate
+from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.tree import PyTree, is_traced, path_str
 from gspmd_mcmc.views.layout.devices import Devices, device_names, devices_of, mesh_devices
 from gspmd_mcmc.views.layout.grid import Grid, cut_by_indices, cut_by_spec, spec_entries
