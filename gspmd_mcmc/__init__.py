@@ -55,8 +55,8 @@ from gspmd_mcmc.targets.likelihoods import (
     poisson_log_rate,
 )
 from gspmd_mcmc.targets.log_density import LogDensity
-from gspmd_mcmc.targets.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
+from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import Pad, derived, each_chain, like_position, over_steps, pytree, shared, static
 from gspmd_mcmc.views import cost, plots

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gspmd_mcmc.sampling.warnings_of_runs import warn_of_small_data
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,7 +18,6 @@ import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics import energy, ess, streaming, streaming_ess
 from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.placement.explicit import on_any_mesh
-from gspmd_mcmc.sampling.reporting import warn_of_small_data
 
 AUTO = gm.make_mesh(chains=2, data=4)
 EXPLICIT = jax.make_mesh((2, 4), ("chains", "data"))
@@ -268,16 +268,15 @@ def test_a_run_in_the_context_of_another_kind_of_mesh(auto):
     assert np.isfinite(total)
 
 
-def test_a_run_is_resumed(auto, tmp_path):
+def test_a_run_is_continued_from_its_checkpoint(auto, tmp_path):
     key = KEY
     with jax.set_mesh(EXPLICIT):
         target = make_target(EXPLICIT)
         run = {**RUN, "kernel": hmc(target), "checkpoint": tmp_path / "run"}
-        draws = gm.sample(key, target, POSITION, mesh=EXPLICIT, **run)
-        resumed = gm.resume(tmp_path / "run", target, mesh=EXPLICIT, progress=False)
-    for one in (draws, resumed):
-        assert_same(jax.tree.map(np.asarray, one.position), auto["draws"].position)
-        assert types_of(one.state) == {EXPLICIT.axis_types}
+        for _ in range(2):
+            draws = gm.sample(key, target, POSITION, mesh=EXPLICIT, **run)
+            assert_same(jax.tree.map(np.asarray, draws.position), auto["draws"].position)
+            assert types_of(draws.state) == {EXPLICIT.axis_types}
 
 
 def test_a_mode(auto):
@@ -470,7 +469,6 @@ def test_what_is_no_mesh_is_refused(mesh):
         lambda: gm.local_rows(8, mesh, P("data")),
         lambda: gm.place_from_reader(lambda a, b: Y[a:b], Y.shape, Y.dtype, mesh, P("data")),
         lambda: gm.JointDistributionSequential([], mesh=mesh),
-        lambda: gm.resume("nowhere", target, mesh=mesh),
     ]
     for call in calls:
         with pytest.raises(TypeError, match="expected a mesh"):

@@ -14,12 +14,13 @@ import gspmd_mcmc
 PACKAGE = "gspmd_mcmc"
 ROOT = Path(gspmd_mcmc.__file__).parent
 BASE = {"versions", "errors", "extras", "tree"}
-UP_TO_TARGETS = BASE | {"multihost", "placement", "targets"}
+UP_TO_TARGETS = BASE | {"multihost", "placement", "functions", "targets"}
 MAY_IMPORT = {
     **{"versions": set(), "errors": set(), "extras": set(), "tree": {"errors"}},
     "moments": {"tree"},
     "multihost": BASE,
     "placement": BASE | {"multihost"},
+    "functions": BASE | {"multihost", "placement"},
     "targets": UP_TO_TARGETS,
     "models": UP_TO_TARGETS,
     "kernels": {"tree", "errors", "targets"},
@@ -143,7 +144,7 @@ def test_every_layer_has_modules_and_imports_the_one_below():
         ("kernels.hmc", "def f():\n    from gspmd_mcmc.sampling.sample import sample"),
         ("adaptation.window", "from gspmd_mcmc.placement.padding import Padded"),
         ("targets.posterior", "from gspmd_mcmc.kernels import hmc"),
-        ("placement.place", "from gspmd_mcmc.targets.rows import Rows"),
+        ("placement.place", "from gspmd_mcmc.targets.streaming.rows import Rows"),
         ("tree", "from gspmd_mcmc.placement.padding import Padded"),
         ("errors", "from gspmd_mcmc import tree"),
         ("multihost.processes", "from gspmd_mcmc.placement.mesh import make_mesh"),

@@ -13,7 +13,7 @@ from jax.tree_util import KeyPath
 
 from gspmd_mcmc.placement.padding import Padded
 from gspmd_mcmc.placement.positional import PositionalSharding
-from gspmd_mcmc.targets.plate import Plate
+from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.tree import PyTree, is_traced, path_str
 from gspmd_mcmc.views.layouts.leaf_layout import (
     DELETED,

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes
 from gspmd_mcmc.placement.padding import is_padded
-from gspmd_mcmc.targets import bijections, tiling
+from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
-from gspmd_mcmc.targets.functions import as_partial, name_of_function, noting_shapes
 from gspmd_mcmc.targets.local import Local, lay_out, without
-from gspmd_mcmc.targets.rows import Rows, read_rows
+from gspmd_mcmc.targets.streaming import tiling
+from gspmd_mcmc.targets.streaming.rows import Rows, read_rows
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
 
@@ -88,7 +89,7 @@ class Plate:
             terms = self._terms(split, read, *block_tile)
             return carry, (), tiling.tile_sum(terms, is_counted)
 
-        blocks = self._blocks(split)
+        blocks = self.rows.blocks(self.data), self.rows.local_blocks(split.local)
         _, _, out = tiling.stream(body, (), (), split.read, blocks, self.rows, tile)
         return jnp.swapaxes(out, 0, 1)
 
@@ -115,8 +116,7 @@ class Plate:
         self, params: PyTree, block: PyTree, hidden: Sequence[bool] | None = None
     ) -> jax.Array:
         """Terms of the rows of one block; local leaves of ``params`` have its rows, unconstrained."""
-        is_local = [rows is not None for rows in self.local_rows(params)]
-        split = _Split.of(params, is_local, hidden or [False] * len(is_local))
+        split = self._split(params, hidden)
         return self._terms(split, split.read, block, split.local)
 
     def rows_of_tile(self, params: PyTree, hidden: Sequence[bool] | None = None) -> int:
@@ -129,10 +129,13 @@ class Plate:
         flags = self.local.flags(params) if self.local else [False] * num_leaves
         return [self.rows if is_local else None for is_local in flags]
 
+    def _split(self, params: PyTree, hidden: Sequence[bool] | None) -> "_Split":
+        is_local = [rows is not None for rows in self.local_rows(params)]
+        return _Split.of(params, is_local, hidden or [False] * len(is_local))
+
     def _plan(self, params: PyTree, hidden: Sequence[bool] | None) -> tuple["_Split", int]:
         """Sort the leaves, and choose the size of tiles, by one trace of the likelihood."""
-        is_local = [rows is not None for rows in self.local_rows(params)]
-        split = _Split.of(params, is_local, hidden or [False] * len(is_local))
+        split, name = self._split(params, hidden), name_of_function(self.log_likelihood)
 
         def terms_of(params, block):
             leaves = replace(split, leaves=jax.tree.leaves(params))
@@ -140,12 +143,9 @@ class Plate:
             with noting_shapes(self.log_likelihood, params=visible, block=block):
                 return self.log_likelihood(visible, block)
 
-        name = name_of_function(self.log_likelihood)
+        is_local = [kind == "local" for kind in split.kinds]
         traced = tiling.probe(terms_of, name, params, is_local, self.data, self.rows)
         return split.less_unread(traced.is_read), tiling.tile_rows(traced, self.rows, self.tile_rows)
-
-    def _blocks(self, split: "_Split") -> tuple[PyTree, list[jax.Array]]:
-        return self.rows.blocks(self.data), self.rows.local_blocks(split.local)
 
     def _terms(self, split: "_Split", read: list, data: PyTree, local: list) -> jax.Array:
         """Terms of the rows of a tile, the Jacobians of their latents included."""
@@ -162,51 +162,41 @@ class Plate:
         of local leaves stays where their rows are.
         """
         split, tile = self._plan(params, hidden)
+        has_stale_pad = bool(split.local) and self.rows.num_rows != self.rows.num_padded
 
         def body(carry, read, block_tile, is_counted):
-            data, local = self._less_pad(split, block_tile, is_counted)
+            data, local = _without_pad(block_tile, is_counted) if has_stale_pad else block_tile
             terms, pullback = jax.vjp(
                 lambda read, local: self._terms(split, read, data, local), read, local
             )
-            shared_grads, local_grads = self._less_pad_grads(
-                split, pullback(is_counted.astype(terms.dtype)), is_counted
-            )
-            return tree.add(carry, shared_grads), local_grads, tile_out(terms, is_counted)
+            grads = pullback(is_counted.astype(terms.dtype))
+            if has_stale_pad:  # A tile may be all pad. Elsewhere the gradient of pad is zero already.
+                grads = tree.where(jnp.any(is_counted), grads, jax.tree.map(jnp.zeros_like, grads))
+            return tree.add(carry, grads[0]), grads[1], tile_out(terms, is_counted)
 
         zeros = [jnp.zeros((self.rows.num_blocks, *leaf.shape), leaf.dtype) for leaf in split.read]
-        blocks = self._blocks(split)
+        blocks = self.rows.blocks(self.data), self.rows.local_blocks(split.local)
         no_grads = [jnp.zeros_like(leaf) for leaf in blocks[1]]
         sums, by_row, out = tiling.stream(body, zeros, no_grads, split.read, blocks, self.rows, tile)
         shared_grads = [jnp.sum(s, axis=0) for s in sums]
         return split.merge(shared_grads, [self.rows.join(g) for g in by_row], jnp.zeros_like), out
 
-    def _has_stale_pad(self, split: "_Split") -> bool:
-        """Tell whether there are latents that stay behind while the real ones move."""
-        return bool(split.local) and self.rows.num_rows != self.rows.num_padded
-
-    def _less_pad(self, split: "_Split", block_tile: tuple, is_counted: jax.Array) -> tuple:
-        """Put a real row of the tile, where it has one, in the place of each row that does not count.
-
-        The latents of the pad do not move, so that the likelihood may become undefined there, and zero
-        times NaN would spoil the gradient of what all rows share.
-        """
-        if not self._has_stale_pad(split):
-            return block_tile
-        real = jnp.argmax(is_counted)
-
-        def fill(x):
-            return jnp.where(is_counted.reshape(-1, *(1,) * (x.ndim - 1)), x, x[real][None])
-
-        return jax.tree.map(fill, block_tile)
-
-    def _less_pad_grads(self, split: "_Split", grads: tuple, is_counted: jax.Array) -> tuple:
-        """Drop the gradient of a tile that is all pad; else that of its pad is zero already."""
-        if not self._has_stale_pad(split):
-            return grads
-        return tree.where(jnp.any(is_counted), grads, jax.tree.map(jnp.zeros_like, grads))
-
     def __repr__(self) -> str:
         return f"Plate({name_of_function(self.log_likelihood)}, {self.rows})"
+
+
+def _without_pad(block_tile: PyTree, is_counted: jax.Array) -> PyTree:
+    """Put a real row of the tile, where it has one, in the place of each row that does not count.
+
+    Latents of the pad stay behind while the real ones move, so that the likelihood may become undefined
+    there, and zero times NaN would spoil the gradient of what all rows share.
+    """
+    real = jnp.argmax(is_counted)
+
+    def fill(x):
+        return jnp.where(is_counted.reshape(-1, *(1,) * (x.ndim - 1)), x, x[real][None])
+
+    return jax.tree.map(fill, block_tile)
 
 
 @dataclass(frozen=True)
@@ -245,11 +235,13 @@ class _Split:
 
     @property
     def read(self) -> list[jax.Array]:
-        return self._of_kind("read")
+        """The shared leaves that the likelihood reads."""
+        return [leaf for leaf, kind in zip(self.leaves, self.kinds, strict=True) if kind == "read"]
 
     @property
     def local(self) -> list[jax.Array]:
-        return self._of_kind("local")
+        """The local leaves."""
+        return [leaf for leaf, kind in zip(self.leaves, self.kinds, strict=True) if kind == "local"]
 
     def visible(self, read: list, local: list, of_local: PyTree) -> tuple[PyTree, list[jax.Array]]:
         """Return what the likelihood is shown, local leaves constrained, and their log Jacobians."""
@@ -266,6 +258,3 @@ class _Split:
             for leaf, kind in zip(self.leaves, self.kinds, strict=True)
         ]
         return jax.tree.unflatten(self.treedef, merged)
-
-    def _of_kind(self, kind: str) -> list[jax.Array]:
-        return [leaf for leaf, k in zip(self.leaves, self.kinds, strict=True) if k == kind]

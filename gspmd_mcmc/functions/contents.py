@@ -5,7 +5,6 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -32,16 +31,6 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.thing)
-
-
-def ids(node: Iterable) -> list[int]:
-    """Return which objects are in a container."""
-    return [*map(id, node)]
-
-
-def ids_of_items(node: Any) -> tuple:
-    """Return which objects are in a dict, and at which keys."""
-    return [*map(id, node.values())], [*map(id, node)]
 
 
 def digest_of(array: np.ndarray) -> tuple:
@@ -76,11 +65,6 @@ def pickle_of(node: Any) -> bytes | None:
         return None
 
 
-def is_dunder(name: str) -> bool:
-    """Tell whether Python itself looks a method up."""
-    return name.startswith("__") and name.endswith("__")
-
-
 def is_code(thing: Any) -> bool:
     """Tell whether an attribute of a class is one of its methods."""
     is_wrapper = callable(thing) and hasattr(thing, "__wrapped__")  # as jax.jit makes them
@@ -107,11 +91,6 @@ def unboxed(function: Any) -> Any:
 def is_of_python(cls: type) -> bool:
     """Tell whether instances show all that they keep: no class of theirs is written in C."""
     return all(c.__flags__ & _HEAP_TYPE for c in cls.__mro__[:-1])
-
-
-def is_frozen(cls: type) -> bool:
-    """Tell whether a class is a frozen dataclass."""
-    return getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
 
 
 def is_value(node: Any) -> bool:

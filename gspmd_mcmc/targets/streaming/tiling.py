@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc.placement.padding import real_in_blocks
-from gspmd_mcmc.targets.products import with_narrow_factor_first
-from gspmd_mcmc.targets.rows import Rows
-from gspmd_mcmc.targets.two_float import two_float_sum
+from gspmd_mcmc.targets.streaming.products import with_narrow_factor_first
+from gspmd_mcmc.targets.streaming.rows import Rows
+from gspmd_mcmc.targets.streaming.two_float import two_float_sum
 from gspmd_mcmc.tree import PyTree, path_str
 
 # Bytes of a tile's largest intermediate. On a CPU a tile fits the caches of the cores that work on it;

@@ -40,6 +40,10 @@ class Read(NamedTuple):
         """What stands there, or `MISSING`."""
         return self.get(self.key, MISSING)
 
+    def look(self) -> int:
+        """Return which object stands there: as long as it lives, no other has its number."""
+        return id(self.value)
+
 
 def is_library(thing: type | types.FunctionType) -> bool:
     """Tell whether a class or function is a library's: its code is taken to be what it is."""

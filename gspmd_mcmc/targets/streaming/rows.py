@@ -6,16 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.multihost.processes import put
 from gspmd_mcmc.placement import padding
 from gspmd_mcmc.placement.explicit import no_context_mesh
-from gspmd_mcmc.placement.mesh import auto_mesh
+from gspmd_mcmc.placement.mesh import auto_mesh, axes_of, named_sharding
 from gspmd_mcmc.placement.numbers import as_array
-from gspmd_mcmc.placement.padding import Padded, is_padded
+from gspmd_mcmc.placement.padding import is_padded, num_real_rows, values_of
 from gspmd_mcmc.tree import PyTree, is_traced, path_str
 
 
@@ -57,11 +56,8 @@ class Rows:
     def blocks(self, data: PyTree) -> PyTree:
         """Reshape each leaf from [rows, ...] to [blocks, rows of a block, ...], each block at home."""
         leaves, treedef = jax.tree.flatten(data)
-        cut = [
-            self._constrain(self._cut(a), (None, *spec))
-            for a, spec in zip(leaves, self.specs, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, cut)
+        pairs = zip(leaves, self.specs, strict=True)
+        return treedef.unflatten([self._constrain(self._cut(a), (None, *spec)) for a, spec in pairs])
 
     def local_blocks(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """Reshape local latents as `blocks` does data; the compiler lays their other axes."""
@@ -83,7 +79,7 @@ class Rows:
         if self.mesh is None or is_traced(array):
             rest = (P.UNCONSTRAINED,) * (jnp.ndim(array) - 1)
             return self._constrain(jnp.asarray(array), rest)
-        placed = _sharding(array)
+        placed = named_sharding(array)
         rest = placed.spec[1:] if placed is not None and placed.mesh == self.mesh else ()
         return put(array, NamedSharding(self.mesh, P(self.axes, *rest)))
 
@@ -102,12 +98,8 @@ class Rows:
 
     def is_same(self, other: "Rows") -> bool:
         """Tell whether other rows are as many and lie alike."""
-        return (self.num_rows, self.num_padded, self.mesh, self.axes) == (
-            other.num_rows,
-            other.num_padded,
-            other.mesh,
-            other.axes,
-        )
+        one, two = ((r.num_rows, r.num_padded, r.mesh, r.axes) for r in (self, other))
+        return one == two
 
     def _constrain(self, array: jax.Array, rest: tuple) -> jax.Array:
         if self.mesh is None or not self.axes:
@@ -131,16 +123,37 @@ def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
     nodes = jax.tree_util.tree_leaves_with_path(data, is_leaf=is_padded)
     if not nodes:
         raise ValueError("a plate needs data: expected a tree with at least one array, got no leaf")
+    arrays: dict[str, Any] = {}
     for path, node in nodes:
-        _check_numbers(path_str(path), node)
-    named = [(path_str(path), node, _array(path_str(path), node)) for path, node in nodes]
-    for name, _, array in named:
-        if not array.ndim:
+        name = path_str(path)
+        with no_context_mesh():  # what no mesh has placed stays unplaced
+            arrays[name] = as_array(f"plate data {name}", values_of(node))
+        if not arrays[name].ndim:
             raise ValueError(
                 f"plate data {name}: expected a leading axis of rows, got a scalar. What is not one "
                 "per row goes into the function: jax.tree_util.Partial(log_likelihood, value)"
             )
-    counts = {name: (_num_rows(node), array.shape[0]) for name, node, array in named}
+    num_rows, num_padded = _counts(arrays, [num_real_rows(node) for _, node in nodes])
+    mesh, axes = _mesh_and_axes(arrays)
+    specs = tuple(map(_rest_of_spec, arrays.values()))
+    platform = _platform(next(iter(arrays.values())), mesh)
+    rows = Rows(num_rows, num_padded, mesh, axes, specs, platform)
+    if num_padded % rows.num_blocks:
+        raise ValueError(
+            f"plate data: {num_padded} rows do not cut into {rows.num_blocks} blocks; use place"
+        )
+    most = jnp.iinfo(jnp.arange(0).dtype).max
+    if rows.block_rows > most:
+        raise ValueError(
+            f"plate data: {rows.block_rows} rows on one device, and its indices count to {most}; "
+            "lay them over more devices, or set jax_enable_x64"
+        )
+    return jax.tree.structure(data, is_leaf=is_padded).unflatten(arrays.values()), rows
+
+
+def _counts(arrays: dict[str, Any], num_real: list) -> tuple[int, int]:
+    """Return how many rows are real, and how many there are: the same of every leaf."""
+    counts = {name: (n, a.shape[0]) for (name, a), n in zip(arrays.items(), num_real, strict=True)}
     if len(set(counts.values())) > 1:
         shown = ", ".join(
             f"{n} has {r}{f' (+{p - r} pad)' if p > r else ''}" for n, (r, p) in counts.items()
@@ -149,64 +162,17 @@ def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
             f"plate data: every leaf has the same rows, but {shown}. Lay leaves that belong together "
             "out by one call of place, with the same spec for their rows"
         )
-    num_rows, num_padded = next(iter(counts.values()))
+    name, (num_rows, num_padded) = next(iter(counts.items()))
     if num_rows == 0:
-        raise ValueError(f"plate data: expected at least one row, got none in {named[0][0]}")
-    mesh, axes = _row_axes([(name, array) for name, _, array in named])
-    specs = tuple(_rest_of_spec(array) for _, _, array in named)
-    rows = Rows(num_rows, num_padded, mesh, axes, specs, _platform(named[0][2], mesh))
-    if num_padded % rows.num_blocks:
-        raise ValueError(
-            f"plate data: {num_padded} rows do not cut into {rows.num_blocks} blocks; use place"
-        )
-    _check_countable(rows)
-    treedef = jax.tree.structure(data, is_leaf=is_padded)
-    return jax.tree.unflatten(treedef, [array for *_, array in named]), rows
+        raise ValueError(f"plate data: expected at least one row, got none in {name}")
+    return num_rows, num_padded
 
 
-def _check_numbers(name: str, node: Any) -> None:
-    """Raise where there are texts or objects in the place of numbers."""
-    node = node.values if isinstance(node, Padded) else node
-    dtype = node.dtype if hasattr(node, "dtype") else np.asarray(node).dtype
-    if getattr(dtype, "kind", "") in ("O", "S", "U"):
-        raise TypeError(
-            f"plate data {name}: expected an array of numbers, got {type(node).__name__} of dtype "
-            f"{dtype}; number labels by np.unique(labels, return_inverse=True)"
-        )
-
-
-def _check_countable(rows: Rows) -> None:
-    """Raise where the rows of one device are more than its indices can count."""
-    most = jnp.iinfo(jnp.arange(0).dtype).max
-    if rows.block_rows > most:
-        raise ValueError(
-            f"plate data: {rows.block_rows} rows on one device, and its indices count to {most}; "
-            "lay them over more devices, or set jax_enable_x64"
-        )
-
-
-def _array(name: str, node: Any) -> Any:
-    with no_context_mesh():  # what no mesh has placed stays unplaced
-        return as_array(f"plate data {name}", node.values if isinstance(node, Padded) else node)
-
-
-def _num_rows(node) -> int:
-    return node.num_rows if isinstance(node, Padded) else np.shape(node)[0]
-
-
-def _sharding(array) -> NamedSharding | None:
-    """Return the array's named sharding; None for an array on one device, or traced."""
-    if is_traced(array):
-        return None
-    sharding = getattr(array, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
-
-
-def _row_axes(named: list[tuple[str, jax.Array]]) -> tuple[Mesh | None, tuple[str, ...]]:
+def _mesh_and_axes(arrays: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
     """Find the mesh and the axes that rows lie over: the same for every leaf that lies over any."""
     mesh, axes, first, placed = None, (), "", ""
-    for name, array in named:
-        sharding = _sharding(array)
+    for name, array in arrays.items():
+        sharding = named_sharding(array)
         if sharding is None:
             continue
         its_mesh = auto_mesh(f"plate data {name}", sharding.mesh)
@@ -216,34 +182,28 @@ def _row_axes(named: list[tuple[str, jax.Array]]) -> tuple[Mesh | None, tuple[st
             raise ValueError(
                 f"plate data: {placed} and {name} lie on different meshes; place them on one"
             )
-        here = _row_entry(sharding)
+        here = row_axes(array) or ()
         if axes and here and here != axes:
             raise ValueError(
                 f"plate data: rows of {first} lie over {axes}, those of {name} over {here}"
             )
         if here and not axes:
             axes, first = here, name
-    return mesh, axes  # pyright: ignore[reportReturnType]
+    return mesh, axes
 
 
 def row_axes(array: Any) -> tuple[str, ...] | None:
     """Return the mesh axes that an array's rows lie over; None if no mesh has placed it."""
-    sharding = _sharding(array)
-    return None if sharding is None else _row_entry(sharding)
+    sharding = named_sharding(array)
+    return None if sharding is None else axes_of(sharding.spec[0] if len(sharding.spec) else None)
 
 
-def _row_entry(sharding: NamedSharding) -> tuple[str, ...]:
-    """Return the mesh axes that the leading axis lies over."""
-    entry = sharding.spec[0] if len(sharding.spec) else None
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-
-
-def _rest_of_spec(array) -> tuple:
-    sharding = _sharding(array)
+def _rest_of_spec(array: Any) -> tuple:
+    sharding = named_sharding(array)
     return tuple(sharding.spec[1:]) if sharding else ()
 
 
-def _platform(array, mesh: Mesh | AbstractMesh | None) -> str:
+def _platform(array: Any, mesh: Mesh | AbstractMesh | None) -> str:
     if isinstance(mesh, AbstractMesh):
         return "abstract"  # devices that are not there: accelerators, not this machine's cores
     if mesh is not None:

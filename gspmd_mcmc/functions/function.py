@@ -1,15 +1,18 @@
-"""Functions as pytrees whose programs are those of what they mean."""
+"""Functions that users write: pytrees whose programs are those of what they mean."""
 
-from collections.abc import Callable, Set
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import Partial, register_pytree_node
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.targets.contents import unboxed
-from gspmd_mcmc.targets.meaning import Look
+from gspmd_mcmc.functions.contents import unboxed
+from gspmd_mcmc.functions.meaning import Look
+from gspmd_mcmc.functions.modules import call_module, call_of, called_class, is_module, without_arrays
+from gspmd_mcmc.placement.numbers import check_leaves
 from gspmd_mcmc.tree import PyTree
 
 MOST_NAMED = 3
@@ -65,25 +68,20 @@ class _Reading:
     def call(self, args: tuple, keywords: dict) -> Any:
         """Call the function; what it writes itself (a cache, a count) is no part of its meaning."""
         before = self.now()
-        self._require_as_first(before)
-        if any(map(tree.is_traced, jax.tree.leaves((args, keywords)))):
-            with _TRACED_WITH(before.meaning):
-                out = self.function(*args, **keywords)
-        else:
+        if self.of_model is not None and before.meaning is not self._first.meaning:
+            what = "; ".join(changed(self._first.look, before.look).values())
+            raise ValueError(
+                f"{self.of_model}: the model has changed since ({what}), and its latents and their "
+                f"supports were read then: call {self.of_model} again"
+            )
+        is_traced = any(map(tree.is_traced, jax.tree.leaves((args, keywords))))
+        with _TRACED_WITH(before.meaning) if is_traced else contextlib.nullcontext():
             out = self.function(*args, **keywords)
         if self.now().meaning is not before.meaning:
             self.written |= changed(before.look, self._latest.look).keys()
             self._latest = _Static(self, Look(self._root, self.written))
             self._first = self._latest if self._first is before else self._first
         return out
-
-    def _require_as_first(self, now: "_Static") -> None:
-        if self.of_model is not None and now.meaning is not self._first.meaning:
-            what = "; ".join(changed(self._first.look, now.look).values())
-            raise ValueError(
-                f"{self.of_model}: the model has changed since ({what}), and its latents and their "
-                f"supports were read then: call {self.of_model} again"
-            )
 
 
 class _Static:
@@ -127,7 +125,7 @@ def changes(before: tuple["_Static", ...]) -> str:
     return "; ".join(list(found)[:MOST_NAMED])
 
 
-def traced_with(kernel: Any, adaptation: Any) -> AbstractContextManager:
+def traced_with(kernel: Any, adaptation: Any) -> contextlib.AbstractContextManager:
     """Trace what a user's own kernel or warm-up does anew where its code means something else."""
     bare = jax.tree.map(lambda _: None, (kernel, adaptation), is_leaf=lambda x: x is kernel.target)
     meaning = Look(bare, with_methods=True).meaning
@@ -140,17 +138,19 @@ def changed(before: Look, after: Look, written: Set = frozenset()) -> dict[tuple
     return {p: where for p, (where, _) in both.items() if before.places.get(p) != after.places.get(p)}
 
 
-def function_of(function: Callable, about: Any = None) -> Function:
-    """Return a function, or what a `Partial` binds and a function, as a `Function`.
-
-    ``about`` is what else it reads, where its own code does not say so.
-    """
+def as_partial(function: Callable) -> Function:
+    """Wrap a function as a pytree, so that what a `Partial` binds enters programs as arguments."""
     if isinstance(function, Function):
         return function
-    if not isinstance(function, Partial):
-        return Function(_Reading(function, about=about))
-    args, keywords = with_functions((function.args, function.keywords))
-    return Function(_Reading(unboxed(function.func), about=about), *args, **keywords)
+    if not callable(function):
+        raise TypeError(f"expected a function, got {type(function).__name__}")
+    about = without_arrays(function) if is_module(function) else None
+    bound = call_of(function) if is_module(function) else function
+    if not isinstance(bound, Partial):
+        return Function(_Reading(bound))
+    check_leaves(f"bound by {name_of_function(bound)}: ", bound)
+    args, keywords = with_functions((bound.args, bound.keywords))
+    return Function(_Reading(unboxed(bound.func), about=about), *args, **keywords)
 
 
 def of_model(door: str, function: Callable, *args: PyTree) -> Function:
@@ -164,7 +164,7 @@ def of_model(door: str, function: Callable, *args: PyTree) -> Function:
 def with_functions(tree: PyTree) -> PyTree:
     """Turn the `Partial` nodes of a tree into `Function`."""
     return jax.tree.map(
-        lambda x: function_of(x) if isinstance(x, Partial) else x,
+        lambda x: as_partial(x) if isinstance(x, Partial) else x,
         tree,
         is_leaf=lambda x: isinstance(x, Partial),
     )
@@ -174,3 +174,40 @@ def with_functions(tree: PyTree) -> PyTree:
 def run(function: Function, *args: PyTree) -> PyTree:
     """Call a function as one program, which serves every function that means the same."""
     return function(*args)
+
+
+def name_of_function(function: Callable) -> str:
+    """Return what a function, or the one that a `Partial` binds, is called; of a module its class."""
+    inner = getattr(function, "func", function)
+    inner = called_class(function) if inner is call_module else inner
+    return getattr(inner, "__name__", repr(inner))
+
+
+def summands(function: Callable, value: PyTree) -> PyTree:
+    """Check that a log density's summands are floating arrays."""
+    name = name_of_function(function)
+    leaves = jax.tree_util.tree_leaves_with_path(value)
+    if not leaves:
+        raise TypeError(f"{name}: expected a scalar or a tree of summands, got {value!r}")
+    for path, leaf in leaves:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"{name}: expected floating summands, got dtype {jnp.result_type(leaf)} at "
+                f"{tree.path_str(path)}"
+            )
+    return jax.tree.map(jnp.asarray, value)
+
+
+@contextlib.contextmanager
+def noting_shapes(function: Callable, **given: PyTree) -> Iterator[None]:
+    """Add to an error that a user's function raises what it was called with."""
+    try:
+        yield
+    except Exception as error:
+        shapes = {
+            name: jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", x)
+            for name, x in given.items()
+        }
+        told = ", ".join(f"{name} {x}" for name, x in shapes.items())
+        error.add_note(f"{name_of_function(function)} was called with {told}")
+        raise

@@ -15,15 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gspmd_mcmc.targets.contents import (
+from gspmd_mcmc.functions.contents import (
     Same,
     digest_of,
-    ids,
-    ids_of_items,
     is_code,
     is_data,
-    is_dunder,
-    is_frozen,
     is_leaf,
     is_of_python,
     is_value,
@@ -31,7 +27,7 @@ from gspmd_mcmc.targets.contents import (
     pickle_of,
     unboxed,
 )
-from gspmd_mcmc.targets.reads import (
+from gspmd_mcmc.functions.reads import (
     MISSING,
     Names,
     Read,
@@ -61,13 +57,13 @@ class Meaning:
 _KNOWN: weakref.WeakValueDictionary[tuple, Meaning] = weakref.WeakValueDictionary()
 
 
-class Watched(NamedTuple):
-    """A place that was read: what it had then, for a quick look whether it still has."""
+class Place(NamedTuple):
+    """A place that was read: what a quick look at it saw then, to compare with what it sees now."""
 
     look: Callable[[], Any]
     seen: Any
     where: str
-    place: tuple[int, Any]  # id of what holds it, and key
+    key: tuple[int, Any]  # id of what holds it, and key there
 
 
 class Look:
@@ -78,13 +74,13 @@ class Look:
     root
         A function, or any object.
     ignored
-        Places (`Watched.place`) that are no part of the meaning.
+        Places (`Place.key`) that are no part of the meaning.
     with_methods
         Whether all methods of users' classes count: this library calls them, so no user's code has to
         name them.
     """
 
-    __slots__ = ("_alive", "_contents", "_lookups", "meaning", "places")
+    __slots__ = ("_alive", "_looks", "meaning", "places")
 
     def __init__(
         self, root: Any, ignored: Set[tuple[int, Any]] = frozenset(), *, with_methods: bool = False
@@ -93,17 +89,12 @@ class Look:
         entries = tuple(walk.entries)
         self.meaning = _KNOWN.setdefault(entries, Meaning(entries, walk.has_users_code))
         self._alive = walk.alive  # so that identities stay theirs
-        self._lookups = [(r.get, r.key, value) for r, value in walk.lookups]
-        self._contents = [(w.look, w.seen) for w in walk.contents]
-        self.places = {(id(r.holder), r.key): (r.where, id(value)) for r, value in walk.lookups}
-        self.places |= {w.place: (w.where, w.seen) for w in walk.contents}
+        self._looks = [(place.look, place.seen) for place in walk.places]
+        self.places = {place.key: (place.where, place.seen) for place in walk.places}
 
     def is_current(self) -> bool:
         """Tell whether nothing that was read has been replaced: microseconds."""
-        for get, key, value in self._lookups:
-            if get(key, MISSING) is not value:
-                return False
-        return all(look() == seen for look, seen in self._contents)
+        return all(look() == seen for look, seen in self._looks)
 
 
 class _Walk:
@@ -111,8 +102,7 @@ class _Walk:
 
     def __init__(self, root: Any, ignored: Set[tuple[int, Any]], with_methods: bool):
         self.entries: list[Any] = []
-        self.lookups: list[tuple[Read, Any]] = []
-        self.contents: list[Watched] = []
+        self.places: list[Place] = []
         self.alive: list[Any] = []
         self.has_users_code = False
         self._ignored, self._with_methods = ignored, with_methods
@@ -143,21 +133,20 @@ class _Walk:
             self._queue.append((where, node, number))
         return number
 
-    def _read(self, read: Read, where: str | None = None, *, watch: bool = True) -> Any:
+    def _read(self, read: Read, *, watch: bool = True) -> Any:
         """Return what stands for the value at a place, and watch the place."""
-        read = read if where is None else read._replace(where=where)
         if (id(read.holder), read.key) in self._ignored:
             return "ignored"
         value = read.value
         if watch:
-            self.alive.append(read.holder)
-            self.lookups.append((read, value))
+            self.alive += [read.holder, value]
+            self._watch(read.look, read.where, read.holder, read.key)
         return None if value is MISSING else self._ref(read.where, value)
 
     def _watch(self, look: Callable[[], Any], where: str, node: Any, key: Any = None) -> Any:
-        seen = look()
-        if (id(node), key) not in self._ignored:
-            self.contents.append(Watched(look, seen, where, (id(node), key)))
+        seen, place = look(), (id(node), key)
+        if place not in self._ignored:
+            self.places.append(Place(look, seen, where, place))
         return seen
 
     def _describe(self, where: str, node: Any, number: int) -> tuple:
@@ -200,9 +189,9 @@ class _Walk:
             what = ("function", key_of(function.__code__))
             self._use(names_of(function.__code__))
             for part in ("__code__", "__defaults__"):
-                where = f"{part} of {function.__qualname__}"
-                read = Read(where, function, partial(getattr, function), part)
-                self.lookups.append((read, read.value))
+                read = Read("", function, partial(getattr, function), part)
+                self.alive.append(read.value)
+                self._watch(read.look, f"{part} of {function.__qualname__}", function, part)
             self._by_name += [("", function, number, set())] if vars(function) else []
         refs = [(r.key, self._read(r, watch=r.holder is not function)) for r in reads_of(function)]
         return (*what, *refs)
@@ -233,7 +222,7 @@ class _Walk:
         self.has_users_code = True
         self._by_name.append((where, node, number, set()))
         is_all = self._with_methods
-        called = [n for n, x in vars(node).items() if (is_all or is_dunder(n)) and is_code(x)]
+        called = [n for n, x in vars(node).items() if (is_all or _is_dunder(n)) and is_code(x)]
         methods = [self._read(Read(f"{where}.{n}", node, vars(node).get, n)) for n in called]
         if node in self._of_leaves:
             self._of_leaves.update(node.__bases__)
@@ -244,7 +233,7 @@ class _Walk:
 
     def _items(self, where: str, node: Any) -> tuple:
         if id(node) not in self._constant:
-            self._watch(partial(ids_of_items, node), where, node)
+            self._watch(lambda: ([*map(id, node.values())], [*map(id, node)]), where, node)
         if (id(node), None) in self._ignored:
             return ("ignored",)
         return tuple(
@@ -253,7 +242,7 @@ class _Walk:
 
     def _elements(self, where: str, node: Iterable) -> tuple:
         if not isinstance(node, tuple | frozenset):
-            self._watch(partial(ids, node), where, node)
+            self._watch(lambda: [*map(id, node)], where, node)
         if (id(node), None) in self._ignored:
             return ("ignored",)
         ordered = sorted(node, key=repr) if isinstance(node, set | frozenset) else node
@@ -265,7 +254,10 @@ class _Walk:
         owner = where or cls.__name__
         if not is_library(cls):
             self._of_leaves.update([cls] if is_leaf(node) else [])
-            self._follow(owner, node, number)
+            held = getattr(node, "__dict__", None)
+            if isinstance(held, dict):
+                self._watch(partial(len, held), f"the attributes of {owner}", held, len)
+            self._by_name.append((owner, node, number, set()))
             return ("object", self._ref("", cls))
         if cls.__module__.startswith("jaxlib") and "__wrapped__" in getattr(node, "__dict__", ()):
             return (Same(cls), self._ref(where, node.__wrapped__))  # a jitted function
@@ -276,21 +268,15 @@ class _Walk:
         package = cls.__module__.split(".")[0]
         if package == "gspmd_mcmc":  # nobody writes to the dicts of ours
             self._constant.update(id(r.value) for r in kept)
-        watch = not (is_frozen(cls) or package in ("gspmd_mcmc", "jax", "jaxlib"))
+        is_frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
+        watch = not (is_frozen or package in ("gspmd_mcmc", "jax", "jaxlib"))
         return (Same(cls), *((r.key, self._attribute(owner, r, watch)) for r in kept))
 
     def _attribute(self, owner: str, read: Read, watch: bool = True) -> Any:
-        return self._read(read, part_of(owner, read.where), watch=watch)
-
-    def _follow(self, owner: str, node: Any, number: int) -> None:
-        """Read the attributes of a user's object that code names, and all of one that is data."""
-        held = getattr(node, "__dict__", None)
-        if isinstance(held, dict):
-            self._watch(partial(len, held), f"the attributes of {owner}", held, len)
-        self._by_name.append((owner, node, number, set()))
+        return self._read(read._replace(where=part_of(owner, read.where)), watch=watch)
 
     def _follow_names(self) -> bool:
-        """Read what names lead to that were met since; tell whether there was something."""
+        """Read what the names met since lead to, and all attributes of objects that are data."""
         for where, node, number, done in list(self._by_name):
             if isinstance(node, types.ModuleType | type):
                 held: Any = vars(node)
@@ -310,3 +296,8 @@ class _Walk:
             return Same(node)
         found = self._watch(partial(pickle_of, node), where, node)
         return "ignored" if (id(node), None) in self._ignored else found
+
+
+def _is_dunder(name: str) -> bool:
+    """Tell whether Python itself looks a method up."""
+    return name.startswith("__") and name.endswith("__")
