@@ -18,7 +18,7 @@ from gspmd_mcmc.adaptation.estimators.diagonal import (
     weight_of_draws,
 )
 from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric, Groups, read_groups
-from gspmd_mcmc.kernels.metrics.leaves import names_of, product
+from gspmd_mcmc.kernels.metrics.metric import names_of, product
 from gspmd_mcmc.moments import Moments
 from gspmd_mcmc.tree import PyTree, each_chain, pytree, set_fields, static
 

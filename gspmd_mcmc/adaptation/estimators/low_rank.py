@@ -28,8 +28,8 @@ from gspmd_mcmc.adaptation.estimators.diagonal import (
     own_variance,
     pooled_variance,
 )
-from gspmd_mcmc.kernels.metrics.leaves import product
 from gspmd_mcmc.kernels.metrics.low_rank_metric import LowRankMetric
+from gspmd_mcmc.kernels.metrics.metric import product
 from gspmd_mcmc.moments import Moments
 from gspmd_mcmc.tree import Pad, PyTree, like_position, pytree, set_fields, static
 
