@@ -71,7 +71,7 @@ def dimension(kernel: str, target: Target, position: PyTree) -> int:
         count += leaf.size if rows is None else leaf.size // rows.num_padded * rows.num_rows
     if count < 2:
         raise ValueError(
-            f"{kernel}: position: expected at least two dimensions, got {count}. A direction in one "
+            f"{kernel}: position: expected two dimensions at least, got {count}. A direction in one "
             "dimension cannot turn; use HMC or NUTS"
         )
     return count
