@@ -122,7 +122,7 @@ class Adaptation(ABC):
         """
         if not isinstance(kernel, self.kernel_type):
             raise TypeError(
-                f"{type(self).__name__}: expected a {self.kernel_type.__name__} kernel, got "
+                f"{type(self).__name__} tunes {self.kernel_type.__name__}, got "
                 f"{type(kernel).__name__}; without warmup=, sample takes the one for that kernel"
             )
         if not self.learns_metric:

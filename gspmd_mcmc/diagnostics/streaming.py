@@ -15,9 +15,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import moments as chain_moments
 from gspmd_mcmc.diagnostics.columns import as_float, num_draws_of
-from gspmd_mcmc.diagnostics.nested_rhat import check_superchains
-from gspmd_mcmc.diagnostics.nested_rhat import from_moments as nested_from_moments
-from gspmd_mcmc.diagnostics.rhat import from_moments as rhat_from_moments
+from gspmd_mcmc.diagnostics.rhat import check_superchains, nested_rhat_of_moments, rhat_of_moments
 from gspmd_mcmc.moments import Moments
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.tree import PyTree
@@ -74,7 +72,7 @@ def rhat(moments: Moments) -> PyTree:
     for one chain and before the second draw.
     """
     return jax.tree.map(
-        lambda m, v: rhat_from_moments(m, v, moments.count.astype(m.dtype)),
+        lambda m, v: rhat_of_moments(m, v, moments.count.astype(m.dtype)),
         moments.mean,
         chain_moments.variance(moments),
     )
@@ -85,7 +83,7 @@ def nested_rhat(moments: Moments, num_superchains: int) -> PyTree:
     """Nested R-hat, leaves [...], of chains grouped as in `diagnostics.nested_rhat.nested_rhat`."""
     check_superchains(moments.mean, num_superchains)
     return jax.tree.map(
-        lambda m, v: nested_from_moments(m, v, num_superchains),
+        lambda m, v: nested_rhat_of_moments(m, v, num_superchains),
         moments.mean,
         chain_moments.variance(moments),
     )
