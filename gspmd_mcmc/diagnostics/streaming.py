@@ -67,9 +67,9 @@ def total_variance(mean: jax.Array, squares: jax.Array, count: jax.Array) -> jax
 def rhat(moments: Moments) -> PyTree:
     """Plain R-hat of whole chains, leaves [...]: between and within them, from means and variances.
 
-    It is neither split nor rank-normalised, since both need the draws: chains that drift together and
-    chains that differ in scale alone look fine, and it means nothing for tails without a variance. NaN
-    for one chain and before the second draw.
+    It is neither split nor rank-normalized, since both need the draws: it misses chains that drift
+    together and chains that differ only in scale, and means nothing where there is no variance. NaN for
+    one chain and before the second draw.
     """
     return jax.tree.map(
         lambda m, v: rhat_of_moments(m, v, moments.count.astype(m.dtype)),
@@ -80,7 +80,7 @@ def rhat(moments: Moments) -> PyTree:
 
 @on_any_mesh
 def nested_rhat(moments: Moments, num_superchains: int) -> PyTree:
-    """Nested R-hat, leaves [...], of chains grouped as in `diagnostics.nested_rhat.nested_rhat`."""
+    """Nested R-hat, leaves [...], of chains grouped as in `gspmd_mcmc.diagnostics.rhat.nested_rhat`."""
     check_superchains(moments.mean, num_superchains)
     return jax.tree.map(
         lambda m, v: nested_rhat_of_moments(m, v, num_superchains),
