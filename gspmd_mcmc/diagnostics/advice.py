@@ -194,9 +194,9 @@ def on_moves(moves: Sequence[Any], num_chains: int, rhat_before: float | None = 
     worst = sorted(gains, key=lambda chain: -gains[chain])
     found = (
         f"warm-up moved {len(gains)} of {num_chains} chains to where others are, because where they "
-        f"were, lower by nats ({_chains(worst, gains, '.0f')}), no step of any size was accepted: R-hat
-        " "cannot see what they saw there. Start elsewhere, or evaluate the density and its gradient "
-        "there."
+        f"were, lower by nats ({_chains(worst, gains, '.0f')}), no step of any size was accepted: "
+        "R-hat cannot see what they saw there. Start elsewhere, or evaluate the density and its "
+        "gradient there."
     )
     if rhat_before is None:
         return found
