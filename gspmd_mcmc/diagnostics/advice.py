@@ -87,7 +87,7 @@ def _on_depth(stats: dict[str, np.ndarray], max_tree_depth: int | None) -> str:
         return ""
     return (
         f"{share:.0%} of trajectories reached max_tree_depth={max_tree_depth} and had not turned yet: "
-        "the draws are valid, but each costs more than it should. Warm up longer, or rescale latents to "
+        "the draws are valid, but each costs more than it should. Warm up longer, or bring latents to "
         "one scale; if that does not help, sample with a larger max_tree_depth."
     )
 
