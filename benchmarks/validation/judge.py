@@ -16,8 +16,7 @@ import numpy as np
 
 from gspmd_mcmc.diagnostics.ess import ess_bulk
 from gspmd_mcmc.diagnostics.mcse import mcse_mean
-from gspmd_mcmc.diagnostics.nested_rhat import rank_nested_rhat
-from gspmd_mcmc.diagnostics.rhat import rhat
+from gspmd_mcmc.diagnostics.rhat import rank_nested_rhat, rhat
 
 FALSE_ALARM = 1e-3  # of one kernel, mesh and number of chains, over all its posteriors
 LARGEST_RHAT = 1.01
