@@ -293,7 +293,9 @@ def test_the_term_has_its_derivative_and_a_gradient_takes_no_logarithm(page):
     p = 1 / (1 + np.exp(-logits.astype(np.float64)))
     exact = -successes * np.logaddexp(0.0, -logits.astype(np.float64))
     exact -= (trials - successes) * np.logaddexp(0.0, logits.astype(np.float64))
-    np.testing.assert_allclose(page.binomial_logits(logits, successes, trials), exact, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(
+        page.binomial_logits(logits, successes, trials), exact, rtol=1e-5, atol=1e-9
+    )
 
     def total(x):
         return page.binomial_logits(x, successes, trials).sum()
