@@ -21,8 +21,8 @@ MOVIELENS_MIRRORS = ("https://files.grouplens.org/datasets/movielens/",)
 MOVIELENS_MD5 = "c4d9eecfca2ab87c1945afe126590906"
 MOVIELENS_TERMS = (
     "MovieLens 1M belongs to GroupLens (University of Minnesota). Use it for research, and cite F. M. "
-    "Harper and J. A. Konstan, The MovieLens Datasets: History and Context, ACM TiiS 5(4), 19, 2015. It "
-    "may not be redistributed, nor used commercially, without their permission."
+    "Harper and J. A. Konstan, The MovieLens Datasets: History and Context, ACM TiiS 5(4), 19, 2015. "
+    "It may not be redistributed, nor used commercially, without their permission."
 )
 SYNTHETIC_DIMENSIONS = 20
 
