@@ -1,5 +1,6 @@
 """docs/architecture.md is true: runs call what its walks name, and its skeletons sample correctly."""
 
+import ast
 import importlib.util
 import re
 import sys
@@ -164,18 +165,39 @@ def test_a_walk_that_is_wrong_is_rejected(line, run):
 
 @pytest.mark.parametrize(("walk", "calls", "files"), MOST)
 def test_walks_are_short(walk, calls, files):
-    assert calls is None or len(walk) <= calls
+    """One call leads from each function to the next."""
+    assert calls is None or len(walk) - 1 <= calls
     assert len({call.file for call in walk}) <= files
 
 
 def test_the_walk_to_the_accept_step_is_one_chain_of_calls():
     assert [call.caller for call in TO_ACCEPT] == [None, *range(len(TO_ACCEPT) - 1)]
-    assert TO_ACCEPT[0].name == "sample"
-    end = (PACKAGE / TO_ACCEPT[-1].file).read_text().split(f"def {TO_ACCEPT[-1].name.split('.')[-1]}(")
-    assert "is_accepted" in end[1].split("\n    def ")[0]
+    name, file, _ = TO_ACCEPT[-1]
+    end = (PACKAGE / file).read_text().split(f"def {name.split('.')[-1]}(")[1].split("\n    def ")[0]
+    assert TO_ACCEPT[0].name == "sample" and re.search("is_accepted =|metropolis_test", end)
 
 
-def test_the_page_is_short_and_names_what_there_is():
+# The map
+
+ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+
+
+def rooms_imported(room: str) -> set[str]:
+    """Return the other folders of the package that the files of a folder import from."""
+    files = [ast.walk(ast.parse(path.read_text())) for path in (PACKAGE / room).rglob("*.py")]
+    imports = [node for nodes in files for node in nodes if isinstance(node, ast.ImportFrom)]
+    names = [f"{i.module}.{alias.name}.".split(".") for i in imports for alias in i.names]
+    return ROOMS & {name[1] for name in names if name[0] == "gspmd_mcmc"} - {room}
+
+
+def test_the_map_names_all_folders_and_what_they_import():
+    rows = re.findall(r"^\| `(\w+)/` \|.*\| ([^|]*) \|$", PAGE, re.MULTILINE)
+    shown = {room: set(re.findall(r"`([a-z]+)`", cell)) & ROOMS for room, cell in rows}
+    shown["sampling"] = ROOMS - {"sampling"} - shown["sampling"]  # all but those
+    assert shown == {room: rooms_imported(room) for room in ROOMS}
+
+
+def test_the_page_is_short_and_names_files_that_there_are():
     assert len(PAGE.splitlines()) <= 300 and f"`{LOOKED_THROUGH}`" in PAGE
     quoted = re.findall(r"`((?:\w+/)*\w+(?:\.py|\.txt|/))`", PAGE)
     assert len(quoted) > 20
