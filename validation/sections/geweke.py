@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import gspmd_mcmc as gm
-from benchmarks.validation import sbc
-from benchmarks.validation.broken import BREAKS
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import PyTree
+from validation.sections import sbc
+from validation.sections.broken import BREAKS
 
 NUM_CHAINS, NUM_STEPS, NUM_EXACT = 4096, 60, 1 << 17
 MOST_Z, LEAST_Z_OF_BROKEN = 4.0, 6.0
