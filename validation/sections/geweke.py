@@ -87,7 +87,7 @@ def draw_in_turn(
 
     def step(carry, i):
         shared_key, chains_key = jax.random.split(jax.random.fold_in(steps_key, i))
-        drawn = kernel.drawn(shared_key, i)
+        drawn = kernel.with_jitter(shared_key, i)
 
         def one(rng_key, position, y):
             step_key, data_key = jax.random.split(rng_key)

@@ -209,7 +209,7 @@ def sample_all(
 
     def step(i, states):
         shared_key, chains_key = jax.random.split(jax.random.fold_in(rng_key, i))
-        drawn = kernel.drawn(shared_key, i)
+        drawn = kernel.with_jitter(shared_key, i)
 
         def one(rng_key, y, state):
             here = with_observations(drawn, y)
