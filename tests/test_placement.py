@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.placement.padding import padded_rows
 
 ROWS = np.arange(24, dtype=np.float32).reshape(12, 2)
@@ -432,3 +433,19 @@ def test_a_mesh_is_named_by_the_leaf_that_lies_on_it():
     }
     with pytest.raises(ValueError, match=re.escape("['x'] and ['y'] lie on different meshes")):
         gm.Plate(row_sums, data)
+
+
+# Layouts.
+
+
+def test_a_map_over_chains_pins_them_to_their_axis():
+    """Left to the compiler, a constraint within a chain would say nothing of where the chains lie."""
+    mesh, x = gm.make_mesh(chains=2, data=4), jnp.zeros((4, 8))
+    layout = read_layout(mesh, gm.LogDensity(jnp.sum), x, 4, has_chains=True)
+    within = NamedSharding(mesh, P("data"))
+
+    def pinned(row):
+        return jax.lax.with_sharding_constraint(row, within)
+
+    (constraint,) = jax.make_jaxpr(layout.vmap(pinned, (0,)))(x).eqns
+    assert constraint.params["sharding"].spec == P("chains", "data")

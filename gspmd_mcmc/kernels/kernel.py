@@ -1,6 +1,7 @@
 """The contract of a kernel: settings on a target, whose steps leave the target's density invariant."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import gspmd_mcmc as gm
-from benchmarks.validation.judge import EXACT, UNADJUSTED, Bounds
+from validation.judge import EXACT, UNADJUSTED, Bounds
 
 # Their chains tune one trajectory length together, which takes many.
 MANY = (64,)

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-WORKER = "benchmarks.validation.worker"
+ROOT = Path(__file__).resolve().parents[1]
+WORKER = "validation.worker"
 TIMEOUT_S = 3600.0  # NUTS on 10^5 latents takes 1,000 leapfrogs a step until it has a metric
 Keep = Callable[[Any, Mapping[str, Any]], None]
 

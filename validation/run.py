@@ -1,6 +1,6 @@
 """Every posterior x kernel x mesh x chains x precision, judged, and the other tests of samplers.
 
-``python -m benchmarks validate``. Each posterior and precision, and each section of other tests, runs
+``python -m validation``. Each posterior and precision, and each section of other tests, runs
 in a process of its own, two at a time. A row that fails, crashes or takes too long says so and ends
 nothing; results are saved as they come, and ``--resume`` goes on from them.
 """
@@ -18,17 +18,17 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import environment
-from benchmarks.validation import posteriordb, report, sections
-from benchmarks.validation.configuration import MESHES, Configuration
-from benchmarks.validation.judge import threshold
-from benchmarks.validation.kernels import SETTINGS, Setting
-from benchmarks.validation.posteriors import MODELS
-from benchmarks.validation.process import ROOT, run_group
-from benchmarks.validation.sections import Job
+from benchmarks import environment, posteriordb
+from validation import report, sections
+from validation.configuration import MESHES, Configuration
+from validation.judge import threshold
+from validation.kernels import SETTINGS, Setting
+from validation.posteriors import MODELS
+from validation.process import ROOT, run_group
+from validation.sections import Job
 
 SECTIONS = (*sections.SECTIONS, "posteriors")
-TABLE = ROOT / "benchmarks" / "VALIDATION.md"
+TABLE = ROOT / "validation" / "RESULTS.md"
 STEPS = {4: (1000, 1000), 64: (500, 200)}  # chains -> warm-up, draws
 QUICK_POSTERIORS = (
     "eight_schools-eight_schools_noncentered",
@@ -172,7 +172,7 @@ def count_parameters(posteriors: tuple[str, ...], data_dir: str | None) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks validate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m validation", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/validation.json"))
     parser.add_argument("--table", type=Path, help="the Markdown table")
     parser.add_argument(

@@ -16,17 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import gspmd_mcmc as gm
-from benchmarks.validation.adversarial_targets import (
+from gspmd_mcmc.diagnostics import advice
+from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_mean
+from gspmd_mcmc.diagnostics.rhat import rhat
+from gspmd_mcmc.errors import SamplingWarning
+from validation.sections.adversarial_targets import (
     ADVERSARIES,
     FEW_CHAINS,
     MANY_CHAINS,
     Adversary,
     Values,
 )
-from gspmd_mcmc.diagnostics import advice
-from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_mean
-from gspmd_mcmc.diagnostics.rhat import rhat
-from gspmd_mcmc.errors import SamplingWarning
 
 STEPS = {FEW_CHAINS: (1000, 1000), MANY_CHAINS: (500, 200)}  # of warm-up, and draws
 QUICK = ("two modes, sd 1 and 0.02", "two modes that mix", "log density + 1e8, added up")

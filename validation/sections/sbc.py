@@ -32,13 +32,13 @@ from numpyro.distributions import biject_to, constraints
 from scipy.stats import binom, chi2
 
 import gspmd_mcmc as gm
-from benchmarks.validation.broken import BREAKS
 from gspmd_mcmc import tree
 from gspmd_mcmc.diagnostics.ess import ess_mean
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.kernels.mams import MAMS
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import PyTree
+from validation.sections.broken import BREAKS
 
 NUM_SETS, NUM_DRAWS, NUM_BINS = 256, 63, 16
 LEAST_P = 1e-4
@@ -209,7 +209,7 @@ def sample_all(
 
     def step(i, states):
         shared_key, chains_key = jax.random.split(jax.random.fold_in(rng_key, i))
-        drawn = kernel.drawn(shared_key, i)
+        drawn = kernel.with_jitter(shared_key, i)
 
         def one(rng_key, y, state):
             here = with_observations(drawn, y)

@@ -63,7 +63,7 @@ def _opening(document: Mapping[str, Any]) -> str:
     where = document["environment"]
     return f"""# Validation
 
-Written by `python -m benchmarks validate`. Draws of posteriors of posteriordb against its reference,
+Written by `python -m validation`. Draws of posteriors of posteriordb against its reference,
 kernels by simulation-based calibration and by Geweke's test, and shapes of known law.
 {_of_posteriors(document)}
 {where["cpu"]}, {where["cores"]} cores, Python {where["python"]}, {_commits(document)},

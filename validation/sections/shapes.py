@@ -23,8 +23,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from benchmarks.validation.judge import EXACT, Bounds
-from benchmarks.validation.kernels import SETTINGS, Setting
 from gspmd_mcmc import tree
 from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_mean
 from gspmd_mcmc.diagnostics.rhat import rhat
@@ -32,6 +30,8 @@ from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.sampling.defaults import warmup_for
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import PyTree
+from validation.judge import EXACT, Bounds
+from validation.kernels import SETTINGS, Setting
 
 FALSE_ALARM = 1e-3
 MOST_RHAT, LEAST_ESS = 1.01, 400

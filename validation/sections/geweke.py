@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import gspmd_mcmc as gm
-from benchmarks.validation import sbc
-from benchmarks.validation.broken import BREAKS
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import PyTree
+from validation.sections import sbc
+from validation.sections.broken import BREAKS
 
 NUM_CHAINS, NUM_STEPS, NUM_EXACT = 4096, 60, 1 << 17
 MOST_Z, LEAST_Z_OF_BROKEN = 4.0, 6.0
@@ -87,7 +87,7 @@ def draw_in_turn(
 
     def step(carry, i):
         shared_key, chains_key = jax.random.split(jax.random.fold_in(steps_key, i))
-        drawn = kernel.drawn(shared_key, i)
+        drawn = kernel.with_jitter(shared_key, i)
 
         def one(rng_key, position, y):
             step_key, data_key = jax.random.split(rng_key)

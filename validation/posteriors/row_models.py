@@ -9,7 +9,7 @@ import numpy as np
 from jax.scipy.stats import beta as beta_distribution
 from numpyro.distributions import biject_to, constraints
 
-from benchmarks.validation.model import (
+from validation.posteriors.model import (
     Model,
     half_cauchy,
     half_normal,

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.validation import adversarial, geweke, sbc, shapes
-from benchmarks.validation.kernels import SETTINGS
+from validation.kernels import SETTINGS
+from validation.sections import adversarial, geweke, sbc, shapes
 
 SECTIONS = {"sbc": sbc, "geweke": geweke, "shapes": shapes, "adversarial": adversarial}
 KERNELS = {

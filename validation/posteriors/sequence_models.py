@@ -12,7 +12,7 @@ import numpy as np
 from jax.nn import log_sigmoid, sigmoid
 from jax.scipy.special import logsumexp
 
-from benchmarks.validation.model import HALF_LOG_TWO_PI, Model, half_normal, normal, whole_target
+from validation.posteriors.model import HALF_LOG_TWO_PI, Model, half_normal, normal, whole_target
 
 
 def _expit(x):

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import gspmd_mcmc as gm
-from benchmarks.validation.judge import Reference, judge
-from benchmarks.validation.kernels import SETTINGS
-from benchmarks.validation.model import Model
 from gspmd_mcmc.tree import PyTree
+from validation.judge import Reference, judge
+from validation.kernels import SETTINGS
+from validation.posteriors.model import Model
 
 MESHES = {"1": None, "2x4": {"chains": 2, "data": 4}}
 NUM_SUPERCHAINS = 8

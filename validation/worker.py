@@ -1,6 +1,6 @@
 """Rows in a process of their own: a line of JSON for each, of one posterior or of a section's kernels.
 
-``python -m benchmarks.validation.worker '{"kind": "Configuration", "rows": [...], ...}'``
+``python -m validation.worker '{"kind": "Configuration", "rows": [...], ...}'``
 """
 
 import json
@@ -13,11 +13,12 @@ from typing import Any, TextIO
 
 import jax
 
-from benchmarks.validation import configuration, posteriordb
-from benchmarks.validation.configuration import Configuration
-from benchmarks.validation.judge import Reference
-from benchmarks.validation.kernels import NotThere
-from benchmarks.validation.posteriors import MODELS
+from benchmarks import posteriordb
+from validation import configuration
+from validation.configuration import Configuration
+from validation.judge import Reference
+from validation.kernels import NotThere
+from validation.posteriors import MODELS
 
 NUM_DEVICES = 8
 
@@ -53,7 +54,7 @@ def _posterior(task: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any
 
 
 def _section(task: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    from benchmarks.validation import sections  # imported here: posteriors need none of it
+    from validation import sections  # imported here: posteriors need none of it
 
     return lambda row: sections.run(sections.Job(**row))
 

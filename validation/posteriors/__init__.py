@@ -1,6 +1,6 @@
 """The nine posteriors, by their names in posteriordb."""
 
-from benchmarks.validation import row_models, sequence_models
+from validation.posteriors import row_models, sequence_models
 
 MODELS = {
     model.name: model
