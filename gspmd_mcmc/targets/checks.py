@@ -204,7 +204,7 @@ def check_finite_start(
 
 @jax.jit
 def _are_all_finite(of: PyTree) -> jax.Array:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(of)]))
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(of)], bool))
 
 
 def blame(target: Target, position: PyTree) -> str:

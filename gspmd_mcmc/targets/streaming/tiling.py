@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,34 +67,31 @@ def probe(
     num = min(rows.block_rows, PROBE_ROWS)
 
     def block_of(num: int) -> tuple[PyTree, PyTree]:
+        def like(array: Any, has_rows: bool) -> jax.ShapeDtypeStruct:
+            shape = (num, *jnp.shape(array)[1:]) if has_rows else jnp.shape(array)
+            return jax.ShapeDtypeStruct(shape, jnp.result_type(array))
+
         leaves, treedef = jax.tree.flatten(params)
-        pairs = zip(leaves, is_local, strict=True)
-        shapes = [_rows_like(a, num) if local else _like(a) for a, local in pairs]
-        return treedef.unflatten(shapes), jax.tree.map(lambda a: _rows_like(a, num), data)
+        shapes = map(like, leaves, is_local)
+        return treedef.unflatten(shapes), jax.tree.map(lambda a: like(a, True), data)
 
     try:
         jaxpr, out = jax.make_jaxpr(terms_of, return_shape=True)(*block_of(num))
     except (TypeError, ValueError) as error:
-        if _is_traceable(terms_of, block_of(rows.num_rows)):
-            raise ValueError(
-                f"{name}: it takes all {rows.num_rows} rows at once, but not a block of {num} of them. "
-                "It is called with blocks of any number of rows, so neither that number may be written "
-                "into it (take it from the block: len(block[...])), nor may it read an array of rows "
-                "that is not among the plate's data"
-            ) from error
-        raise
+        try:
+            jax.eval_shape(terms_of, *block_of(rows.num_rows))
+        except Exception:  # whatever a user's function raises
+            raise error from None
+        raise ValueError(
+            f"{name}: it takes all {rows.num_rows} rows at once, but not a block of {num} of them. "
+            "It is called with blocks of any number of rows, so neither that number may be written "
+            "into it (take it from the block: len(block[...])), nor may it read an array of rows "
+            "that is not among the plate's data"
+        ) from error
     _check_terms(name, out, num, block_of(num)[0])
     num_leaves = len(is_local)
     is_read = tuple(is_live(jaxpr.jaxpr)[:num_leaves])
     return Likelihood(is_read, _row_bytes(jaxpr.jaxpr, num_leaves, num))
-
-
-def _is_traceable(terms_of: Callable, block: tuple[PyTree, PyTree]) -> bool:
-    try:
-        jax.eval_shape(terms_of, *block)
-    except Exception:  # whatever a user's function raises
-        return False
-    return True
 
 
 def _row_bytes(jaxpr: Any, num_latents: int, num: int) -> int:
@@ -133,14 +131,6 @@ def _reads(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
     return is_live(getattr(called, "jaxpr", called), None if is_loop else wanted)
 
 
-def _like(array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(array), jnp.result_type(array))
-
-
-def _rows_like(array, num: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((num, *jnp.shape(array)[1:]), jnp.result_type(array))
-
-
 def _check_terms(name: str, out: PyTree, num: int, params: PyTree) -> None:
     if isinstance(out, jax.ShapeDtypeStruct) and out.shape == (num,):
         if not jnp.issubdtype(out.dtype, jnp.floating):
@@ -156,17 +146,13 @@ def _check_terms(name: str, out: PyTree, num: int, params: PyTree) -> None:
 
 def tile_rows(likelihood: Likelihood, rows: Rows, asked: int | None) -> int:
     """Rows of a tile: as asked, or what the largest intermediate allows; tiles of a block are even."""
-    most = asked or max(1, _tile_bytes(rows) // likelihood.row_bytes)
+    tile_bytes = TILE_BYTES_ELSEWHERE
+    if rows.platform == "cpu" and not any(entry for spec in rows.specs for entry in spec):
+        cores = (os.cpu_count() or 1) // (rows.mesh.size if rows.mesh is not None else 1)
+        tile_bytes = TILE_BYTES_A_CORE * max(1, min(cores, MOST_CORES))
+    most = asked or max(1, tile_bytes // likelihood.row_bytes)
     num_tiles = -(-rows.block_rows // most)
     return -(-rows.block_rows // num_tiles)
-
-
-def _tile_bytes(rows: Rows) -> int:
-    if rows.platform != "cpu" or any(entry for spec in rows.specs for entry in spec):
-        return TILE_BYTES_ELSEWHERE
-    num_devices = rows.mesh.size if rows.mesh is not None else 1
-    cores = (os.cpu_count() or 1) // num_devices
-    return TILE_BYTES_A_CORE * max(1, min(cores, MOST_CORES))
 
 
 def stream(
@@ -209,18 +195,22 @@ def stream(
         body = with_narrow_factor_first(body)
     each_block = jax.vmap(body) if rows.num_blocks > 1 else _unmapped(body)
 
+    def tile_at(start, arrays):
+        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=tile, axis=1)
+        return jax.tree.map(cut, arrays)
+
     def step(carries, index):
         carry, by_row = carries
         # The last tile ends at the block's end, so it may overlap the one before.
         start = jnp.minimum(index * tile, rows.block_rows - tile)
         position = (start + jnp.arange(tile))[None]
         is_counted = (position >= index * tile) & (position < num_real)
-        carry, added, out = each_block(carry, shared, _tile(blocks, start, tile), is_counted)
+        carry, added, out = each_block(carry, shared, tile_at(start, blocks), is_counted)
         by_row = jax.tree.map(
             lambda a, b, t: jax.lax.dynamic_update_slice_in_dim(a, t + b, start, axis=1),
             by_row,
             added,
-            _tile(by_row, start, tile),
+            tile_at(start, by_row),
         )
         return (rows.per_block(carry), rows.per_block(by_row)), rows.per_block(out)
 
@@ -242,10 +232,6 @@ def _unmapped(body: Callable) -> Callable:
         return jax.tree.map(lambda a: a[None], out)
 
     return of_one_block
-
-
-def _tile(blocks: PyTree, start: jax.Array, tile: int) -> PyTree:
-    return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, tile, axis=1), blocks)
 
 
 def tile_sum(terms: jax.Array, is_counted: jax.Array) -> jax.Array:
