@@ -18,8 +18,11 @@ from gspmd_mcmc.diagnostics.mcse import mcse_mean
 
 MESHES = {
     "1": {"data": 1},
+    "7": {"data": 7},
     "8": {"data": 8},
     "2x4": {"chains": 2, "data": 4},
+    "4x2": {"chains": 4, "data": 2},
+    "data and model": {"data": 4, "model": 2},
 }
 OTHER_KINDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -45,6 +48,11 @@ def check_close(got, want, tolerance: float) -> None:
         assert a.shape == b.shape, name
         apart = np.linalg.norm(a - b) / np.linalg.norm(b)
         assert apart <= tolerance, f"{name} differs by {apart:.2g}"
+
+
+def row_spec(sizes: dict[str, int]) -> P:
+    """Lay rows over all devices that chains do not lie over."""
+    return P(("data", "model")) if "model" in sizes else P("data")
 
 
 # Three numbers in two leaves
@@ -185,10 +193,12 @@ def _effects(x, rows):
     return prior - 0.5 * (rows["y"] - centre) ** 2
 
 
-def hierarchy(mesh: str) -> gm.Posterior:
+def hierarchy(mesh: str, moved_row: int | None = None) -> gm.Posterior:
     """Two effects of each of 11 rows on a mesh of `MESHES`, their mean and log standard deviation."""
     y = np.random.default_rng(5).normal(1.0, 1.5, NUM_ROWS)
-    data = gm.place({"y": y}, mesh_of(mesh), P("data"))
+    if moved_row is not None:
+        y[moved_row] += 1
+    data = gm.place({"y": y}, mesh_of(mesh), row_spec(MESHES[mesh]))
     return gm.Posterior(_hyperprior, gm.Plate(_effects, data, local="effect"))
 
 

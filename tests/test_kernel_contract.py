@@ -147,10 +147,10 @@ def ten_steps(layout, kernel, states):
 
 
 @cache
-def run_on(name: str, mesh: str) -> tuple[Any, Any, Any, Any]:
-    """Lengths, acceptance [steps, chains] and padded positions in float64, and the program."""
-    with jax.enable_x64(True):
-        target, starts = hierarchy(mesh), hierarchy_starts()
+def run_on(name: str, mesh: str, is_double: bool = True, moved_row: int | None = None) -> Any:
+    """Lengths, acceptance [steps, chains] and padded positions, and the program."""
+    with jax.enable_x64(is_double):
+        target, starts = hierarchy(mesh, moved_row), hierarchy_starts()
         layout = read_layout(mesh_of(mesh), target, starts, CHAINS, has_chains=True)
         kernel = CASES[name].make(target, CASES[name].step_size)
         states = init_chains(kernel, starts, layout=layout)
@@ -158,18 +158,36 @@ def run_on(name: str, mesh: str) -> tuple[Any, Any, Any, Any]:
         return *jax.tree.map(np.asarray, program(kernel, states)), program
 
 
-@ON_MESHES
-def test_chains_are_the_same_on_every_mesh_and_their_pad_does_not_move(name, mesh):
+def check_same_chains(name, mesh, tolerance=1e-9, **options):
     lengths, accepted, expected, _ = run_on(name, "1")
     assert np.mean(accepted) > 0.5 and np.ptp(expected["mean"], axis=0).min() > 0.1
     assert np.ptp(lengths) > 2 or name in ("HMC", "MCLMC")
-    got_lengths, got_accepted, got, _ = run_on(name, mesh)
+    got_lengths, got_accepted, got, _ = run_on(name, mesh, **options)
     np.testing.assert_array_equal(got_lengths, lengths)
     np.testing.assert_array_equal(got_accepted, accepted)
     pad, real = got["effect"][:, :, NUM_ROWS:], got["effect"][:, :, :NUM_ROWS]
     assert pad.shape[2] > 0 and np.ptp(pad, axis=0).max() == 0 and np.ptp(real, axis=0).min() > 0
     for leaf, values in (got | {"effect": real}).items():
-        np.testing.assert_allclose(values, expected[leaf], rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(values, expected[leaf], rtol=tolerance, atol=tolerance)
+
+
+@ON_MESHES
+def test_chains_are_the_same_on_every_mesh_and_their_pad_does_not_move(name, mesh):
+    check_same_chains(name, mesh)
+
+
+@pytest.mark.parametrize("mesh", ["7", "4x2", "data and model"])
+def test_hmc_is_the_same_on_meshes_of_other_forms(mesh):
+    check_same_chains("HMC", mesh)
+
+
+def test_hmc_in_float32_is_the_same_to_rounding():
+    check_same_chains("HMC", "2x4", tolerance=1e-4, is_double=False)
+
+
+def test_a_chain_on_data_that_differ_in_one_row_is_rejected():
+    with pytest.raises(AssertionError):
+        check_same_chains("HMC", "2x4", tolerance=1e-4, moved_row=NUM_ROWS - 1)
 
 
 @ON_MESHES

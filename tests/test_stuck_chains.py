@@ -92,10 +92,10 @@ def modes(place, scale, offset=0.0, is_cut=False, log_density=two_modes):
     return gm.LogDensity(log_density, *numbers, jnp.asarray(is_cut))
 
 
-def starts_in(target, share, num_chains, seed, size=2):
+def starts_in(target, share, num_chains, seed):
     """So many of the first chains in the second mode, others in the first; in units of their scales."""
     place, scale = target.data[:2]
-    start = np.random.default_rng(seed).normal(size=(num_chains, size)).astype(np.float32)
+    start = np.random.default_rng(seed).normal(size=(num_chains, 2)).astype(np.float32)
     count = round(share * num_chains)
     start[:count] = np.asarray(place) + np.asarray(scale) * start[:count]
     return gm.per_chain(jnp.asarray(start))
@@ -127,6 +127,7 @@ def test_a_narrow_mode_of_half_the_mass_is_seen(num_chains):
         assert any("acceptance rates differ" in text for text in told)
         in_narrow = np.linalg.norm(np.asarray(draws.position) - 10, axis=-1) < 1
         assert in_narrow[: num_chains // 4].all()
+        assert draws.kernel.step_size > 0.3  # that of the wide mode
 
 
 @pytest.fixture
@@ -181,15 +182,6 @@ def test_a_mode_that_is_forty_nats_lower_is_seen():
     draws, _ = sampled(target, starts_in(target, 7 / 64, 64, 0), 64)
     check_it_is_told(draws)
     assert (np.asarray(draws.position)[:7, :, 0] > 15).all()
-
-
-def test_a_slab_a_thousand_times_as_wide_as_the_spike_is_seen():
-    """Half of the mass is 345 nats lower, in 50 dimensions."""
-    target = modes(place=0.0, scale=1000.0)
-    start = starts_in(target, 1 / 4, 32, 0, size=50)
-    draws, _ = sampled(target, start, 32, num_warmup=80, num_samples=40)
-    check_it_is_told(draws)
-    assert (np.linalg.norm(np.asarray(draws.position)[:8], axis=-1) > 1000).all()
 
 
 def test_chains_in_the_neck_of_a_funnel_stay_there_and_are_seen():
@@ -280,7 +272,7 @@ class Killed(BaseException):
 
 
 def test_a_move_outlives_the_run(from_island, tmp_path):
-    """It is saved after the move, and ends; what goes on from there knows of it."""
+    """It is saved after the move, and the process ends; the run that continues knows of it."""
 
     def save_and_die(saver):
         if saver.run.moves:

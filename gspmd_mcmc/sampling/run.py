@@ -70,39 +70,38 @@ class Stop:
 
     def __init__(self, is_multiprocess: bool = False):
         self.is_multiprocess = is_multiprocess
-        self._is_wanted = self._is_end_wanted = False
-        self._is_agreed = self._is_end_agreed = False
+        self._wanted = {"stop": False, "end": False}
+        self._agreed = dict(self._wanted) if is_multiprocess else self._wanted
 
     @property
     def is_asked(self) -> bool:
         """Whether to stop before the next chunk."""
-        return self._is_agreed if self.is_multiprocess else self._is_wanted
+        return self._agreed["stop"]
 
     @property
     def is_preempted(self) -> bool:
         """Whether to save the run before the next chunk, and end."""
-        return self._is_end_agreed if self.is_multiprocess else self._is_end_wanted
+        return self._agreed["end"]
 
     def agreed(self, size: int) -> int:
         """Return the size of the next chunk; processes agree on the least, and on whether to stop."""
-        if not self.is_multiprocess:
-            return size
-        size, continues, lives = least(size, not self._is_wanted, not self._is_end_wanted)
-        self._is_agreed, self._is_end_agreed = not continues, not lives
+        if self.is_multiprocess:
+            size, *continues = least(size, *(not wanted for wanted in self._wanted.values()))
+            self._agreed = {name: not x for name, x in zip(self._wanted, continues, strict=True)}
         return size
 
     def end(self) -> None:
         """Ask to stop, as Ctrl-C does."""
-        self._is_wanted = True
+        self._wanted["stop"] = True
 
     def interrupt(self, signum, frame) -> None:
         """Take the first Ctrl-C as a request to stop; the next one raises."""
-        self._is_wanted = True
+        self.end()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def preempt(self, signum, frame) -> None:
         """Take SIGTERM as the order to save the run and end it."""
-        self._is_end_wanted = True
+        self._wanted["end"] = True
 
 
 @contextlib.contextmanager
