@@ -61,9 +61,9 @@ margins: .venv/.installed
 mutations: .venv/.installed
 	$(BIN)/python -m tests.mutations
 
-# Every kernel x mesh x number of chains against reference posteriors; benchmarks/VALIDATION.md is the last run's table.
+# Every kernel x mesh x number of chains against reference posteriors; validation/RESULTS.md is the last run.
 validate: .venv/.installed
-	$(BIN)/python -m benchmarks validate --out out/validate.json
+	$(BIN)/python -m validation --out out/validate.json
 
 clean:
 	rm -rf .venv .venv-peers .venv-oldest out build *.egg-info

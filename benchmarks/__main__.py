@@ -17,7 +17,6 @@ NAMES = (
 BENCHMARKS = {name: f"benchmarks.{name}" for name in NAMES} | {
     "compile": "benchmarks.first_call",
     "recompile": "benchmarks.compiling",
-    "validate": "benchmarks.validation.run",
 }
 
 

@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Independent chains over devices, which never send each other anything.
+"""Independent chains over devices that send each other nothing.
 
 The first example of the notebook "Distributed inference with TFP and JAX": 16 chains of a correlated
 Gaussian in the plane, two on each of 8 devices. The loop over steps is our own, and one program.
@@ -38,10 +38,10 @@ if num_chains % len(devices):
     raise SystemExit(f"{len(devices)} devices: {num_chains} chains do not divide evenly over them")
 
 # %% [markdown]
-# ## The target, and where everything lives
+# ## The target, and where everything lies
 #
-# The mean and the precision lie whole on every device; each device has its own chains and their
-# numbers, from which their random keys come.
+# The mean and the precision are replicated on every device. Each device has its own chains and their
+# numbers, from which the random keys are derived.
 
 # %%
 MEAN = np.array([1.0, -1.0], np.float32)
@@ -56,7 +56,7 @@ def log_density(position, mean, precision):
 mesh = gm.make_mesh(chains=len(devices), devices=devices)
 mean, precision = gm.place((MEAN, np.linalg.inv(COVARIANCE)), mesh, P())
 chains = gm.place(np.arange(num_chains), mesh, P("chains"))
-# Further apart than the target is wide, as R-hat asks.
+# Further apart than the target is wide, as R-hat requires.
 start = np.random.default_rng(0).normal(scale=3, size=(num_chains, 2)).astype(np.float32)
 start = gm.place(start, mesh, P("chains"))
 
@@ -133,7 +133,7 @@ for name, value in errors.items():
 # ## The figure
 
 # %%
-# Of each chain, the device that its draws lie on, as the array itself tells.
+# The device of each chain's draws, read from the array itself.
 device_of = np.empty(num_chains, int)
 for shard in positions.addressable_shards:
     device_of[shard.index[1]] = devices.index(shard.device)

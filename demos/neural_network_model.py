@@ -1,6 +1,6 @@
-"""The network of `neural_network.py`: its functions, its layouts, the scores of its predictions.
+"""The network of `neural_network.py`: functions, layouts, and scores of predictions.
 
-Nothing but `weight_specs` names a mesh axis: the network is written for one device.
+Only `weight_specs` names a mesh axis: the network is written for one device.
 
 References
 ----------
@@ -54,7 +54,7 @@ def prior_variances(params: Layers) -> Layers:
 
 
 def logits(params: Layers, inputs: jax.Array) -> jax.Array:
-    """Return unnormalised log probabilities, [rows, inputs] -> [rows, classes]."""
+    """Return unnormalized log probabilities, [rows, inputs] -> [rows, classes]."""
     *hidden, last = params
     for layer in hidden:
         inputs = jax.nn.relu(inputs @ layer["w"] + layer["b"][None])
@@ -87,7 +87,7 @@ def loss(params: Layers, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def weight_specs(num_layers: int) -> list[dict[str, P]]:
-    """Lay the inner layers over "model", by columns and by rows in turn; the outer two stay whole.
+    """Lay the inner layers over "model", by columns and by rows in turn; the outer two are replicated.
 
     After a layer that is cut by columns each device has its own activations, which is what the rows of
     the next layer need: one sum over "model" serves two layers.

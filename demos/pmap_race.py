@@ -1,4 +1,4 @@
-"""Hold two programs to the same values, and race them, for `pmap_to_jit` and `array_shardings`."""
+"""Compare the values and times of two programs, for `pmap_to_jit` and `array_shardings`."""
 
 import ast
 import inspect
@@ -18,7 +18,7 @@ import gspmd_mcmc as gm
 
 
 def pmap(function, **how):
-    """`jax.pmap` as JAX ships it today, without a warning that it is old: that is why it is here."""
+    """`jax.pmap` as JAX ships it today, without its deprecation warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*pmap.*", DeprecationWarning)
         return jax.pmap(function, **how)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.views.program.hlo import KINDS
-from gspmd_mcmc.views.program.parts import Argument
+from gspmd_mcmc.views.program.report import Argument
 
 MESH = gm.make_mesh()
 BODY = computation(

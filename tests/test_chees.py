@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gspmd_mcmc.adaptation.criterion import ChangeOfSquares, Trajectories
 from models import CHAINS, OTHER_KINDS, gaussian, hierarchy, hierarchy_starts, mesh_of, normal
 from seeds import seed, within
 
@@ -15,7 +16,6 @@ import gspmd_mcmc as gm
 from gspmd_mcmc import HMC, ChEESAdaptation, JitteredHMC, SNAPERAdaptation, communication, tree
 from gspmd_mcmc.adaptation import adam, chees, dual_averaging, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import Transition
-from gspmd_mcmc.adaptation.criterion import ChangeOfSquares, Trajectories
 from gspmd_mcmc.adaptation.snaper import ChangeAlongPrincipal
 from gspmd_mcmc.diagnostics.mcse import mcse_mean
 from gspmd_mcmc.kernels.jittered_hmc import JITTER, van_der_corput

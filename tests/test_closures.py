@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from numpyro.infer import NUTS
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.views.communication import with_origins
 from gspmd_mcmc.views.program import closures
 from gspmd_mcmc.views.program.closures import closed_over
-from gspmd_mcmc.views.program.reading import with_origins
 
 
 def numbers(*shape, dtype: Any = np.float32):

@@ -7,9 +7,16 @@ import math
 import numpy as np
 import pytest
 
-from gspmd_mcmc.views.scaling import interconnects
-from gspmd_mcmc.views.scaling.collective_times import (
-    MODELLED_KINDS,
+from gspmd_mcmc.views import chips
+from gspmd_mcmc.views.chips import (
+    INFINIBAND_NDR,
+    NVLINK_4,
+    TPU_V4_ICI,
+    TPU_V5E_ICI,
+    Interconnect,
+)
+from gspmd_mcmc.views.collective_times import (
+    MODELED_KINDS,
     collective_seconds,
     fastest_all_reduce,
     halving_doubling_all_reduce,
@@ -21,17 +28,10 @@ from gspmd_mcmc.views.scaling.collective_times import (
     torus_sides,
     tree_all_reduce,
 )
-from gspmd_mcmc.views.scaling.interconnects import (
-    INFINIBAND_NDR,
-    NVLINK_4,
-    TPU_V4_ICI,
-    TPU_V5E_ICI,
-    Interconnect,
-)
 
 SWITCH = Interconnect("switch", bandwidth=2e9, latency=3e-6)
 PAIRS = [Interconnect("a", 1e9, 0, 2, overhead=2.0), Interconnect("b", 1e8, 0, overhead=5.0)]
-PRESETS = [v for v in vars(interconnects).values() if isinstance(v, Interconnect)]
+PRESETS = [v for v in vars(chips).values() if isinstance(v, Interconnect)]
 
 
 class Machine:
@@ -247,7 +247,7 @@ def test_cases_computed_by_hand(kind, num_bytes, n, links, seconds):
 
 
 @pytest.mark.parametrize("link", PRESETS, ids=lambda link: link.name)
-@pytest.mark.parametrize("kind", MODELLED_KINDS)
+@pytest.mark.parametrize("kind", MODELED_KINDS)
 def test_one_device_sends_nothing_and_more_never_less(kind, link):
     reach = link.max_devices or 4096
     sizes = [2**k for k in range(int(math.log2(reach)) + 1)]

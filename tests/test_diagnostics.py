@@ -15,10 +15,8 @@ from gspmd_mcmc.diagnostics.columns import per_leaf
 from gspmd_mcmc.diagnostics.energy import bfmi
 from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_mean, ess_sd, ess_tail
 from gspmd_mcmc.diagnostics.mcse import mcse_mean, mcse_sd
-from gspmd_mcmc.diagnostics.nested_rhat import column_nested_rhat, nested_rhat, rank_nested_rhat
-from gspmd_mcmc.diagnostics.quantiles import quantile
-from gspmd_mcmc.diagnostics.rhat import rhat
-from gspmd_mcmc.diagnostics.statistics import Statistics, statistics
+from gspmd_mcmc.diagnostics.rhat import column_nested_rhat, nested_rhat, rank_nested_rhat, rhat
+from gspmd_mcmc.diagnostics.statistics import Statistics, quantile, statistics
 
 arviz = pytest.importorskip("arviz_stats.base").array_stats
 

@@ -14,8 +14,7 @@ from gspmd_mcmc.diagnostics import streaming, streaming_ess
 from gspmd_mcmc.diagnostics.energy import bfmi
 from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_mean, ess_sd, ess_tail
 from gspmd_mcmc.diagnostics.mcse import mcse_mean, mcse_sd
-from gspmd_mcmc.diagnostics.nested_rhat import nested_rhat, rank_nested_rhat
-from gspmd_mcmc.diagnostics.rhat import rhat
+from gspmd_mcmc.diagnostics.rhat import nested_rhat, rank_nested_rhat, rhat
 from gspmd_mcmc.diagnostics.statistics import statistics
 
 LARGE = (4, 1000, 6040, 20)  # a local latent of MovieLens

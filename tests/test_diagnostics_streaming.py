@@ -6,7 +6,7 @@ import pytest
 from seeds import seed, within
 
 from gspmd_mcmc.diagnostics import streaming, streaming_ess
-from gspmd_mcmc.diagnostics.nested_rhat import nested_rhat
+from gspmd_mcmc.diagnostics.rhat import nested_rhat
 
 CUTS = [[300], [1, 299], [100, 0, 137, 63], [7] * 42 + [6]]
 

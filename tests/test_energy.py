@@ -18,7 +18,7 @@ import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.metrics import metric as metrics
-from gspmd_mcmc.targets.two_float import two_float_sum, two_sum
+from gspmd_mcmc.targets.streaming.two_float import two_float_sum, two_sum
 
 NUM_ROWS = 2_900_001
 TOLERANCE = 0.02  # nat

@@ -6,8 +6,8 @@ import pytest
 from hlo_texts import ADD, GROUPS, MESH, read, text_of
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views.program.hlo_shapes import num_bytes_of, parts_of, shapes_of
-from gspmd_mcmc.views.program.reading import read_report
+from gspmd_mcmc.views.communication import read_report
+from gspmd_mcmc.views.program.hlo import num_bytes_of, shapes_of, tuple_shapes
 
 
 def seen(report):
@@ -54,8 +54,8 @@ def test_the_arrays_of_a_shape():
 
 def test_parts_of_a_tuple():
     text = "((f32[4,2]{1,0:T(8,128)}, s32[]), f32[4]{0}, u32[]{:S(2)})"
-    assert parts_of(text) == ["(f32[4,2]{1,0:T(8,128)}, s32[])", "f32[4]{0}", "u32[]{:S(2)}"]
-    assert parts_of("f32[4,2]{1,0}") == ["f32[4,2]{1,0}"]
+    assert tuple_shapes(text) == ["(f32[4,2]{1,0:T(8,128)}, s32[])", "f32[4]{0}", "u32[]{:S(2)}"]
+    assert tuple_shapes("f32[4,2]{1,0}") == ["f32[4,2]{1,0}"]
 
 
 # Collectives that are one line.

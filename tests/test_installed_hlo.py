@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.views.communication import read_report
 from gspmd_mcmc.views.program.hlo import KINDS, read_program
-from gspmd_mcmc.views.program.reading import read_report
 
 
 def transforms(x, i):

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from models import check_close
 from seeds import seed, within
 
 import gspmd_mcmc as gm
@@ -26,26 +28,15 @@ from gspmd_mcmc.views.program.hlo import KINDS
 USERS, MOVIES, WIDTH, CHAINS = 61, 12, 3, 4
 KEY = jax.random.key(seed(0))
 
-MESHES = {
-    "1": {"data": 1},
-    "2": {"data": 2},
-    "4": {"data": 4},
-    "8": {"data": 8},
-    "7": {"data": 7},
-    "2x4": {"chains": 2, "data": 4},
-    "4x2": {"chains": 4, "data": 2},
-    "2x2x2": {"chains": 2, "data": 2, "model": 2},
-    "rows over both": {"data": 4, "model": 2},
-}
-SPECS = {"2x2x2": P("data", "model"), "rows over both": P(("data", "model"))}
+BOTH = "rows over both"
+SPECS = {"2x2x2": P("data", "model"), BOTH: P(("data", "model"))}
 
 
 def mesh_of(name):
-    sizes = MESHES[name]
-    return gm.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    return models.mesh_of({"data": 4, "model": 2} if name == BOTH else name)
 
 
-# A factorisation: who watched what. U and u belong to users, V and v to movies, which all users share;
+# A factorization: who watched what. U and u belong to users, V and v to movies, which all users share;
 # the likelihood does not read the scale of V.
 
 
@@ -110,13 +101,6 @@ def chains_on(name, target, position, **options):
     return layout, kernel, init_chains(kernel, position, layout=layout)
 
 
-def check_close(got, expected, tolerance):
-    for name in expected:
-        a, b = np.asarray(got[name], np.float64), np.asarray(expected[name], np.float64)
-        apart = np.linalg.norm(a - b) / np.linalg.norm(b)
-        assert a.shape == b.shape and apart <= tolerance, f"{name} differs by {apart}"
-
-
 def shard_shapes(x):
     return jax.tree.map(lambda leaf: {s.data.shape for s in leaf.addressable_shards}, x)
 
@@ -148,7 +132,7 @@ def check_against_exact(name, target, position, tolerance):
         check_close(got | {"log density": value}, expected, tolerance)
 
 
-TILES = [("1", None), ("1", 5), ("8", None), ("7", 5), ("2x4", 7), ("rows over both", 3)]
+TILES = [("1", None), ("1", 5), ("8", None), ("7", 5), ("2x4", 7), (BOTH, 3)]
 
 
 @pytest.mark.parametrize(
@@ -237,13 +221,10 @@ def of_nested(x):
 NO = {"V": False, "v": False, "scale": False}
 WAYS = {
     "names": (("U", "u"), flat, flat),
-    "list": (["u", "U"], flat, flat),
     "set": ({"u", "U"}, flat, flat),
     "prefix": ({"U": True, "u": np.True_} | NO, flat, flat),
     "field": ("users", as_fields, of_fields),
-    "prefix of fields": (Fields(True, False, False), as_fields, of_fields),  # pyright: ignore
     "prefix of a tuple": ((False, True, False), as_tuple, of_tuple),
-    "whole tree of a tuple": ((False, [True, True], (False, False)), as_tuple, of_tuple),
     "name of nested": ("users", as_nested, of_nested),
     "prefix of nested": (
         {"users": {"U": True, "more": True}, "V": False, "rest": False},
@@ -550,15 +531,14 @@ def check_same_chain(name, is_double, num_users=USERS, **options):
 
 
 @pytest.mark.parametrize("is_double", [False, True])
-@pytest.mark.parametrize("name", ["2", "4", "8", "7", "2x4", "4x2"])
+@pytest.mark.parametrize("name", ["8", "7", "2x4"])
 def test_a_chain_is_the_same_on_every_mesh(name, is_double):
     """With it its energy errors; and the pad stays where it was."""
     check_same_chain(name, is_double)
 
 
-@pytest.mark.parametrize("is_double", [False, True])
-def test_a_chain_of_6040_users_is_the_same_on_7_devices(is_double):
-    check_same_chain("7", is_double, num_users=6040)
+def test_a_chain_of_6040_users_is_the_same_on_7_devices():
+    check_same_chain("7", False, num_users=6040)
 
 
 def test_a_pad_that_moves_is_rejected(monkeypatch):
@@ -635,19 +615,10 @@ def test_a_run_goes_on_from_draws_and_from_their_padded_positions():
 
 def test_draws_of_users_that_the_mesh_divides_stay_with_their_users():
     target = factorisation("2x4", 64)
-    draws = gm.sample(
-        KEY,
-        target,
-        start(64),
-        kernel=gm.HMC(target, 0.1, 2),
-        num_warmup=0,
-        num_samples=3,
-        progress=False,
-    )
-    assert {n: shard_shapes(draws.position[n]) for n in "Uu"} == {
-        "U": {(2, 3, 16, WIDTH)},
-        "u": {(2, 3, 16)},
-    }
+    options = {"num_warmup": 0, "num_samples": 3, "progress": False}
+    draws = gm.sample(KEY, target, start(64), kernel=gm.HMC(target, 0.1, 2), **options)
+    found = {n: shard_shapes(draws.position[n]) for n in "Uu"}
+    assert found == {"U": {(2, 3, 16, WIDTH)}, "u": {(2, 3, 16)}}
 
 
 def drawn(rng_key):
@@ -698,12 +669,9 @@ def normal_rows(x, y):
 
 
 def posterior_moments():
-    variance_of_mu = 1 / (1 + len(Y) / 2)
-    mu = variance_of_mu * Y.sum() / 2
-    return {"mu": mu, "theta": (Y + mu) / 2}, {
-        "mu": variance_of_mu,
-        "theta": 1 / 2 + variance_of_mu / 4,
-    }
+    variance = 1 / (1 + len(Y) / 2)  # of mu
+    mu = variance * Y.sum() / 2
+    return {"mu": mu, "theta": (Y + mu) / 2}, {"mu": variance, "theta": 1 / 2 + variance / 4}
 
 
 def largest_z(x, mean, variance, num_batches=25):
@@ -723,15 +691,9 @@ def hierarchy(counts_pad=False):
     )
     target = counts_pad_rows(target) if counts_pad else target
     theta = np.zeros(40 if counts_pad else 37, np.float32)
-    return gm.sample(
-        KEY,
-        target,
-        {"mu": jnp.float32(0), "theta": jnp.asarray(theta)},
-        kernel=gm.HMC(target, 0.1, 4, jitter=0.5),
-        num_warmup=150,
-        num_samples=750,
-        progress=False,
-    )
+    start = {"mu": jnp.float32(0), "theta": jnp.asarray(theta)}
+    options = {"num_warmup": 150, "num_samples": 750, "progress": False}
+    return gm.sample(KEY, target, start, kernel=gm.HMC(target, 0.1, 4, jitter=0.5), **options)
 
 
 def check_posterior(draws):

@@ -16,9 +16,8 @@ import numpyro.distributions as dist
 import pytest
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.targets.functions import as_partial
-from gspmd_mcmc.targets.meaning import Look
-from gspmd_mcmc.targets.retracing import run
+from gspmd_mcmc.functions.function import as_partial, run
+from gspmd_mcmc.functions.meaning import Look
 
 NAMESPACE = types.ModuleType("users_settings")
 sys.modules["users_settings"] = NAMESPACE
@@ -381,7 +380,7 @@ def test_what_a_function_writes_itself_is_no_part_of_its_meaning():
 
 
 def test_a_walk_without_end_is_given_up(monkeypatch):
-    monkeypatch.setattr("gspmd_mcmc.targets.meaning.MOST_OBJECTS", 100)
+    monkeypatch.setattr("gspmd_mcmc.functions.meaning.MOST_OBJECTS", 100)
     many = [[i] for i in range(1000)]
     assert len(Look(lambda x: many).meaning.entries) < 200
     assert means(lambda x: many) == means(lambda x: many)

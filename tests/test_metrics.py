@@ -15,7 +15,7 @@ from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import NUTS, Dense, DenseBlock, Diagonal, LowRank, Rotated, communication, tree
-from gspmd_mcmc.adaptation.estimators.diagonal import AGREEMENT
+from gspmd_mcmc.adaptation.estimators.estimator import AGREEMENT
 from gspmd_mcmc.adaptation.estimators.low_rank import slot_of
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric

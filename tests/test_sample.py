@@ -21,7 +21,7 @@ from seeds import seed, within
 import gspmd_mcmc as gm
 from gspmd_mcmc import moments
 from gspmd_mcmc.adaptation import dual_averaging
-from gspmd_mcmc.adaptation.estimators.diagonal import pooled_variance
+from gspmd_mcmc.adaptation.estimators.estimator import pooled_variance
 from gspmd_mcmc.sampling import run
 from gspmd_mcmc.sampling.draws import capacity
 from gspmd_mcmc.sampling.reporting import Report

@@ -13,10 +13,8 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.diagnostics.extremes import _extreme
-from gspmd_mcmc.diagnostics.summary import summarise
-from gspmd_mcmc.diagnostics.summary_views import _rounded
-from gspmd_mcmc.diagnostics.table import named_leaves
+from gspmd_mcmc.diagnostics.summary import _extreme, summarise
+from gspmd_mcmc.diagnostics.table import _rounded, named_leaves
 
 arviz = pytest.importorskip("arviz_stats.base").array_stats
 
@@ -210,7 +208,7 @@ def test_chains_that_diverge_at_every_step_are_told_where_to_look_and_once():
 
 def test_what_no_statistic_sees_is_noted_whatever_the_draws(good):
     """A kernel without a Metropolis test says so in its summary, and no other does."""
-    assert gm.MCLMC.note.startswith("These draws are biased, tails the most")
+    assert gm.MCLMC.note.startswith("These draws are biased, most of all in the tails")
     found = summarise(DRAWN, stats_of(), note=gm.MCLMC.note)
     assert found.warnings == good.warnings and found.notes == [gm.MCLMC.note] and good.notes == []
     out = io.StringIO()

@@ -23,15 +23,16 @@ from scipy.special import gammaln, logsumexp
 from seeds import seed, within
 
 import gspmd_mcmc as gm
-from benchmarks.validation import posteriordb, report, run, sections, sequence_models
-from benchmarks.validation.configuration import Configuration, superchain_starts
-from benchmarks.validation.judge import UNADJUSTED, Reference, judge, threshold
-from benchmarks.validation.kernels import SETTINGS
-from benchmarks.validation.model import whole_target
-from benchmarks.validation.posteriors import MODELS
-from benchmarks.validation.process import run_group
-from benchmarks.validation.row_models import POSITIVE, flat_regression, regression
+from benchmarks import posteriordb
 from demos.datasets import DATA_ENV, DownloadError
+from validation import report, run, sections
+from validation.configuration import Configuration, superchain_starts
+from validation.judge import UNADJUSTED, Reference, judge, threshold
+from validation.kernels import SETTINGS
+from validation.posteriors import MODELS, sequence_models
+from validation.posteriors.model import whole_target
+from validation.posteriors.row_models import POSITIVE, flat_regression, regression
+from validation.process import run_group
 
 stats: Any = importlib.import_module("scipy.stats")  # its types hide logpdf
 SCHOOLS = {"y": [28, 8, -3, 7, -1, 1, 18, 12], "sigma": [15, 10, 16, 11, 9, 11, 10, 18]}

@@ -16,10 +16,8 @@ from rich.console import Console
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import visualize
-from gspmd_mcmc.views.layout.devices import number_ranges
-from gspmd_mcmc.views.layout.notation import array_text, shorten, spec_text
-from gspmd_mcmc.views.layout.pictures import Axes, shown_parts
-from gspmd_mcmc.views.units import bytes_text
+from gspmd_mcmc.views.layouts.pictures import Axes, shown_parts
+from gspmd_mcmc.views.notation import array_text, bytes_text, number_ranges, shorten, spec_text
 
 SNAPSHOTS = Path(__file__).parent / "snapshots" / "visualize"
 MESH = AbstractMesh((2, 4), ("chains", "data"))

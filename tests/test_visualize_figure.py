@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import visualize
-from gspmd_mcmc.views.layout.palette import (
+from gspmd_mcmc.views.palette import (
     OKABE_ITO,
     VIRIDIS,
     WHOLE,

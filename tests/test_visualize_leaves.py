@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import PositionalSharding, visualize
-from gspmd_mcmc.views.layout.layouts import LeafLayout
+from gspmd_mcmc.views.layouts.leaf_layout import LeafLayout
 
 
 def only_leaf(tree, **options) -> LeafLayout:

@@ -5,30 +5,29 @@ References
 Hoffman and Gelman, "The No-U-Turn Sampler", JMLR 15 (2014), algorithm 4.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates
 from gspmd_mcmc.adaptation.dual_averaging import LEAST_STEP_SIZE, MOST_STEP_SIZE
+from gspmd_mcmc.kernels.kernel import Kernel
 
 MAX_DOUBLINGS = 60
 CROSSED_RATE = 0.8
 
 
-def find_step_size(kernel: Any, rng_key: jax.Array, acceptance_rates: AcceptanceRates) -> jax.Array:
-    """Double or halve the step size until one leapfrog's acceptance rate crosses 0.8.
+def find_step_size(kernel: Kernel, rng_key: jax.Array, acceptance_rates: AcceptanceRates) -> jax.Array:
+    """Double or halve the step size until the acceptance rate of one leapfrog crosses 0.8.
 
     Parameters
     ----------
     kernel
-        The kernel of all chains, or of each: with a step size [chains] every chain's is searched.
+        The kernel of all chains; with a step size [chains], one is found for every chain.
     rng_key
-        Each try draws from ``fold_in(rng_key, try)``.
+        Try i draws from ``fold_in(rng_key, i)``.
     acceptance_rates
-        ``acceptance_rates(kernel, rng_key)``: those of one step of all chains, [chains].
+        ``acceptance_rates(kernel, rng_key)``: the rates of one step of all chains, [chains].
     """
     one_step = kernel.one_leapfrog()
 

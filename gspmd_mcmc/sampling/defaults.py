@@ -109,6 +109,9 @@ def warmup_for(kernel: Kernel) -> Adaptation:
     TypeError
         If none is known for it.
     """
+    own = kernel.default_warmup()
+    if own is not None:
+        return own
     for kind, warmup in WARMUPS:
         if isinstance(kernel, kind):
             return warmup

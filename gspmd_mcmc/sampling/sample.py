@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.functions.function import as_partial, changes, traced_with
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.processes import spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
@@ -28,8 +29,6 @@ from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.run_state import keep_position
 from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.targets import checks, independence
-from gspmd_mcmc.targets.functions import as_partial
-from gspmd_mcmc.targets.retracing import changes, traced_with
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, path_str
 

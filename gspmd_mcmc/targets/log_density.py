@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import jax
 from jax.tree_util import Partial
 
+from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.placement.numbers import check_leaves
 from gspmd_mcmc.placement.padding import refuse_padded
 from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
-from gspmd_mcmc.targets.functions import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
@@ -64,10 +64,14 @@ class LogDensity(Target):
         with noting_shapes(self.fn, position=params):
             value = self.fn(params, *self.data)
         terms = summands(self.fn, value)
-        return {"fn": terms, "jacobians": log_jacobians} if log_jacobians else terms
+        return terms if self.bijections is None else {"fn": terms, "jacobians": log_jacobians}
 
     grad = grad_anywhere(Target.grad)
     terms_and_grad = terms_and_grad_anywhere(Target.terms_and_grad)
+
+    def densities(self, terms: PyTree) -> PyTree:
+        """Return the summands without Jacobians."""
+        return terms if self.bijections is None else terms["fn"]
 
     def _constrained(self, position: PyTree) -> tuple[PyTree, list[jax.Array]]:
         if self.bijections is None:

@@ -1,32 +1,71 @@
 """A program on a mesh that is not there: what it would send and hold."""
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Group
 from rich.text import Text
 
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.tree import path_str
-from gspmd_mcmc.views.program import accelerators
-from gspmd_mcmc.views.program.accelerators import Accelerator
-from gspmd_mcmc.views.program.ahead import MOST_DEVICES, built, compile_ahead, shapes_of
-from gspmd_mcmc.views.program.extrapolation import Rule, extrapolate, on_whole_mesh
-from gspmd_mcmc.views.program.report import Communication
-from gspmd_mcmc.views.program.report_text import draw_report, plain
-from gspmd_mcmc.views.units import bytes_text
+from gspmd_mcmc.views import chips
+from gspmd_mcmc.views.chips import Accelerator
+from gspmd_mcmc.views.communication import describe_argument
+from gspmd_mcmc.views.notation import bytes_text
+from gspmd_mcmc.views.program.compile_ahead import MOST_DEVICES, build_program, compile_ahead, shapes_of
+from gspmd_mcmc.views.program.report import Argument, Collective, Communication
+from gspmd_mcmc.views.program.report_views import draw_report, plain
 from gspmd_mcmc.views.visualize import LayoutView, visualize
+
+_MEMORY = ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes", "alias_bytes")
 
 
 @dataclass(frozen=True)
-class Plan:
+class Rule:
+    """How a report was made from those of smaller meshes.
+
+    Bytes on a device are taken as a + b/n over n devices along the axis: what is whole on each, and a
+    share of what is laid over it. Collectives are the same ones. Two sizes give a and b. Arguments are
+    counted from their shapes on the whole mesh instead. Of outputs and temporaries the rule is short by
+    the pad of rows that the mesh does not divide: less than a row a device. Temporaries that a tile
+    bounds on the smaller meshes only are not of this law: ``error`` tells where that ends among the
+    three; where it ends beyond them, the rule says too much.
+
+    Attributes
+    ----------
+    axis
+        The mesh axis that was made smaller.
+    compiled
+        Its three sizes in the meshes that were compiled for, ascending. The last two give a and b.
+    error
+        How far the rule is off the last size when the first two give a and b: the larger of the error
+        of the memory, as a part of all of it, and of any collective's bytes, as a part of them.
+    """
+
+    axis: str
+    compiled: tuple[int, ...]
+    error: float
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{n:,}" for n in self.compiled)
+        return (
+            f"extrapolated: compiled for {self.axis} = {sizes}; bytes on a device as a + b/n, which "
+            f"from the first two is off by at most {self.error:.2%} on the last"
+        )
+
+
+@dataclass(frozen=True)
+class MeshPlan:
     """What a program would send and hold on a mesh.
 
     Attributes
@@ -94,7 +133,7 @@ def plan(
     model: int | None = None,
     accelerator: str | Accelerator | None = None,
     trips: Mapping[str, int] | None = None,
-) -> Plan:
+) -> MeshPlan:
     """Compile a program for a mesh that is not there, before anyone pays for it.
 
     No array is made and no device is needed. Up to 2,048 devices the program is compiled, in a process
@@ -125,10 +164,10 @@ def plan(
     RuntimeError
         If the compiler fails, or programs of different meshes are too different to extrapolate.
     """
-    device = accelerators.accelerator(accelerator) if accelerator is not None else None
+    device = chips.accelerator(accelerator) if accelerator is not None else None
     mesh = make_abstract_mesh(chains=chains, data=data, model=model)
     began = time.perf_counter()
-    function, args = built(build, mesh)
+    function, args = build_program(build, mesh)
     if mesh.size <= MOST_DEVICES:
         report, rule = compile_ahead(function, args, mesh), None
     else:
@@ -137,7 +176,7 @@ def plan(
         report = on_whole_mesh(report, args, mesh)
     report = report.with_trips(**trips) if trips else report
     seconds = time.perf_counter() - began
-    return Plan(mesh, report, visualize(_drawn(report, args, mesh)), device, rule, seconds)
+    return MeshPlan(mesh, report, visualize(_drawn(report, args, mesh)), device, rule, seconds)
 
 
 def _drawn(report: Communication, args: tuple, mesh: AbstractMesh) -> Any:
@@ -157,3 +196,126 @@ def _drawn(report: Communication, args: tuple, mesh: AbstractMesh) -> Any:
         return is_padded(node) and node.values is None
 
     return jax.tree.map(lambda node: None if is_unused(node) else node, laid, is_leaf=is_unused)
+
+
+def extrapolate(build: Callable, mesh: AbstractMesh) -> tuple[Communication, Rule]:
+    """Compile for three smaller meshes, the largest axis cut, and extrapolate to the whole one.
+
+    Raises
+    ------
+    RuntimeError
+        If the smaller meshes do not give the same program.
+    """
+    axis, sizes = smaller_sizes(dict(mesh.shape))
+    reports = []
+    for size in sizes:
+        smaller = make_abstract_mesh(**{**mesh.shape, axis: size})
+        function, args = build_program(build, smaller)
+        reports.append(compile_ahead(function, args, smaller))
+    return _rule_applied(reports, axis, sizes, mesh)
+
+
+def smaller_sizes(mesh: dict[str, int]) -> tuple[str, tuple[int, int, int]]:
+    """Return the largest axis of a mesh, and three sizes of it that can be compiled for."""
+    axis = max(mesh, key=lambda name: mesh[name])
+    most = MOST_DEVICES // math.prod(n for name, n in mesh.items() if name != axis)
+    if most < 4:
+        raise RuntimeError(
+            f"mesh {mesh}: at most {MOST_DEVICES} devices can be compiled for, and with the other axes "
+            f"whole that leaves {most} along {axis!r}; make them smaller"
+        )
+    return axis, (most // 4, most // 2, most)
+
+
+def _rule_applied(
+    reports: list[Communication], axis: str, sizes: tuple[int, ...], mesh: AbstractMesh
+) -> tuple[Communication, Rule]:
+    first, second, last = reports
+    _require_same(reports, sizes, axis)
+    predicted = predict_report(first, second, sizes[0], sizes[1], axis, sizes[2])
+    rule = Rule(axis, sizes, relative_error(predicted, last))
+    report = predict_report(second, last, sizes[1], sizes[2], axis, mesh.shape[axis])
+    return replace(report, num_devices=mesh.size, mesh=dict(mesh.shape)), rule
+
+
+def predict_report(
+    small: Communication, large: Communication, num_small: int, num_large: int, axis: str, num: int
+) -> Communication:
+    """Predict a report for ``num`` devices along an axis from those of two other sizes."""
+
+    def at(x_small: float, x_large: float) -> int:
+        share = (x_small - x_large) / (1 / num_small - 1 / num_large)
+        return max(0, round(x_large + share * (1 / num - 1 / num_large)))
+
+    def collective(a: Collective, b: Collective) -> Collective:
+        num_bytes, operand_bytes = at(a.num_bytes, b.num_bytes), at(a.operand_bytes, b.operand_bytes)
+        grown = num / num_large if axis in b.axes else 1
+        return replace(
+            b,
+            shape=b.shape if num_bytes == b.num_bytes else f"{num_bytes} bytes",
+            num_bytes=num_bytes,
+            operand_shape=(
+                b.operand_shape if operand_bytes == b.operand_bytes else f"{operand_bytes} bytes"
+            ),
+            operand_bytes=operand_bytes,
+            group_size=round(b.group_size * grown),
+            # A trip count that depends on the mesh is not known on another one.
+            loops=tuple(
+                y if x.trips == y.trips else replace(y, trips=None)
+                for x, y in zip(a.loops, b.loops, strict=True)
+            ),
+        )
+
+    pairs = zip(small.collectives, large.collectives, strict=True)
+    return replace(
+        large,
+        collectives=tuple(collective(a, b) for a, b in pairs),
+        **{name: at(getattr(small, name), getattr(large, name)) for name in _MEMORY},
+    )
+
+
+def relative_error(predicted: Communication, true: Communication) -> float:
+    """How far a prediction is off, as `Rule.error` has it."""
+    held = max(true.peak_bytes, 1)
+    memory = [abs(getattr(predicted, name) - getattr(true, name)) / held for name in _MEMORY]
+    pairs = zip(predicted.collectives, true.collectives, strict=True)
+    sent = [abs(a.num_bytes - b.num_bytes) / max(b.num_bytes, 1) for a, b in pairs]
+    return max([*memory, *sent])
+
+
+def on_whole_mesh(report: Communication, args: tuple, mesh: AbstractMesh) -> Communication:
+    """Give a report's arguments the shapes that they have on a mesh, under the same specs."""
+    leaves = {path_str(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
+    arguments = tuple(_laid(a, leaves[a.path], mesh) for a in report.arguments)
+    return replace(
+        report, arguments=arguments, argument_bytes=sum(a.bytes_per_device for a in arguments)
+    )
+
+
+def _laid(known: Argument, leaf: Any, mesh: AbstractMesh) -> Argument:
+    """Lay an argument out as on a smaller mesh; whole, where this one does not divide its axes."""
+    sharding = None if known.spec is None else NamedSharding(mesh, known.spec)
+    try:
+        return describe_argument(known.path, leaf, sharding)
+    except ValueError:
+        return describe_argument(known.path, leaf, NamedSharding(mesh, P()))
+
+
+def _require_same(reports: list[Communication], sizes: tuple[int, ...], axis: str) -> None:
+    """Raise unless all reports have the same collectives in the same loops."""
+
+    def in_words(c: Collective) -> str:
+        loops = "".join(f" in {loop.name}" for loop in c.loops)
+        return f"{c.kind} over {c.where if c.axes else 'no axis'}{loops}"
+
+    first, *others = ([in_words(c) for c in report.collectives] for report in reports)
+    for found, size in zip(others, sizes[1:], strict=True):
+        if found == first:
+            continue
+        only = {sizes[0]: Counter(first) - Counter(found), size: Counter(found) - Counter(first)}
+        differences = [f"{n} x {c} only with {axis}={at}" for at in only for c, n in only[at].items()]
+        raise RuntimeError(
+            "the program is not the same on smaller meshes, so it cannot be extrapolated: "
+            f"{'; '.join(differences) or f'the order of collectives differs with {axis}={size}'}. "
+            f"Plan a mesh of at most {MOST_DEVICES} devices"
+        )

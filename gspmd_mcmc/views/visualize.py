@@ -7,14 +7,13 @@ from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from gspmd_mcmc.tree import PyTree
-from gspmd_mcmc.views.layout.drawings import drawings_of
-from gspmd_mcmc.views.layout.figure import draw_on, figure_of
-from gspmd_mcmc.views.layout.html_view import html_view
-from gspmd_mcmc.views.layout.layouts import LeafLayout, Totals, add_up
-from gspmd_mcmc.views.layout.notation import several
-from gspmd_mcmc.views.layout.reading import read_tree
-from gspmd_mcmc.views.layout.text_view import text_view, to_ascii
-from gspmd_mcmc.views.layout.wording import header, totals_lines
+from gspmd_mcmc.views.layouts.layout_figure import draw_on, figure_of
+from gspmd_mcmc.views.layouts.layout_html import html_view
+from gspmd_mcmc.views.layouts.layout_text import header, text_view, to_ascii, totals_lines
+from gspmd_mcmc.views.layouts.leaf_layout import LeafLayout, Totals, add_up
+from gspmd_mcmc.views.layouts.pictures import drawings_of
+from gspmd_mcmc.views.layouts.tree_layouts import read_tree
+from gspmd_mcmc.views.notation import several
 
 TEXT_WIDTH = 80
 
