@@ -315,9 +315,11 @@ def test_the_rule_predicts_2048_devices_from_64_and_512():
 
 
 @pytest.mark.parametrize("sizes", [(64, 512, 2048), (512, 1024, 2048)])
-def test_the_rule_says_how_far_it_is_off(sizes):
+def test_the_rule_says_how_far_it_is_off(sizes, monkeypatch):
     reports = [movielens_on(n) for n in sizes]
-    _, rule = PLAN._rule_applied(reports, "data", sizes, make_abstract_mesh(data=8192))
+    monkeypatch.setattr(PLAN, "smaller_sizes", lambda mesh: ("data", sizes))
+    monkeypatch.setattr(PLAN, "compile_ahead", lambda function, args, mesh: movielens_on(mesh.size))
+    _, rule = extrapolate(movielens, make_abstract_mesh(data=8192))
     off = []
     for name in ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes"):
         first, second, last = (getattr(report, name) for report in reports)
