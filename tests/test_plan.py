@@ -468,19 +468,6 @@ def test_a_plan_is_drawn_in_100_columns(movielens_plan):
 CELLS = np.random.default_rng(0).normal(size=(5000, 100)).astype(np.float32)
 
 
-def test_data_that_no_spec_lays_out_are_named():
-    def build(mesh):
-        data = {"cells": S((50_000, 16), F32), "seen": S((50_000,), F32)}
-        placed = gm.place(data, mesh, {"cells": P(), "seen": P("data")})
-        return lambda data, w: sum_of_squares(data["cells"] @ w), placed, on(mesh, 16, spec=P())
-
-    planned = plan(build, data=8)
-    assert planned.report.whole == ("argument [0]['cells'] float32[50000, 16], 3.2 MB",)
-    assert "whole on each of 8 devices:\n  argument [0]['cells']" in str(planned)
-    with pytest.raises(BudgetExceeded, match=re.escape("argument [0]['cells']")):
-        planned.report.check(whole_bytes=1e6)
-
-
 def test_data_that_a_function_closes_over_are_named():
     report = ahead_of(lambda m: (lambda w: jnp.sum((CELLS @ w) ** 2), on(m, 100, spec=P())), MESH)
     assert len(report.whole) == 1
