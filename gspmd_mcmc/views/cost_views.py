@@ -150,7 +150,7 @@ def figure(prediction: "Prediction") -> "Figure":
         + f"No overlap, no contention. All-reduce: {_algorithm(model)}. "
         + "print(prediction) lists all that is assumed."
     )
-    drawing.supxlabel(footnote, fontsize=8, color=_FAINT)
+    drawing.supxlabel(textwrap.fill(footnote, 160), fontsize=8, color=_FAINT)
     return drawing
 
 

@@ -92,7 +92,7 @@ class Box:
 
     @property
     def middle(self) -> tuple[float, float]:
-        """Its centre."""
+        """Its center."""
         return self.x + self.width / 2, self.y + self.height / 2
 
 
