@@ -145,15 +145,6 @@ def test_log_density_and_gradient_are_those_of_all_users_at_once(name, tile_rows
         check_against_exact(name, factorisation(name, tile_rows=tile_rows), start(), tolerance)
 
 
-def test_elements_of_a_position_are_counted_without_the_pad():
-    one = start(chains=())
-    sizes = {
-        local.num_elements(factorisation(name), local.lay_out(factorisation(name), one))
-        for name in ("1", "8", "7")
-    }
-    assert sizes == {sum(np.size(x) for x in jax.tree.leaves(one))}
-
-
 def counts_pad_rows(target):
     (plate,) = target.plates
     rows = replace(plate.rows, num_rows=plate.rows.num_padded)

@@ -59,9 +59,9 @@ def on_any_mesh(function: F, like: Callable | None = None) -> F:
     function
         Any function or method.
     like
-        Inside a program a result has to say how it lies. ``like(out, *args)`` has its structure, with
-        an array in the place of each leaf that lies as that array does, a `PartitionSpec`, or `WHOLE`
-        for what is whole on every device, as all is if there is no ``like``.
+        How a result lies, which has to be stated inside a program. ``like(out, *args)`` has the
+        structure of the result; for each leaf it has an array that lies alike, a `PartitionSpec`, or
+        `WHOLE` if the leaf is whole on every device. None: every leaf is.
     """
 
     @wraps(function)

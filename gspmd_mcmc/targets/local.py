@@ -208,9 +208,3 @@ def cut_rows(array: jax.Array, rows: Rows, axis: int) -> Any:
         return array
     real = (*(slice(None),) * axis, slice(rows.num_rows))
     return array[real] if is_traced(array) else np.asarray(to_host(array))[real]
-
-
-def num_elements(target: Any, position: PyTree) -> int:
-    """Return how many numbers a position has, the pad of local leaves left out."""
-    pairs = zip(jax.tree.leaves(position), rows_of(target, position), strict=True)
-    return sum(x.size if r is None else x.size // r.num_padded * r.num_rows for x, r in pairs)

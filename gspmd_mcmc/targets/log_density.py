@@ -24,14 +24,14 @@ class LogDensity(Target):
     ----------
     fn
         ``fn(position, *data)`` -> a scalar, or a tree of summands whose elements add up to the log
-        density. Summands kept apart (one per observation, say) keep energy differences exact where a
+        density. Separate summands (one per observation, say) keep energy differences exact where a
         float32 scalar would be rounded: at 4e6 it resolves a quarter of a nat.
     data
-        Trees of arrays, as `place` lays them out. They enter programs as arguments. They are seen as
-        they are: rows that `place` had to pad are refused, as nothing would mask them.
+        Trees of arrays, as `place` lays them out, which enter programs as arguments. `Padded` arrays
+        are refused, as nothing would mask their pad.
     bijections
-        A tree of NumPyro bijections for latents that are constrained, as `Posterior` takes it: ``fn``
-        and `Draws` see constrained values, positions are unconstrained, and the Jacobians are added.
+        A tree of NumPyro bijections for constrained latents, as for `Posterior`: ``fn`` and `Draws` see
+        constrained values, positions are unconstrained, and the Jacobians are added.
     """
 
     fn: Partial

@@ -29,19 +29,19 @@ class Plate:
     Parameters
     ----------
     log_likelihood
-        ``log_likelihood(params, block) -> terms``: for a block of any number of rows (the leaves of
-        ``data`` with fewer rows), one term per row, shape [rows]. A function at module level, or a
-        ``jax.tree_util.Partial`` of one whose bound arrays enter programs as arguments.
+        ``log_likelihood(params, block) -> terms``: one term per row, shape [rows], for a block of any
+        number of rows (the leaves of ``data`` with fewer rows). Arrays bound to it with
+        ``jax.tree_util.Partial`` enter programs as arguments.
     data
         A tree of arrays with the same leading axis of rows, as `place` returns them (`Padded` leaves
-        are masked), or plain arrays: one block, no mesh.
+        are masked). Plain arrays form one block without a mesh.
     local
         The latents that belong to rows, one to each: a name, names, or a tree of True and False that
         is a prefix of the parameters. Their leading axis is the plate's rows, and they lie where the
-        rows lie. In ``log_likelihood`` ``params`` has their rows of the block, and whole leaves
-        else; their prior is written there too, per row.
+        rows lie. Inside ``log_likelihood``, ``params`` holds the block's rows of these latents and all
+        other leaves whole. Their prior belongs there too, in the term of each row.
     tile_rows
-        Rows of a tile; chosen from the bytes of the likelihood's intermediates when None.
+        Rows of a tile. None: chosen from the size of the likelihood's intermediates.
 
     Raises
     ------
