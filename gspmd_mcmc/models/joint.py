@@ -340,7 +340,7 @@ class JointDistributionCoroutine(_Joint):
 
     def visit_parts(self, visit: Visit) -> None:
         """Run the generator, and send it the value of each part that it yields."""
-        generator = self.model()
+        generator: Any = self.model()
         if not inspect.isgenerator(generator):
             raise TypeError(
                 f"{name_of_function(self.model)}: expected a generator function, which yields its "

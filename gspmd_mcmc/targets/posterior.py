@@ -106,7 +106,7 @@ class Posterior(Target):
         """Return the position of parameters, by the inverse of the bijections."""
         return bijective.unconstrain(self.bijections, params)
 
-    def local_rows(self, params: PyTree) -> list[Rows | None]:
+    def local_rows(self, position: PyTree) -> list[Rows | None]:
         """Return for each leaf the rows of the plate that it is local to, or None.
 
         Raises
@@ -114,10 +114,10 @@ class Posterior(Target):
         ValueError
             If a plate names a leaf that is not there, or two plates of other rows name one leaf.
         """
-        paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)
+        paths = jax.tree_util.tree_leaves_with_path(position, is_leaf=is_padded)
         found: list[Rows | None] = [None] * len(paths)
         for plate in self.plates:
-            for i, rows in enumerate(plate.local_rows(params)):
+            for i, rows in enumerate(plate.local_rows(position)):
                 other = found[i]
                 if rows is not None and other is not None and not other.is_same(rows):
                     raise ValueError(

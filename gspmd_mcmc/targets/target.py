@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.placement.explicit import SameObject, whole
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets.nonfinite import blame_summand
-from gspmd_mcmc.targets.streaming.rows import Rows
+from gspmd_mcmc.targets.streaming.rows import HasLocalRows, Rows
 from gspmd_mcmc.tree import PyTree
 
 
@@ -102,7 +102,7 @@ class Target(SameObject, ABC):
         """Return for each leaf the rows of the plate that it is local to, or None."""
         return [None] * len(jax.tree.leaves(position, is_leaf=is_padded))
 
-    def hidden_from(self, plate: Any, params: PyTree) -> list[bool]:
+    def hidden_from(self, plate: HasLocalRows, params: PyTree) -> list[bool]:
         """Mark the leaves that are local to other plates only: no function of the plate sees those."""
         of_any, own = self.local_rows(params), plate.local_rows(params)
         return [a is not None and b is None for a, b in zip(of_any, own, strict=True)]

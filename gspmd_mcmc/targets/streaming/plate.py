@@ -123,10 +123,10 @@ class Plate:
         """Return how many rows a tile has, for parameters of these shapes."""
         return self._plan(params, hidden)[1]
 
-    def local_rows(self, params: PyTree) -> list[Rows | None]:
+    def local_rows(self, position: PyTree) -> list[Rows | None]:
         """Return for each leaf the plate's rows if it is local to the plate, else None."""
-        num_leaves = len(jax.tree.leaves(params, is_leaf=is_padded))
-        flags = self.local.flags(params) if self.local else [False] * num_leaves
+        num_leaves = len(jax.tree.leaves(position, is_leaf=is_padded))
+        flags = self.local.flags(position) if self.local else [False] * num_leaves
         return [self.rows if is_local else None for is_local in flags]
 
     def _split(self, params: PyTree, hidden: Sequence[bool] | None) -> "_Split":
