@@ -44,23 +44,11 @@ class LogDensity(Target):
         set_fields(self, fn=as_partial(fn), data=data, bijections=bijections)
 
     @on_any_mesh
-    def params(self, position: PyTree) -> PyTree:
-        """Return the constrained values at a position."""
-        return self._constrained(position)[0]
-
-    @on_any_mesh
-    def unconstrain(self, params: PyTree) -> PyTree:
-        """Return the position of constrained values, by the inverse of the bijections."""
-        return bijective.unconstrain(self.bijections, params)
-
-    def kept(self, position: PyTree) -> PyTree:
-        """Return what `Draws` keep of a position: constrained values."""
-        return self.params(position)
-
-    @on_any_mesh
     def terms(self, position: PyTree) -> PyTree:
         """Return the summands of the log density."""
-        params, log_jacobians = self._constrained(position)
+        bijective.check(self.bijections, position)
+        everywhere = [True] * len(jax.tree.leaves(position))
+        params, log_jacobians = bijective.constrain(self.bijections, position, everywhere)
         with noting_shapes(self.fn, position=params):
             value = self.fn(params, *self.data)
         terms = summands(self.fn, value)
@@ -72,12 +60,6 @@ class LogDensity(Target):
     def densities(self, terms: PyTree) -> PyTree:
         """Return the summands without Jacobians."""
         return terms if self.bijections is None else terms["fn"]
-
-    def _constrained(self, position: PyTree) -> tuple[PyTree, list[jax.Array]]:
-        if self.bijections is None:
-            return position, []
-        bijective.check(self.bijections, position)
-        return bijective.constrain(self.bijections, position, [True] * len(jax.tree.leaves(position)))
 
     def __repr__(self) -> str:
         return f"LogDensity({name_of_function(self.fn)})"

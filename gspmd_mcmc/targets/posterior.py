@@ -93,19 +93,6 @@ class Posterior(Target):
         """Return the position after the reparameterization, before bijections."""
         return position if self.transform is None else self.transform(position)
 
-    @on_any_mesh
-    def params(self, position: PyTree) -> PyTree:
-        """Return the parameters at a position."""
-        if self.bijections is None:
-            return self.transformed(position)
-        everywhere = [True] * len(jax.tree.leaves(position))
-        return bijective.constrain(self.bijections, position, everywhere)[0]
-
-    @on_any_mesh
-    def unconstrain(self, params: PyTree) -> PyTree:
-        """Return the position of parameters, by the inverse of the bijections."""
-        return bijective.unconstrain(self.bijections, params)
-
     def local_rows(self, position: PyTree) -> list[Rows | None]:
         """Return for each leaf the rows of the plate that it is local to, or None.
 
@@ -166,11 +153,10 @@ class Posterior(Target):
 
     def _shared_params(self, position: PyTree) -> tuple[PyTree, list[jax.Array]]:
         """Return parameters, local ones unconstrained yet: those are constrained a tile at a time."""
-        if self.bijections is None:
-            return self.transformed(position), []
-        bijective.check(self.bijections, position)
-        is_shared = [rows is None for rows in self.local_rows(position)]
-        return bijective.constrain(self.bijections, position, is_shared)
+        params = self.transformed(position)
+        bijective.check(self.bijections, params)
+        is_shared = [rows is None for rows in self.local_rows(params)]
+        return bijective.constrain(self.bijections, params, is_shared)
 
     def _prior_and_grad(self, params: PyTree) -> tuple[PyTree, PyTree]:
         prior, pullback = jax.vjp(self._prior, params)
