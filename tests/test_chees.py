@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gspmd_mcmc.adaptation.criterion import ChangeOfSquares, Trajectories
 from models import CHAINS, OTHER_KINDS, gaussian, hierarchy, hierarchy_starts, mesh_of, normal
 from seeds import seed, within
 
@@ -16,15 +15,15 @@ import gspmd_mcmc as gm
 from gspmd_mcmc import HMC, ChEESAdaptation, JitteredHMC, SNAPERAdaptation, communication, tree
 from gspmd_mcmc.adaptation import adam, chees, dual_averaging, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import Transition
+from gspmd_mcmc.adaptation.chees import ChangeOfSquares, Trajectories
 from gspmd_mcmc.adaptation.snaper import ChangeAlongPrincipal
 from gspmd_mcmc.diagnostics.mcse import mcse_mean
 from gspmd_mcmc.kernels.jittered_hmc import JITTER, van_der_corput
-from gspmd_mcmc.placement.layout import Layout, read_layout
+from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import draw_kernel, step_chains
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.tree import pytree
 
-NO_LAYOUT = Layout(None, ())
 BOTH = [ChEESAdaptation, SNAPERAdaptation]
 CRITERIA = [ChangeOfSquares(), ChangeAlongPrincipal()]
 
@@ -50,7 +49,7 @@ def test_the_sequence_is_haltons_in_base_2():
 @pytest.mark.parametrize(("jitter", "least"), [(1.0, 1), (0.75, 3), (0.0, 11)])
 def test_a_step_has_as_many_leapfrogs_as_its_number_says(jitter, least):
     kernel = JitteredHMC(gm.LogDensity(normal), 0.1, 1.03, max_leapfrogs=18, jitter=jitter)
-    draw: Any = jax.jit(JitteredHMC.drawn)
+    draw: Any = jax.jit(JitteredHMC.with_jitter)
     key, other = jax.random.split(jax.random.key(0))
     drawn = [draw(kernel, key, i) for i in range(64)]
     counts = [int(k.num_integration_steps) for k in drawn]
@@ -63,7 +62,7 @@ def test_a_step_has_as_many_leapfrogs_as_its_number_says(jitter, least):
     longer = kernel.with_trajectory_length(0.32).with_step_size(0.2)
     assert int(draw(longer, key, 2).num_integration_steps) == np.ceil(1.6 * (1 + jitter / 2))
     assert draw._cache_size() == 1
-    assert int(kernel.one_leapfrog().drawn(key, jnp.int32(2)).num_integration_steps) == 1
+    assert int(kernel.one_leapfrog().with_jitter(key, jnp.int32(2)).num_integration_steps) == 1
 
 
 def test_bad_settings_are_refused():
@@ -80,7 +79,7 @@ def test_bad_settings_are_refused():
     one = jax.vmap(kernel.init)(jnp.ones((1, 2)))
     with pytest.raises(ValueError, match="ChEESAdaptation: expected at least 2 chains"):
         ChEESAdaptation().prepare(kernel, one)
-    with pytest.raises(TypeError, match="tunes a JitteredHMC"):
+    with pytest.raises(TypeError, match="SNAPERAdaptation tunes JitteredHMC, got HMC"):
         SNAPERAdaptation().prepare(HMC(target, 0.1, 3), one)
 
 
@@ -296,6 +295,11 @@ def covariance(condition):
     return (rotation * np.geomspace(1, condition, SIZE)) @ rotation.T
 
 
+NO_MESH = read_layout(
+    None, gm.LogDensity(normal), jnp.zeros((NUM_CHAINS, SIZE)), NUM_CHAINS, has_chains=True
+)
+
+
 def gaussian_chains(condition):
     """Chains that start from exact draws, and a kernel that knows the variances."""
     cov = covariance(condition)
@@ -310,7 +314,7 @@ def tune(adaptation, kernel, states, key):
     """Eight hundred steps of one window, the metric known."""
     state = adaptation.init(kernel, states)
     known = tree.replace(state, variances=kernel.inverse_mass_matrix, num_metrics=jnp.int32(1))
-    one = partial(tuning_step, NO_LAYOUT, adaptation, kernel, key=key)
+    one = partial(tuning_step, NO_MESH, adaptation, kernel, key=key)
     (_, state), _ = jax.lax.scan(one, (states, known), jnp.arange(800))
     return adaptation.final(kernel, state)
 
@@ -435,7 +439,7 @@ def draws_of(cls, kernel, states, key):
         drawn, chains_key = draw_kernel(kernel, key, i)
         metric = drawn.inverse_mass_matrix
         used = cls(drawn.target, drawn.step_size, drawn.num_integration_steps, metric)
-        states, info = step_chains(used, chains_key, states, NO_LAYOUT, "step")
+        states, info = step_chains(used, chains_key, states, NO_MESH, "step")
         return states, (states.position, info.acceptance_rate)
 
     positions, rates = jax.lax.scan(one, states, jnp.arange(300))[1]
@@ -498,7 +502,12 @@ def ten_steps(layout, adaptation, kernel, carry):
 def prepared_on(name, adaptation):
     layout, kernel, states = chains_on(name)
     kernel = adaptation.prepare(kernel, states)
-    begin = jax.jit(lambda a, k, s: layout.pin_like(a.init(k, s), s.position))
+
+    @jax.jit
+    def begin(adaptation, kernel, states):
+        state = adaptation.init(kernel, states)
+        return layout.pin(state, tree.roles(state, layout.treedef))
+
     return layout, kernel, (states, begin(adaptation, kernel, states))
 
 
