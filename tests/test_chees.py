@@ -211,20 +211,6 @@ def test_adam_steps_are_gradients_in_units_of_their_recent_size():
     assert step == 0 and adam.update(still, jnp.ones(()))[1] > 0
 
 
-def test_dual_averaging_is_the_recursion_of_hoffman_and_gelman():
-    """With rates in steps of 1/64, γ = 0.05, t₀ = 10, κ = 0.75, and μ the first log step size."""
-    rates = np.round(64 * np.random.default_rng(2).uniform(size=50)) / 64
-    state, mu = dual_averaging.init(jnp.float32(0.3)), np.log(0.3)
-    shortfall, average = 0.0, 0.0
-    for t, rate in enumerate(rates, start=1):
-        shortfall += (0.8 - rate - shortfall) / (t + 10)
-        log_step_size = mu - np.sqrt(t) / 0.05 * shortfall
-        average += t**-0.75 * (log_step_size - average)
-        state = dual_averaging.update(state, jnp.float32(rate), 0.8)
-        np.testing.assert_allclose(state.log_step_size, log_step_size, rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(dual_averaging.final_step_size(state), np.exp(average), rtol=1e-3)
-
-
 # Stuck chains; where they go is in test_stuck_chains.py
 
 
@@ -354,31 +340,6 @@ def test_the_longest_trajectory_is_one_leapfrog_to_the_most(jitter):
         at = tree.replace(state, log_trajectory_length=jnp.log(length))
         longest = (1 + jitter) * float(adaptation.tuned(kernel, at).trajectory_length)
         np.testing.assert_allclose(longest, most * 0.25, rtol=1e-5)
-
-
-def on_a_gaussian(cls, jitter):
-    """A step's correlation along the slowest direction, of squares along the worst, and its time."""
-    lengths, h = np.linspace(0.2, 6, 1000), (np.arange(1000) + 0.5) / 1000
-    time = lengths[:, None] * (1 + jitter * (2 * h - 1))
-    means = 2 * (1 - np.cos(time)) if cls is SNAPERAdaptation else 0
-    gained = np.mean((4 * np.sin(time) ** 2 + means) / time ** cls().length_cost, axis=1)
-    best = np.argmax(gained)
-    phases = time[best] / np.linspace(0.02, 1, 500)[:, None]
-    return np.cos(time[best]).mean(), (np.cos(phases) ** 2).mean(axis=1).max(), lengths[best]
-
-
-@pytest.mark.parametrize("cls", BOTH)
-def test_less_jitter_is_worth_more_and_too_little_returns(cls):
-    full, squares, work = on_a_gaussian(cls, 1.0)
-    less, less_squares, less_work = on_a_gaussian(cls, JITTER)
-    assert (1 - less) / (1 + less) / less_work > 1.05 * (1 - full) / (1 + full) / work
-    assert less_squares < squares < on_a_gaussian(cls, 0.4)[1]
-
-
-def test_snapers_steps_leave_less_correlation_than_those_of_squares_alone():
-    alone, _, _ = on_a_gaussian(ChEESAdaptation, JITTER)
-    both, _, _ = on_a_gaussian(SNAPERAdaptation, JITTER)
-    assert 0 < both < 0.6 * alone
 
 
 def check_length(name, cls, cost=1.0):
