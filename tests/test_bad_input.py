@@ -569,12 +569,12 @@ def test_draws_of_another_target_are_refused(draws):
 
 
 def test_draws_of_another_number_of_chains_are_refused(draws):
-    with pytest.raises(ValueError, match="draws to go on from have 4 chains, got 2"):
+    with pytest.raises(ValueError, match="draws to continue have 4 chains, got 2"):
         sample(position=draws, num_chains=2)
 
 
 def test_draws_are_not_gone_on_from_with_another_kernel(draws):
-    with pytest.raises(ValueError, match="draws are gone on from with their own kernel"):
+    with pytest.raises(ValueError, match="draws are continued with their own kernel"):
         sample(position=draws, kernel=draws.kernel)
 
 

@@ -117,7 +117,7 @@ def warmup_for(kernel: Kernel) -> Adaptation:
     )
 
 
-def with_settings(warmup: Adaptation, settings: dict[str, Any]) -> Adaptation:
+def with_settings(warmup: Any, settings: dict[str, Any]) -> Adaptation:
     """Return the kernel's default warm-up with some of its settings.
 
     Raises

@@ -17,7 +17,7 @@ DEVICE_SHARE = 0.25
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Draws of all chains, in their layout, and what is needed to go on.
+    """Draws of all chains, in their layout, and what is needed to continue the run.
 
     Attributes
     ----------
@@ -30,19 +30,19 @@ class Draws:
         ``acceptance_rate`` is the mean, ``num_integration_steps`` the sum and ``is_divergent`` whether
         any, over the steps between two draws.
     warmup
-        Of warm-up: ``step_size`` [steps], ``acceptance_rate`` and ``log_density`` [chains, steps],
-        ``num_divergent`` [chains], ``leapfrogs``, the number of all chains together, and ``moves``, a
-        list of `Move`, of chains that could not walk from where they were and took the state of
-        another. Its divergences are counted here, apart from those of the draws.
+        What happened in warm-up: ``step_size`` [steps], ``acceptance_rate`` and ``log_density``
+        [chains, steps], ``num_divergent`` [chains], ``leapfrogs``, the number of all chains together,
+        and ``moves``, a list of `Move`: the chains that could not leave where they were and took the
+        state of another. Divergences of warm-up are counted here, apart from those of the draws.
     kernel
         The tuned kernel; it holds the target.
     state
-        The last state of all chains, leaves [chains, ...]: `sample` goes on from it when it is given
+        The last state of all chains, leaves [chains, ...]. `sample` continues from it when it is given
         these draws as ``initial_position``.
     num_steps
-        Steps taken in all, warm-up included: where the sequence of random numbers goes on.
+        All steps taken, warm-up included: the position in the sequence of random numbers.
     padded_rows
-        Of a run of several processes, by name of a leaf: how many of its rows, on axis 2, are real. The
+        Of a run on several processes, by name of a leaf: how many of its rows, on axis 2, are real. The
         others fill the mesh and copy the last real one. Leaves without pad are not named.
     meanings
         What the target's functions meant when these draws were made.
@@ -64,17 +64,17 @@ class Draws:
 
     @property
     def num_chains(self) -> int:
-        """How many chains there are."""
+        """The number of chains."""
         return self.stats["log_density"].shape[0]
 
     @property
     def num_draws(self) -> int:
-        """How many draws each chain has."""
+        """The number of draws of each chain."""
         return self.stats["log_density"].shape[1]
 
     @property
     def moves(self) -> list[Move]:
-        """Chains that warm-up has moved: R-hat cannot see what they saw before."""
+        """The chains that warm-up moved: R-hat cannot see what they saw before."""
         return self.warmup.get("moves", [])
 
     @property
@@ -90,25 +90,26 @@ class Draws:
     def to_datatree(self):
         """Return an ArviZ / xarray ``DataTree`` with groups posterior and sample_stats.
 
-        Latents that have the name of a coordinate, ``chain`` say, get an underscore.
+        A latent that has the name of a coordinate, such as ``chain``, gets an underscore.
 
-        On several processes it holds this process' part: its chains and its share of leaves that lie
-        over processes, with their place in the whole as coordinates. Needs the extra ``arviz``.
+        On several processes it holds the part of this process: its chains, and its share of leaves that
+        lie over processes, with their place in the whole as coordinates. Needs the extra ``arviz``.
         """
         return to_datatree(self.position, self.stats, self.padded_rows)
 
     def summary(self, num_superchains: int | None = None, max_rows: int = MAX_ROWS) -> Summary:
-        """Summarise the draws: a table with the worst numbers first, and warnings with what to do.
+        """Summarize the draws: a table with the worst numbers first, and warnings with what to do.
 
-        Each device computes the statistics of its own columns; draws on the host go there by slices.
+        Each device computes the statistics of its own columns. Draws on the host go there in slices.
 
         Parameters
         ----------
         num_superchains
             If chains started in groups of one point each, one group after the other, the number of
-            groups: nested R-hat then judges convergence, as plain R-hat cannot of many short chains.
+            groups. Nested R-hat then judges convergence, which plain R-hat cannot do for many short
+            chains.
         max_rows
-            Lines of the table. Leaves of over a thousand numbers have one, ``log_density`` has its own.
+            Lines of the table. A leaf of over a thousand numbers has one line, ``log_density`` its own.
 
         Returns
         -------
@@ -118,7 +119,7 @@ class Draws:
         Raises
         ------
         ValueError, TypeError
-            If superchains are not even, or a leaf that was collected is not of real numbers.
+            If superchains differ in size, or a collected leaf does not hold real numbers.
         """
         return summarise(
             self.position,

@@ -20,7 +20,6 @@ from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import least, lost_process_explained
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.layout import Layout
-from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.identity import Facts, require_same, versions_of_libraries
 from gspmd_mcmc.sampling.reporting import LOGGER, ChunkReport, Report, marked
 from gspmd_mcmc.sampling.run import Run, Stop, stop_on_interrupt
@@ -66,7 +65,8 @@ def opened(
         yield checkpoints, to
 
 
-def carry_out(
+@contextlib.contextmanager
+def supervised(
     run: Run,
     checkpoints: Checkpoints | None,
     facts: Facts,
@@ -74,8 +74,13 @@ def carry_out(
     *,
     progress: bool,
     callback: Callable[[ChunkReport], Any] | None,
-) -> Draws:
-    """Run to the end or to a stop, from the newest checkpoint if there is one; save on the way.
+) -> Iterator[tuple[Report, Stop, Callable[[], None]]]:
+    """Bring a run to its newest checkpoint, if it has any; report, stop and save it as it goes.
+
+    Yields
+    ------
+    report, stop, after
+        What `Run.go` takes.
 
     Raises
     ------
@@ -94,16 +99,16 @@ def carry_out(
         if is_multiprocess and run.sink is None:
             run.require_room()
         if checkpoints is None:
-            return run.go(report, stop)
+            yield report, stop, lambda: None
+            return
         saver = Saver(run, checkpoints, facts, every, stop)
         if checkpoints.numbers():
             resume(run, checkpoints, facts)
         else:
             saver.begin()
-        draws = run.go(report, stop, saver.after_chunk)
+        yield report, stop, saver.after_chunk
         if not stop.is_asked:
             saver.save()
-        return draws
 
 
 class Saver:

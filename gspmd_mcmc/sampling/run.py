@@ -1,7 +1,6 @@
 """A run: warm-up, then sampling, in chunks of steps of about a second."""
 
 import contextlib
-import itertools
 import json
 import signal
 import threading
@@ -70,39 +69,38 @@ class Stop:
 
     def __init__(self, is_multiprocess: bool = False):
         self.is_multiprocess = is_multiprocess
-        self._is_wanted = self._is_end_wanted = False
-        self._is_agreed = self._is_end_agreed = False
+        self._wanted = {"stop": False, "end": False}
+        self._agreed = dict(self._wanted) if is_multiprocess else self._wanted
 
     @property
     def is_asked(self) -> bool:
         """Whether to stop before the next chunk."""
-        return self._is_agreed if self.is_multiprocess else self._is_wanted
+        return self._agreed["stop"]
 
     @property
     def is_preempted(self) -> bool:
         """Whether to save the run before the next chunk, and end."""
-        return self._is_end_agreed if self.is_multiprocess else self._is_end_wanted
+        return self._agreed["end"]
 
     def agreed(self, size: int) -> int:
         """Return the size of the next chunk; processes agree on the least, and on whether to stop."""
-        if not self.is_multiprocess:
-            return size
-        size, continues, lives = least(size, not self._is_wanted, not self._is_end_wanted)
-        self._is_agreed, self._is_end_agreed = not continues, not lives
+        if self.is_multiprocess:
+            size, *continues = least(size, *(not wanted for wanted in self._wanted.values()))
+            self._agreed = {name: not x for name, x in zip(self._wanted, continues, strict=True)}
         return size
 
     def end(self) -> None:
         """Ask to stop, as Ctrl-C does."""
-        self._is_wanted = True
+        self._wanted["stop"] = True
 
     def interrupt(self, signum, frame) -> None:
         """Take the first Ctrl-C as a request to stop; the next one raises."""
-        self._is_wanted = True
+        self.end()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def preempt(self, signum, frame) -> None:
         """Take SIGTERM as the order to save the run and end it."""
-        self._is_end_wanted = True
+        self._wanted["end"] = True
 
 
 @contextlib.contextmanager
@@ -192,7 +190,7 @@ class Run:
         )
         self.done: Counters = to_host(self.state.counters)  # the state's, on the host
 
-    def go(self, report: Report, stop: Stop, after: Callable[[], None] = lambda: None) -> Draws:
+    def go(self, report: Report, stop: Stop, after: Callable[[], None]) -> Draws:
         """Run to the end, or to a stop; call ``after`` when a chunk has ended.
 
         Returns
@@ -355,7 +353,8 @@ class WarmUp:
     def _windows(self) -> Iterator[Window]:
         """Begin windows, and end them and their stages when the caller has taken their steps."""
         run, number = self.run, 0
-        for stage, following in itertools.pairwise([*run.stages, None]):
+        followers = [*(stage.adaptation for stage in run.stages[1:]), None]
+        for stage, following in zip(run.stages, followers, strict=True):
             numbered, before = list(enumerate(stage.windows, number)), NONE
             number += len(numbered)
             if run.done.num_windows > number:
@@ -372,7 +371,7 @@ class WarmUp:
                 end_stage,
                 stage.adaptation,
                 run.fixed,
-                following=None if following is None or run.stop.is_asked else following.adaptation,
+                following=None if run.stop.is_asked else following,
                 learns_metric=None if is_cut else stage.windows[-1].learns_metric,
             )
             if run.stop.is_asked:

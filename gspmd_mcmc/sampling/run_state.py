@@ -205,7 +205,8 @@ def run_roles(adaptation: Adaptation, run: RunState, layout: Layout) -> Any:
         own = found(run.kernel, of_each_chain=True)
         tuned = {"step_size": own.step_size, "inverse_mass_matrix": own.inverse_mass_matrix}
         kernel = tree.replace(kernel, **tuned)
-    return RunState(
+    return tree.replace(
+        run,
         kernel=kernel,
         states=found(run.states, of_each_chain=True),
         tuning=found(run.tuning, of_each_chain=adaptation.is_per_chain),
@@ -252,7 +253,7 @@ def set_up(
     """
     kernel = adaptation.prepare(kernel, states)
     zero, per_chain = jnp.zeros((), jnp.int32), jnp.zeros(fixed.layout.num_chains, jnp.int32)
-    first_step = jnp.asarray(first_step, jnp.int32)
+    num_steps = jnp.asarray(first_step, jnp.int32)
     traced = {
         "chains": dict.fromkeys(("acceptance_rate", "log_density"), states.log_density),
         "kernel": {name: getattr(kernel, name) for name in adaptation.traced},
@@ -263,7 +264,7 @@ def set_up(
         states=states,
         tuning=first.init(kernel, states),
         traces=jax.tree.map(lambda x: jnp.zeros((*x.shape, size + 1), x.dtype), traced),
-        counters=Counters(first_step, zero, zero, zero, per_chain, per_chain, per_chain),
+        counters=Counters(num_steps, zero, zero, zero, per_chain, per_chain, per_chain),
         draws=(),
     )
     return fixed.moved(first, run)

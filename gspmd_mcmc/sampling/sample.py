@@ -36,13 +36,13 @@ from gspmd_mcmc.tree import PyTree, path_str
 
 def _is_count(least: int) -> tuple[type[Exception], Callable[[Any], bool], str]:
     def holds(x: Any) -> bool:
-        return isinstance(x, Integral) and not isinstance(x, bool) and x >= least
+        return isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= least
 
     return ValueError, holds, f"an integer of at least {least}"
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, Real) and not isinstance(x, bool) and x >= 0
+    return isinstance(x, Real) and not isinstance(x, bool) and float(x) >= 0
 
 
 # Of each argument the error to raise, what holds of a good value, and what is expected.
@@ -102,18 +102,18 @@ def sample(
     target
         A `Posterior` or `LogDensity`.
     initial_position
-        None for a target that tells the shapes of its latents (`from_numpyro`): around its origin. Or
-        one of: a position without a chain axis, which is spread by uniform jitter in (-2, 2) per
-        chain (`uniform_start` has other radii); one whose leaves have a leading axis of chains, used
-        as it is (`per_chain` says so where both could be meant); a function ``rng_key -> position``,
-        called per chain (draws from a prior, `Mode.laplace_start`); a `Mode`, at which all chains
-        start; `Draws`, from which the run goes on. Drawn starts are retried until the log density is
-        finite.
+        One of: None, for a target that knows the shapes of its latents (`from_numpyro`), to start
+        around its origin; a position without a chain axis, which is spread by uniform jitter in
+        (-2, 2) per chain (`uniform_start` has other radii); a position whose leaves have a leading
+        axis of chains, used as it is (`per_chain` says so where both could be meant); a function
+        ``rng_key -> position``, called per chain (`prior_start`, `Mode.laplace_start`); a `Mode`, where
+        all chains start; `Draws`, which the run continues. Drawn starts are retried until the log
+        density is finite.
     mesh
         The mesh; chains lie over its axis ``"chains"`` where it has one. None: the mesh that the
         target's data lie on, or one device.
     num_chains, num_warmup, num_samples
-        Chains; steps of warm-up; draws to keep of each chain.
+        The number of chains, of warm-up steps, and of draws to keep of each chain.
     thin
         Steps from one kept draw to the next: after warm-up the run takes ``num_samples * thin``.
     kernel
@@ -127,35 +127,35 @@ def sample(
     target_acceptance_rate, metric
         Settings of that default warm-up: the acceptance rate that the step size aims at, 0.8 for
         `NUTS` (higher: shorter steps, fewer divergences), and the kind of metric (`Diagonal`,
-        `Dense`, ...). A warm-up that is given has its own.
+        `Dense`, ...). If you pass a warm-up, set them there.
     max_tree_depth
-        Of the default `NUTS`, 10: at most 2^max_tree_depth - 1 leapfrogs a trajectory. A kernel that
-        is given has its own.
+        Setting of the default `NUTS`, 10: a trajectory has at most 2^max_tree_depth - 1 leapfrogs. If
+        you pass a kernel, set it there.
     collect
         ``collect(position, info)`` of one chain: what to keep instead of the position. A function at
         module level, or a ``Partial`` of one whose arrays enter the program as arguments.
     to
-        Where draws are written as they are made, `ZarrSink`; the result then reads them from there.
+        A `ZarrSink` that draws are written to as they are made; the result reads them from there.
         Without one they are kept in memory.
     device_bytes
-        Bytes on each device for draws; finished chunks move to the host beyond it. A quarter of the
+        Bytes for draws on each device; beyond it, finished chunks move to the host. A quarter of the
         device's memory by default, no bound on a CPU.
     checkpoint
-        A folder to save the run in, warm-up too. Where it holds this run already, the run continues
-        from there: a script that is run again after it was killed makes the draws that it would have
-        made, to the bit on a mesh of the same shape, to rounding on another. For more draws call with a
+        A folder to save the run in, warm-up included. If it holds this run already, the run continues
+        from there: a script that was killed and is run again makes the draws that it would have made,
+        to the bit on a mesh of the same shape, to rounding on another. For more draws, call with a
         greater ``num_samples``. Another model, key or settings are refused. Draws go to a `ZarrSink` in
-        it, unless ``to`` names another. Checkpoints are written while the run goes on. Needs the extra
+        it, unless ``to`` names another. Checkpoints are written in the background. Needs the extra
         ``checkpoint``.
     every
         Seconds from one checkpoint to the next.
     progress
-        Whether to show progress, on standard error: a bar on a terminal and in a notebook, elsewhere a
-        line a minute; of several processes, that of process 0.
+        Whether to show progress on standard error: a bar on a terminal and in a notebook, elsewhere a
+        line a minute. Of several processes, process 0 shows it.
     callback
         Called with a `ChunkReport` after each chunk, on every process; `JSONLines` writes them to a
-        file. One that raises is called no more, with a warning. The logger ``gspmd_mcmc`` tells of
-        phases, and at level DEBUG of chunks.
+        file. If it raises, a warning says so, and it is not called again. The logger ``gspmd_mcmc``
+        records phases, and at level DEBUG chunks.
 
     Returns
     -------
@@ -170,17 +170,17 @@ def sample(
     NonFiniteStart
         If a chain finds no start with a finite log density.
     DrawsNotSaved
-        If the sink cannot write: before anything is computed where its folder cannot be used, else
-        soon after; draws that are on disk stay.
+        If the sink cannot write: before anything is computed if its folder cannot be used, else soon
+        after the failure. Draws that are on disk stay.
     CheckpointNotSaved
-        If the run cannot be saved at its start, or another process that lives writes to the folder. One
-        that cannot be saved later warns, and goes on.
+        If the run cannot be saved at its start, or another live process writes to the folder. A later
+        failure to save is a warning, and the run continues.
     Preempted
         After SIGTERM, if the run has checkpoints: it is saved first.
     OutOfDeviceMemory
         If the run's arrays do not fit on the devices; the message names the largest.
     ProcessesDisagree
-        If the processes of a run on several are given different things; before anything is computed.
+        If the processes of a run are given different arguments; before anything is computed.
     ProcessLost
         If another process of the run has ended.
     """
@@ -234,9 +234,10 @@ def sample(
             about = identity.attributes_of(rng_key, mesh, kernel, adaptation, collect, **counts)
         plan = Plan(adaptation, collect, num_warmup, num_samples, thin, device_bytes, about)
         run = known.run = Run(plan, kernel, states, rng_key, layout, sink, earlier)
-        draws = resumption.carry_out(
+        with resumption.supervised(
             run, checkpoints, facts, every, progress=progress, callback=callback
-        )
+        ) as supervision:
+            draws = run.go(*supervision)
         warn_of_run(draws, num_samples, keeps_positions=collect.func is keep_position)
     return draws
 
