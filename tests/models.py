@@ -18,8 +18,11 @@ from gspmd_mcmc.diagnostics.mcse import mcse_mean
 
 MESHES = {
     "1": {"data": 1},
+    "7": {"data": 7},
     "8": {"data": 8},
     "2x4": {"chains": 2, "data": 4},
+    "4x2": {"chains": 4, "data": 2},
+    "data and model": {"data": 4, "model": 2},
 }
 OTHER_KINDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -28,6 +31,11 @@ def mesh_of(sizes: str | dict[str, int]) -> Mesh:
     """Make a mesh of `MESHES`, or of given sizes, of as many of the devices as it needs."""
     sizes = MESHES[sizes] if isinstance(sizes, str) else sizes
     return gm.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+def row_spec(sizes: dict[str, int]) -> P:
+    """Lay rows over all devices that chains do not lie over."""
+    return P(("data", "model")) if "model" in sizes else P("data")
 
 
 # Three numbers in two leaves
@@ -150,10 +158,12 @@ def _effects(x, rows):
     return prior - 0.5 * (rows["y"] - centre) ** 2
 
 
-def hierarchy(mesh: str) -> gm.Posterior:
+def hierarchy(mesh: str, moved_row: int | None = None) -> gm.Posterior:
     """Two effects of each of 11 rows on a mesh of `MESHES`, their mean and log standard deviation."""
     y = np.random.default_rng(5).normal(1.0, 1.5, NUM_ROWS)
-    data = gm.place({"y": y}, mesh_of(mesh), P("data"))
+    if moved_row is not None:
+        y[moved_row] += 1
+    data = gm.place({"y": y}, mesh_of(mesh), row_spec(MESHES[mesh]))
     return gm.Posterior(_hyperprior, gm.Plate(_effects, data, local="effect"))
 
 

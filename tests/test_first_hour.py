@@ -12,7 +12,7 @@ import pytest
 from jax.tree_util import Partial
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.sampling import progress
+from gspmd_mcmc.sampling import reporting
 
 KEY = jax.random.key(0)
 X = jnp.linspace(-1, 1, 60).reshape(20, 3)
@@ -39,7 +39,7 @@ def sample(target: Any = TARGET, position: Any = POSITION, rng_key: Any = KEY, *
 
 
 def test_settings_go_where_they_belong_and_are_kept_in_checkpoints(tmp_path):
-    steps, folder = [], tmp_path
+    steps, folder, settings = [], tmp_path, {}
     for rate in (0.6, 0.99):
         folder = tmp_path / str(rate)
         settings = {"target_acceptance_rate": rate, "max_tree_depth": 2, "metric": gm.Diagonal()}
@@ -51,7 +51,7 @@ def test_settings_go_where_they_belong_and_are_kept_in_checkpoints(tmp_path):
         assert isinstance(metric, dict), "by default a dense one is learned"
         steps.append(float(draws.kernel.step_size))
     assert steps[1] < 0.6 * steps[0]
-    longer = gm.resume(folder, TARGET, num_samples=20, progress=False)
+    longer = sample(checkpoint=folder, num_warmup=60, **settings | {"num_samples": 20})
     assert longer.num_draws == 20
     assert longer.kernel.max_tree_depth == 2
     assert float(longer.kernel.step_size) == steps[1]
@@ -179,7 +179,7 @@ MISTAKES = {
         "num_chains: expected an integer of at least 1, got 4.0",
     ),
     "path for a sink": ({"to": "draws"}, r"to: expected an object such as ZarrSink.*, got str"),
-    "text for a callback": ({"callback": "print"}, "callback: expected a function, got str"),
+    "text for a callback": ({"callback": "print"}, "callback: expected a function, got 'print'"),
     "collect without return": ({"collect": lambda x, info: None}, "collect: expected arrays to keep"),
 }
 
@@ -271,7 +271,7 @@ def test_a_log_file_gets_a_line_a_minute(capsys, monkeypatch):
     kernel = gm.HMC(TARGET, 0.1, 1)
     gm.sample(KEY, TARGET, POSITION, kernel=kernel, num_warmup=0, num_samples=10)
     assert capsys.readouterr().err == ""  # it took no minute
-    monkeypatch.setattr(progress, "SECONDS_A_LINE", 0)
+    monkeypatch.setattr(reporting, "SECONDS_A_LINE", 0)
     gm.sample(KEY, TARGET, POSITION, kernel=kernel, num_warmup=0, num_samples=10)
     lines = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"sampling: 10/10 \d+ leapfrogs/s acc \d.\d\d div 0 step 0.1", lines[-1])
@@ -280,9 +280,9 @@ def test_a_log_file_gets_a_line_a_minute(capsys, monkeypatch):
 
 def test_a_notebook_has_one_line_a_phase(capsys, monkeypatch):
     """There rich shows a picture at each refresh, where ipywidgets is missing."""
-    monkeypatch.setattr(progress, "Console", partial(progress.Console, force_jupyter=True))
-    with progress.Report(is_shown=True) as report:
-        numbers = {"leapfrogs": 5, "acceptance_rate": 0.5, "divergences": 0, "step_size": 0.1}
+    monkeypatch.setattr(reporting, "Console", partial(reporting.Console, force_jupyter=True))
+    with reporting.Report(is_shown=True) as report:
+        numbers = {"leapfrogs": 5, "acceptance_rate": 0.5, "num_divergent": 0, "step_size": 0.1}
         for phase in ("warm-up", "sampling"):
             report.phase(phase, 40)
             for _ in range(40):
@@ -314,7 +314,7 @@ def test_continuing_in_another_precision_is_refused_in_words(was_double, tmp_pat
         with pytest.raises(ValueError, match=f"initial_position: .* in {computed}: jax_enable_x64"):
             sample(target, ended, num_warmup=0)
         with pytest.raises(ValueError, match="jax_enable_x64"):
-            gm.resume(tmp_path / "run", target, num_samples=20, progress=False)
+            sample(target, position, **options | {"num_samples": 20}, checkpoint=tmp_path / "run")
         begun = jax.tree.map(np.asarray, ended.state.position)
         again = gm.LogDensity(module_prior)
         more = sample(again, gm.per_chain(begun), num_warmup=0, kernel=gm.HMC(again, 0.1, 3))

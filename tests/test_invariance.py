@@ -7,7 +7,7 @@ the same check, and fail it.
 """
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from statistics import NormalDist
@@ -113,7 +113,7 @@ def rejects(problem: Problem, kernel: Any) -> None:
 
 def convert(kernel: Any, cls: type) -> Any:
     """Return the same fields as another class."""
-    return cls(**{field.name: getattr(kernel, field.name) for field in fields(kernel)})
+    return tree.fill(cls, vars(kernel))
 
 
 @pytree

@@ -1,4 +1,7 @@
-"""The mesh does not change the answer, and a leapfrog costs one all-reduce."""
+"""What a leapfrog sends and holds; `sample` draws the same on every mesh, whatever the chunks.
+
+That the steps of every kernel are the same on every mesh is in test_kernel_contract.py.
+"""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -8,32 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from models import OTHER_KINDS, mesh_of, normal
+from models import MESHES, OTHER_KINDS, mesh_of, normal, row_spec
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import communication, tree
 from gspmd_mcmc.placement.layout import read_layout
-from gspmd_mcmc.sampling import chunks, collecting
+from gspmd_mcmc.sampling import run as runs
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.start import init_chains
 
 NUM_ROWS, NUM_PIXELS, NUM_CLASSES, NUM_CHAINS = 1501, 49, 10, 4
-
-MESHES = {
-    "1": {"data": 1},
-    "2": {"data": 2},
-    "4": {"data": 4},
-    "8": {"data": 8},
-    "4x2": {"chains": 4, "data": 2},
-    "2x4": {"chains": 2, "data": 4},
-    "7": {"data": 7},
-    "data and model": {"data": 4, "model": 2},
-}
-
-
-def row_spec(sizes):
-    return P(("data", "model")) if "model" in sizes else P("data")
-
 
 # A multinomial regression on images
 
@@ -63,67 +50,10 @@ def start(num_pixels=NUM_PIXELS, chains=(NUM_CHAINS,)):
     return {name: jnp.asarray(0.1 * rng.normal(size=shape)) for name, shape in shapes.items()}
 
 
-# The same chain on every mesh
-
-
-@partial(jax.jit, static_argnames=("layout", "num_steps"))
-def run(kernel, rng_key, states, *, layout, num_steps=20):
-    def step(states, i):
-        states, info = advance(kernel, rng_key, i, states, layout)
-        return states, info.is_accepted
-
-    return jax.lax.scan(step, states, jnp.arange(num_steps))
-
-
-def chain(target, sizes):
-    """Return the positions after 20 steps of 10 leapfrogs, and what was accepted [steps, chains]."""
-    layout = read_layout(mesh_of(sizes), target, start(), NUM_CHAINS, has_chains=True)
-    kernel = gm.HMC(target, 0.015, 10)
-    states = init_chains(kernel, start(), layout=layout)
-    states, is_accepted = run(kernel, jax.random.key(0), states, layout=layout)
-    return jax.tree.map(np.asarray, (states.position, is_accepted))
-
-
-@cache
-def chain_on_one_device(is_double):
-    with jax.enable_x64(is_double):
-        return chain(regression(MESHES["1"]), MESHES["1"])
-
-
-def check_same_chain(target, sizes, is_double):
-    expected, expected_accepted = chain_on_one_device(is_double)
-    got, is_accepted = chain(target, sizes)
-    assert got["w"].dtype == (np.float64 if is_double else np.float32)
-    assert np.mean(is_accepted) >= 0.5 and not np.all(is_accepted)
-    np.testing.assert_array_equal(is_accepted, expected_accepted)
-    check_close(got, expected, 1e-9 if is_double else 1e-4)
-
-
 def check_close(got, expected, tolerance):
     for name in expected:
         apart = np.linalg.norm(got[name] - expected[name]) / np.linalg.norm(expected[name])
         assert apart <= tolerance, f"{name} differs by {apart}"
-
-
-OTHERS = [name for name in MESHES if name != "1"]
-
-
-@pytest.mark.parametrize("name", ["7", "2x4"])
-def test_a_chain_is_the_same_on_every_mesh(name):
-    check_same_chain(regression(MESHES[name]), MESHES[name], is_double=False)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_chain_in_float64_is_the_same_on_every_mesh(name):
-    with jax.enable_x64(True):
-        check_same_chain(regression(MESHES[name]), MESHES[name], is_double=True)
-
-
-def test_a_chain_on_data_that_differ_in_one_row_is_rejected():
-    data = images()
-    data["label"][-1] = (data["label"][-1] + 1) % NUM_CLASSES
-    with pytest.raises(AssertionError):
-        check_same_chain(regression(MESHES["8"], data), MESHES["8"], is_double=False)
 
 
 # A likelihood that is undefined at zero, where padding is at work
@@ -241,7 +171,7 @@ def check_chunks_do_not_matter(monkeypatch, num_warmup):
     """Cut warm-up and sampling into chunks of 1 step, of 7, and of all."""
     draws = []
     for size in (1, 7, 1000):
-        monkeypatch.setattr(chunks, "next_size", lambda count, seconds, size=size: size)
+        monkeypatch.setattr(runs, "next_size", lambda count, seconds, size=size: size)
         with jax.enable_x64(True):
             draws.append(sample("2x4", num_warmup)[0]["slope"])
     assert np.all(np.ptp(draws[-1], axis=1) > 0.1), "the chains do not move"
@@ -257,12 +187,13 @@ def test_sample_draws_the_same_whatever_the_chunks(monkeypatch, compiled_as_a_us
 
 @pytest.mark.filterwarnings("ignore::gspmd_mcmc.SamplingWarning")
 def test_steps_that_are_numbered_from_their_chunk_are_rejected(monkeypatch):
-    right = collecting._chunk
+    right = runs.advance
 
-    def numbered_from_the_chunk(kernel, carry, collect, rng_key, first_step, *rest, **options):
-        return right(kernel, carry, collect, rng_key, 0, *rest, **options)
+    def numbered_from_the_chunk(run, *rest):
+        counters = tree.replace(run.counters, num_steps=jnp.zeros_like(run.counters.num_steps))
+        return right(tree.replace(run, counters=counters), *rest)
 
-    monkeypatch.setattr(collecting, "_chunk", numbered_from_the_chunk)
+    monkeypatch.setattr(runs, "advance", numbered_from_the_chunk)
     with pytest.raises(AssertionError, match="not equal"):
         check_chunks_do_not_matter(monkeypatch, num_warmup=0)
 

@@ -321,7 +321,7 @@ def test_draws_whose_data_have_changed_are_not_gone_on_from():
     more = {"num_warmup": 0, "num_samples": 5, "progress": False}
     assert gm.sample(KEY, target, draws, **more).num_draws == 5
     scale[1] = 2
-    with pytest.raises(ValueError, match="initial_position: these draws cannot be gone on from: the"):
+    with pytest.raises(ValueError, match="initial_position: these draws cannot be continued: the"):
         gm.sample(KEY, target, draws, **more)
 
 

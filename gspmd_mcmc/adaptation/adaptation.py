@@ -7,6 +7,7 @@ all there is to keep is the kernel, the chains' states and the adaptation's stat
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -14,6 +15,7 @@ import jax
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.kernel import Info, Kernel
+from gspmd_mcmc.tree import pytree
 
 AcceptanceRates = Callable[[Kernel, jax.Array], jax.Array]
 
@@ -132,3 +134,21 @@ class Adaptation(ABC):
     def final(self, kernel: Kernel, state: Any) -> Kernel:
         """Return the kernel to keep."""
         return self.tuned(kernel, state)
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class Untuned(Adaptation):
+    """No warm-up: the kernel stays as it is."""
+
+    def init(self, kernel: Kernel, states: Any) -> tuple[()]:
+        """Return no state."""
+        return ()
+
+    def tuned(self, kernel: Kernel, state: Any) -> Kernel:
+        """Return the kernel itself."""
+        return kernel
+
+    def update(self, state: Any, kernel: Kernel, transition: Transition) -> Any:
+        """Learn nothing."""
+        return state

@@ -1,9 +1,9 @@
-"""Warm-ups of microcanonical kernels begin with a burn-in by Hamiltonian dynamics.
+"""Burn-in by Hamiltonian dynamics, with which warm-ups of microcanonical kernels begin.
 
 Microcanonical particles keep a speed of 1, and a gradient of length g turns them within a distance of
-about d / g. Where g is 1e9, as it is far from a posterior, they can take only tiny steps, and do not
-arrive. Hamiltonian particles gain speed as they fall, and a fresh momentum takes it from them. So
-chains step with HMC, tuned as `WindowAdaptation` does, until there is a first metric.
+about d / g. Where g is 1e9, as it is far from a posterior, they can only take tiny steps, and never
+arrive. Hamiltonian particles gain speed as they fall, and a fresh momentum takes it away. So chains
+step with HMC, tuned as by `WindowAdaptation`, until there is a first metric.
 """
 
 import math
@@ -20,22 +20,23 @@ from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState, first_me
 from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState, OneLeapfrog
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.kernels.kernel import Kernel
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, like_position, pytree, static
 
-# Leapfrogs of the burn-in's trajectories, in the mean; twice as many at most.
+# The mean number of leapfrogs of a trajectory in the burn-in; at most there are twice as many.
 MEAN_LEAPFROGS = 16
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
 class HMCOnStates(Kernel):
-    """Steps of an HMC from another kernel's states: what they have besides stays as it is."""
+    """Steps of an HMC from another kernel's states, whose other fields stay as they are."""
 
     hmc: HMC
 
     @property
     def step_size(self) -> jax.Array:
-        """That of the HMC."""
+        """The step size of the HMC."""
         return self.hmc.step_size
 
     def init(self, position: PyTree) -> HMCState:
@@ -52,9 +53,9 @@ class HMCOnStates(Kernel):
 @pytree
 @dataclass(frozen=True, eq=False)
 class BurnInHMC(Kernel):
-    """HMC whose trajectories have 1 to 32 leapfrogs, whatever their size; others at each step."""
+    """HMC whose trajectories have 1 to 32 leapfrogs, a number that is drawn at each step."""
 
-    target: Any
+    target: Target
     step_size: jax.Array
     inverse_mass_matrix: PyTree = like_position()
     has_one_leapfrog: bool = static(default=False)
@@ -62,15 +63,15 @@ class BurnInHMC(Kernel):
 
     @classmethod
     def of(cls, kernel: Kernel) -> Self:
-        """Return the one for the target, the step size and the metric of another kernel."""
+        """Return the kernel with the target, the step size and the metric of another one."""
         return cls(kernel.target, kernel.step_size, kernel.inverse_mass_matrix)
 
     def one_leapfrog(self) -> "BurnInHMC":
-        """Return the kernel whose steps are one leapfrog: what a first step size is tried with."""
+        """Return the kernel whose steps are one leapfrog; it tries first step sizes."""
         return tree.replace(self, has_one_leapfrog=True)
 
     def with_jitter(self, rng_key: jax.Array, step: jax.Array) -> HMCOnStates:
-        """Return the kernel of one step: its number of leapfrogs drawn, for all chains at once."""
+        """Return the kernel of one step, its number of leapfrogs drawn for all chains at once."""
         if self.has_one_leapfrog:
             return HMCOnStates(OneLeapfrog.of(self))
         length, most = MEAN_LEAPFROGS * self.step_size, 2 * MEAN_LEAPFROGS
@@ -82,14 +83,14 @@ class BurnInHMC(Kernel):
         return OneLeapfrog.of(self).init(position)
 
     def step(self, rng_key: jax.Array, state: Any) -> tuple[Any, HMCInfo]:
-        """Take a step of the first of the trajectories."""
+        """Take step number 0 of one chain."""
         return self.with_jitter(rng_key, jnp.zeros((), jnp.int32)).step(rng_key, state)
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
 class HMCBurnInState:
-    """The tuning of the HMC, and how many dimensions the position has."""
+    """The tuning of the HMC, and the number of dimensions of the position."""
 
     window: WindowState
     dimension: int = static()
@@ -98,17 +99,17 @@ class HMCBurnInState:
 @pytree
 @dataclass(frozen=True, eq=False)
 class HMCBurnIn(Adaptation):
-    """The first stage of a warm-up: another kernel's chains step by HMC, and a metric is learned.
+    """The first stage of a warm-up: another kernel's chains step by HMC and learn a metric.
 
-    While it lasts the kernel holds the step size of the HMC. In the end its step size is sqrt(d) times
-    that, and its length ``first_length`` sqrt(d), in units of the metric.
+    During the stage the kernel holds the step size of the HMC. At the end its step size is sqrt(d)
+    times that, and its trajectory length ``first_length`` sqrt(d), in units of the metric.
 
     Parameters
     ----------
     by_window
         How the HMC is tuned.
     first_length
-        What the kernel's length is before it is measured, over sqrt(d).
+        The kernel's trajectory length before it is measured, over sqrt(d).
     """
 
     by_window: WindowAdaptation
@@ -135,47 +136,47 @@ class HMCBurnIn(Adaptation):
         rng_key: jax.Array,
         acceptance_rates: AcceptanceRates,
     ) -> HMCBurnInState:
-        """Begin a window: search a step size for its metric, and forget the moments."""
+        """Begin a window: search for the step size of its metric, and forget the moments."""
         hmc = BurnInHMC.of(kernel)
         window = self.by_window.begin(state.window, hmc, states, is_first, rng_key, acceptance_rates)
         return tree.replace(state, window=window)
 
     def tuned(self, kernel: Kernel, state: HMCBurnInState) -> Kernel:
-        """Return the kernel with the step size and the metric of this moment."""
+        """Return the kernel with the current step size and metric."""
         tuned = self.by_window.tuned(kernel, state.window)
         return tree.replace(tuned, trajectory_length=MEAN_LEAPFROGS * tuned.step_size)
 
     def update(self, state: HMCBurnInState, kernel: Kernel, transition: Transition) -> HMCBurnInState:
-        """Take in one step of all chains."""
+        """Learn from one step of all chains."""
         return tree.replace(state, window=self.by_window.update(state.window, kernel, transition))
 
     def end(
         self, state: HMCBurnInState, kernel: Kernel, states: Any, learns_metric: bool
     ) -> HMCBurnInState:
-        """End a window: a new metric, if one is learned."""
+        """End a window: update the metric, if one is learned."""
         window = self.by_window.end(state.window, kernel, states, learns_metric)
         return tree.replace(state, window=window)
 
-    def final(self, kernel: Any, state: HMCBurnInState) -> Kernel:
-        """Return the kernel for the stages to come."""
+    def final(self, kernel: Kernel, state: HMCBurnInState) -> Kernel:
+        """Return the kernel for the stages that follow."""
         root = math.sqrt(state.dimension)
         kernel = self.by_window.final(kernel, state.window)
         return tree.replace(
             kernel,
             step_size=root * kernel.step_size,
-            trajectory_length=jnp.full_like(kernel.trajectory_length, self.first_length * root),
+            trajectory_length=jnp.full_like(kernel.step_size, self.first_length * root),
         )
 
 
 class AfterHMCBurnIn(Adaptation):
-    """A warm-up that leaves its first windows to `HMCBurnIn`; subclasses have at least these settings.
+    """A warm-up whose first stage is `HMCBurnIn`. Subclasses have at least these settings.
 
     Attributes
     ----------
     metric, adapt_mass_matrix
-        The kind of metric that is learned; whether one is, or the kernel's own is kept.
+        The kind of metric to learn; whether to learn one, or keep the kernel's own.
     first_length
-        What a length is before it is measured, over sqrt(d) in units of the metric.
+        The trajectory length before it is measured, over sqrt(d), in units of the metric.
     """
 
     metric: Any
@@ -190,11 +191,11 @@ class AfterHMCBurnIn(Adaptation):
 
     @property
     def by_hmc(self) -> WindowAdaptation:
-        """How the HMC of the burn-in is tuned."""
+        """The adaptation of the HMC of the burn-in."""
         return WindowAdaptation(metric=self.metric, adapt_mass_matrix=self.adapt_mass_matrix)
 
     def stages(self, num_warmup: int) -> list[Stage]:
-        """Cut warm-up: the burn-in, until it has learned a metric; then those of the kernel."""
+        """Cut warm-up into two stages: the burn-in, until it has learned a metric, and the kernel's."""
         windows = batch_means.windows(num_warmup, self.learns_metric)
         is_last = [w.learns_metric == self.learns_metric for w in windows]
         count = is_last.index(True) + 1 if True in is_last else len(windows)
@@ -206,6 +207,6 @@ class AfterHMCBurnIn(Adaptation):
         return first_metric(self.metric, kernel, states.position) if self.learns_metric else kernel
 
     def arrived(self, kernel: Kernel, states: Any) -> Kernel:
-        """Return the kernel with a first step size for where the burn-in has led."""
+        """Return the kernel with a first step size for where the burn-in ended."""
         dimension = batch_means.dimension_of_chain(kernel, states.position)
         return tree.replace(kernel, step_size=batch_means.first_step_size(kernel, states, dimension))

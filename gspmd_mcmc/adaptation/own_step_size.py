@@ -1,4 +1,4 @@
-"""Steps of a size that each chain finds for itself, by Hamiltonian dynamics, whatever the kernel."""
+"""Hamiltonian steps whose size each chain finds for itself, whatever the kernel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,33 +10,35 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.hmc_burn_in import BurnInHMC, HMCOnStates
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
 from gspmd_mcmc.kernels.hmc import HMC, OneLeapfrog
+from gspmd_mcmc.kernels.kernel import Kernel
 
-# A step size is searched so often, as it changes on the way; then there is a step with it and with
-# parts of it, as what one leapfrog bears a trajectory may not.
+# The step size is searched anew this often, as it changes on the way. Each search is followed by a step
+# with it and with fractions of it: what suits one leapfrog may not suit a trajectory.
 NUM_SEARCHES, PARTS = 10, (1.0, 0.5, 0.25)
 MOST_LEAPFROGS = 16
 
 
 def walk(
-    kernel: Any, rng_key: jax.Array, states: Any, vmap: Callable
+    kernel: Kernel, rng_key: jax.Array, states: Any, vmap: Callable
 ) -> tuple[Any, jax.Array, jax.Array]:
     """Take thirty steps of each chain with a step size that suits it where it is.
 
     Parameters
     ----------
     kernel
-        One for all chains, with a target, a metric and a step size to begin the search with.
+        A kernel for all chains, with a target, a metric and a step size to begin the search with.
     rng_key
         Chain c draws from keys folded with c, so that every mesh takes the same steps.
     states
-        The kernel's states, leaves [chains, ...]; what they have besides those of HMC stays.
+        The kernel's states, leaves [chains, ...]. Fields that HMC lacks stay as they are.
     vmap
         ``vmap(function, in_axes)``.
 
     Returns
     -------
     states, acceptance_rates, leapfrogs
-        After the steps; the mean of each chain's rates, [chains]; of all chains together.
+        The states after the steps; the mean of each chain's rates, [chains]; the leapfrogs of all
+        chains together.
     """
     chains = jnp.arange(states.log_density.size)
 
@@ -62,7 +64,7 @@ def walk(
         def one_part(carry, part):
             states, total, leapfrogs = carry
             count_key, step_key = jax.random.split(jax.random.fold_in(key, part))
-            # One number for all chains, so that no leapfrog asks whether others go on.
+            # One number for all chains, so that no leapfrog asks whether others continue.
             count = jax.random.randint(count_key, (), 1, MOST_LEAPFROGS + 1)
             sizes = step_sizes * jnp.asarray(PARTS, step_sizes.dtype)[part]
             states, info = step(lambda k: _hmc(k, count), sizes, step_key, states)
@@ -80,7 +82,7 @@ def walk(
     return states, total / (NUM_SEARCHES * len(PARTS)), leapfrogs
 
 
-def _hmc(kernel: Any, count: jax.Array) -> HMC:
+def _hmc(kernel: Kernel, count: jax.Array) -> HMC:
     values = {name: getattr(kernel, name) for name in ("target", "step_size", "inverse_mass_matrix")}
     no_jitter = jnp.zeros((), kernel.step_size.dtype)
     return tree.fill(HMC, values | {"num_integration_steps": count, "jitter": no_jitter})

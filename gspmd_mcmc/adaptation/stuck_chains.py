@@ -1,11 +1,11 @@
-"""Stuck chains: told from the others, given a step size of their own, and only then moved to others.
+"""Stuck chains: detected, given step sizes of their own, and moved only if none lets them leave.
 
-A chain that starts in a bad place can reject everything that suits the rest. Were it to count, it would
-drive a shared step size down for all; so shared numbers leave it out. But a narrow mode looks the same
-from outside: its chains reject steps that suit a wide one. Height tells them apart. A chain as high as
-the others stays where it is, and R-hat sees it. One that is below them walks with a step size of its
-own: from a bad start it climbs to the others, in a lower mode it stays. Only a chain that can walk with
-no step size at all takes the state of another, and that is recorded as a `Move`.
+A chain that starts in a bad place can reject every step that suits the others. If it counted, it would
+drive the shared step size down for all, so shared numbers leave it out. But a narrow mode looks the
+same: its chains reject steps that suit a wide one. The log density tells the two apart. A stuck chain
+as high as the others stays where it is, and R-hat sees it. One below them walks with a step size of its
+own: from a bad start it climbs to the others, in a lower mode it stays. Only a chain that no step size
+lets walk takes the state of another chain, which is recorded as a `Move`.
 """
 
 from collections.abc import Callable
@@ -16,23 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 
 STUCK_RATE = 0.1
-# Weight of the newest step in a chain's recent acceptance rate: its memory is about ten steps.
+# Weight of the newest step in a chain's recent acceptance rate, which remembers about ten steps.
 NEWEST = 0.1
-# Steps after which nothing of a rate is remembered.
+# Older steps do not matter.
 MEMORY = 100
 
 
 class Move(NamedTuple):
-    """A chain that took another's state during warm-up.
+    """A chain that took the state of another one during warm-up.
 
     Attributes
     ----------
     chain
-        Its number.
+        The number of the chain.
     step
-        Steps that the run had taken.
+        The number of steps that the run had taken.
     from_log_density, to_log_density
-        Where it was, in nats, and where it went on.
+        The log density before and after, in nats.
     """
 
     chain: int
@@ -44,29 +44,29 @@ class Move(NamedTuple):
 def no_rates(like: jax.Array) -> jax.Array:
     """Return the recent acceptance rates of chains that have taken no step, [chains].
 
-    They are at the threshold: one rejected step tells that a chain is stuck, one that is accepted that
-    it is not. Were they ones, a stuck chain would pass for well in the steps in which a step size moves
+    They are at the threshold, so that the first step decides: a chain that rejects it counts as stuck.
+    If they were ones, a stuck chain would count as well during the steps in which a step size moves
     fastest.
     """
     return jnp.full_like(like, STUCK_RATE)
 
 
 def recent_rates(rates: jax.Array, acceptance_rates: jax.Array) -> jax.Array:
-    """Take one step's acceptance rates [chains] into the recent ones [chains]."""
+    """Update the recent acceptance rates [chains] with those of one step [chains]."""
     return (1 - NEWEST) * rates + NEWEST * acceptance_rates
 
 
 def are_stuck_below(acceptance_rates: np.ndarray, log_densities: np.ndarray) -> np.ndarray:
-    """Tell of each chain whether it is stuck, and lower than the chains that are not.
+    """Tell of each chain whether it is stuck, and below the chains that are not.
 
-    None is if half of the chains or more are stuck: it is then the step size that does not suit them.
+    If half of the chains or more are stuck, the step size is at fault, and none is told to be.
 
     Parameters
     ----------
     acceptance_rates
-        Of all steps so far, [chains, steps]; a chain is stuck if the recent ones are under 0.1.
+        Those of all steps so far, [chains, steps]. A chain is stuck if the recent ones are under 0.1.
     log_densities
-        Where the chains are, [chains].
+        The chains' log densities now, [chains].
     """
     latest = acceptance_rates[:, -MEMORY:]
     age = np.arange(latest.shape[1])[::-1]
@@ -79,7 +79,7 @@ def are_stuck_below(acceptance_rates: np.ndarray, log_densities: np.ndarray) -> 
 
 
 def moved(rng_key: jax.Array, states: Any, moves: jax.Array, are_sources: jax.Array) -> Any:
-    """Put chains where others are.
+    """Give chains the states of others.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def moved(rng_key: jax.Array, states: Any, moves: jax.Array, are_sources: jax.Ar
     states
         A kernel's states, leaves [chains, ...].
     moves, are_sources
-        Which chains move, and which ones their new states are drawn from, [chains].
+        Which chains move, and which chains their new states are drawn from, [chains].
     """
     chains = jnp.arange(moves.size)
     logits = jnp.where(are_sources, 0.0, -jnp.inf)
@@ -107,7 +107,7 @@ def moved(rng_key: jax.Array, states: Any, moves: jax.Array, are_sources: jax.Ar
 def helped(
     rng_key: jax.Array, states: Any, is_stuck: jax.Array, walk: Callable[[jax.Array, Any], Any]
 ) -> tuple[Any, jax.Array, jax.Array]:
-    """Let stuck chains walk by themselves, and move those that cannot.
+    """Let stuck chains walk with step sizes of their own, and move those that cannot.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ def helped(
     states
         A kernel's states, leaves [chains, ...].
     is_stuck
-        [chains].
+        Which chains are stuck, [chains].
     walk
         ``walk(rng_key, states)``: the states after steps of each chain's own size, the mean acceptance
         rates [chains], and the leapfrogs of all chains.
@@ -124,11 +124,11 @@ def helped(
     Returns
     -------
     states, moves, leapfrogs
-        What the chains go on from, which of them were moved [chains], and what it took.
+        The new states, which chains were moved [chains], and the leapfrogs that it took.
     """
     walk_key, move_key = jax.random.split(rng_key)
     after, rates, leapfrogs = walk(walk_key, states)
-    # A step that rounding swallows is accepted, and goes nowhere.
+    # A step smaller than rounding is accepted, and leads nowhere.
     walks = (rates >= STUCK_RATE) & (after.log_density != states.log_density)
     takes = is_stuck & walks
     kept = jax.tree.map(

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.adaptation.estimators.dense import Dense
@@ -21,6 +22,7 @@ from gspmd_mcmc.kernels.mclmc import MCLMC
 from gspmd_mcmc.kernels.nuts import NUTS
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.targets import checks
+from gspmd_mcmc.targets.target import Target
 
 # From so many chains on a trajectory length that they tune together beats a tree for each: in lock-step
 # every chain waits for the deepest tree.
@@ -37,7 +39,9 @@ WARMUPS: tuple[tuple[type[Kernel], Adaptation], ...] = (
 )
 
 
-def chosen_kernel(kernel: Any, target: Any, num_chains: int, max_tree_depth: int | None) -> Any:
+def chosen_kernel(
+    kernel: Kernel | None, target: Target, num_chains: int, max_tree_depth: int | None
+) -> Kernel:
     """Return the kernel given or the default one; raise unless it is a kernel on this target."""
     if kernel is None:
         return kernel_for(target, num_chains, max_tree_depth)
@@ -49,10 +53,18 @@ def chosen_kernel(kernel: Any, target: Any, num_chains: int, max_tree_depth: int
             "max_tree_depth: it is a setting of the kernel, and a kernel is given; write "
             f"kernel=NUTS(target, step_size=0.1, max_tree_depth={max_tree_depth})"
         )
+    made, now = jnp.result_type(kernel.step_size), jnp.zeros(()).dtype
+    if made != now:
+        raise ValueError(
+            f"kernel: its numbers are {made}, and JAX now computes in {now}: jax_enable_x64 was "
+            "switched since it was made. Make kernel and target after that"
+        )
     return kernel
 
 
-def chosen_warmup(warmup: Any, kernel: Any, num_warmup: int, settings: dict[str, Any]) -> Any:
+def chosen_warmup(
+    warmup: Adaptation | None, kernel: Kernel, num_warmup: int, settings: dict[str, Any]
+) -> Adaptation:
     """Return the warm-up given, or the kernel's with these settings; raise where both are given."""
     settings = {name: value for name, value in settings.items() if value is not None}
     if "metric" in settings:
@@ -70,7 +82,7 @@ def chosen_warmup(warmup: Any, kernel: Any, num_warmup: int, settings: dict[str,
     return warmup
 
 
-def kernel_for(target: Any, num_chains: int, max_tree_depth: int | None = None) -> Any:
+def kernel_for(target: Target, num_chains: int, max_tree_depth: int | None = None) -> Kernel:
     """Return the kernel for a target and a number of chains, its settings still to be tuned.
 
     Raises
@@ -89,7 +101,7 @@ def kernel_for(target: Any, num_chains: int, max_tree_depth: int | None = None) 
     return JitteredHMC(target, 0.1, 1.0)
 
 
-def warmup_for(kernel: Any) -> Adaptation:
+def warmup_for(kernel: Kernel) -> Adaptation:
     """Return the warm-up that suits a kernel.
 
     Raises
@@ -105,7 +117,7 @@ def warmup_for(kernel: Any) -> Adaptation:
     )
 
 
-def with_settings(warmup: Any, settings: dict[str, Any]) -> Any:
+def with_settings(warmup: Any, settings: dict[str, Any]) -> Adaptation:
     """Return the kernel's default warm-up with some of its settings.
 
     Raises

@@ -1,5 +1,6 @@
-"""The result of a run."""
+"""Draws: where they are kept while a run makes them, and the result of the run."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +12,12 @@ from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarise
 from gspmd_mcmc.storage.datatree import to_datatree
 from gspmd_mcmc.tree import PyTree
 
+DEVICE_SHARE = 0.25
+
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Draws of all chains, in their layout, and what is needed to go on.
+    """Draws of all chains, in their layout, and what is needed to continue the run.
 
     Attributes
     ----------
@@ -27,19 +30,19 @@ class Draws:
         ``acceptance_rate`` is the mean, ``num_integration_steps`` the sum and ``is_divergent`` whether
         any, over the steps between two draws.
     warmup
-        Of warm-up: ``step_size`` [steps], ``acceptance_rate`` and ``log_density`` [chains, steps],
-        ``num_divergent`` [chains], ``leapfrogs``, the number of all chains together, and ``moves``, a
-        list of `Move`, of chains that could not walk from where they were and took the state of
-        another. Its divergences are counted here, apart from those of the draws.
+        What happened in warm-up: ``step_size`` [steps], ``acceptance_rate`` and ``log_density``
+        [chains, steps], ``num_divergent`` [chains], ``leapfrogs``, the number of all chains together,
+        and ``moves``, a list of `Move`: the chains that could not leave where they were and took the
+        state of another. Divergences of warm-up are counted here, apart from those of the draws.
     kernel
         The tuned kernel; it holds the target.
     state
-        The last state of all chains, leaves [chains, ...]: `sample` goes on from it when it is given
+        The last state of all chains, leaves [chains, ...]. `sample` continues from it when it is given
         these draws as ``initial_position``.
     num_steps
-        Steps taken in all, warm-up included: where the sequence of random numbers goes on.
+        All steps taken, warm-up included: the position in the sequence of random numbers.
     padded_rows
-        Of a run of several processes, by name of a leaf: how many of its rows, on axis 2, are real. The
+        Of a run on several processes, by name of a leaf: how many of its rows, on axis 2, are real. The
         others fill the mesh and copy the last real one. Leaves without pad are not named.
     meanings
         What the target's functions meant when these draws were made.
@@ -61,17 +64,17 @@ class Draws:
 
     @property
     def num_chains(self) -> int:
-        """How many chains there are."""
+        """The number of chains."""
         return self.stats["log_density"].shape[0]
 
     @property
     def num_draws(self) -> int:
-        """How many draws each chain has."""
+        """The number of draws of each chain."""
         return self.stats["log_density"].shape[1]
 
     @property
     def moves(self) -> list[Move]:
-        """Chains that warm-up has moved: R-hat cannot see what they saw before."""
+        """The chains that warm-up moved: R-hat cannot see what they saw before."""
         return self.warmup.get("moves", [])
 
     @property
@@ -87,25 +90,26 @@ class Draws:
     def to_datatree(self):
         """Return an ArviZ / xarray ``DataTree`` with groups posterior and sample_stats.
 
-        Latents that have the name of a coordinate, ``chain`` say, get an underscore.
+        A latent that has the name of a coordinate, such as ``chain``, gets an underscore.
 
-        On several processes it holds this process' part: its chains and its share of leaves that lie
-        over processes, with their place in the whole as coordinates. Needs the extra ``arviz``.
+        On several processes it holds the part of this process: its chains, and its share of leaves that
+        lie over processes, with their place in the whole as coordinates. Needs the extra ``arviz``.
         """
         return to_datatree(self.position, self.stats, self.padded_rows)
 
     def summary(self, num_superchains: int | None = None, max_rows: int = MAX_ROWS) -> Summary:
-        """Summarise the draws: a table with the worst numbers first, and warnings with what to do.
+        """Summarize the draws: a table with the worst numbers first, and warnings with what to do.
 
-        Each device computes the statistics of its own columns; draws on the host go there by slices.
+        Each device computes the statistics of its own columns. Draws on the host go there in slices.
 
         Parameters
         ----------
         num_superchains
             If chains started in groups of one point each, one group after the other, the number of
-            groups: nested R-hat then judges convergence, as plain R-hat cannot of many short chains.
+            groups. Nested R-hat then judges convergence, which plain R-hat cannot do for many short
+            chains.
         max_rows
-            Lines of the table. Leaves of over a thousand numbers have one, ``log_density`` has its own.
+            Lines of the table. A leaf of over a thousand numbers has one line, ``log_density`` its own.
 
         Returns
         -------
@@ -115,7 +119,7 @@ class Draws:
         Raises
         ------
         ValueError, TypeError
-            If superchains are not even, or a leaf that was collected is not of real numbers.
+            If superchains differ in size, or a collected leaf does not hold real numbers.
         """
         return summarise(
             self.position,
@@ -151,3 +155,49 @@ class Draws:
             return f"Draws({what})"
         rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance_rate)
         return f"Draws({what}, acceptance [{rates}], divergent {self.num_divergent.tolist()})"
+
+
+class HostDraws:
+    """Draws on the host, filled from buffers shard by shard."""
+
+    def __init__(self, buffers: PyTree, num_samples: int):
+        self._arrays = jax.tree.map(
+            lambda b: np.zeros((b.shape[0], num_samples, *b.shape[2:]), b.dtype), buffers
+        )
+
+    def fill(self, buffers: PyTree, start: int, count: int) -> None:
+        """Copy the first ``count`` draws of the buffers to draws ``start`` and on."""
+        draws = slice(start, start + count)
+        for host, buffer in zip(*map(jax.tree.leaves, (self._arrays, buffers)), strict=True):
+            for shard in buffer.addressable_shards if count else ():
+                if shard.replica_id == 0:
+                    chains, _, *rest = shard.index
+                    host[(chains, draws, *rest)] = np.asarray(shard.data)[:, :count]
+
+    def draws(self, count: int) -> PyTree:
+        """Return the first ``count`` draws."""
+        return jax.tree.map(lambda a: a[:, :count], self._arrays)
+
+
+def capacity(shapes: PyTree, num_samples: int, num_parts: int, device_bytes: int | None) -> int:
+    """Return how many draws a buffer on the devices holds.
+
+    Parameters
+    ----------
+    shapes
+        One draw of all chains, leaves [chains, ...].
+    num_samples
+        The draws asked for.
+    num_parts
+        The number of parts that the chains lie in.
+    device_bytes
+        Bytes for draws on each device. None: a quarter of its memory, and no bound where the device
+        reports none (a CPU's memory is the host's).
+    """
+    if device_bytes is None:
+        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        device_bytes = int(DEVICE_SHARE * limit) if limit else None
+    if device_bytes is None:
+        return num_samples
+    draw = sum(math.prod(s.shape) * s.dtype.itemsize for s in jax.tree.leaves(shapes)) / num_parts
+    return min(num_samples, max(1, int(device_bytes // max(draw, 1))))

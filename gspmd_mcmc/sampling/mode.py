@@ -1,19 +1,19 @@
 """The mode of a target, and its curvature there: a place to start from, and a first metric."""
 
-import importlib
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.extras import need
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.layout import Pins
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.local import cut
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree
 
 LEAST_CURVATURE = 1e-3
@@ -26,15 +26,15 @@ class Mode:
     Attributes
     ----------
     position
-        Where it is.
+        The position of the maximum.
     curvature
         The diagonal of minus the Hessian there, a tree like the position, positive.
     log_density
         The log density there.
     num_steps
-        Steps that the search took.
+        The number of steps of the search.
     is_converged
-        Whether the expected gain of a step came under the tolerance.
+        Whether the expected gain of a step fell below the tolerance.
     """
 
     position: PyTree
@@ -67,7 +67,7 @@ def _laplace(position: PyTree, curvature: PyTree, rng_key: jax.Array) -> PyTree:
 @on_any_mesh
 def find_mode(
     rng_key: jax.Array,
-    target: Any,
+    target: Target,
     position: PyTree,
     *,
     max_steps: int = 500,
@@ -85,13 +85,13 @@ def find_mode(
     position
         Where to start; the search keeps its layout.
     max_steps
-        Steps at most.
+        The largest number of steps.
     tolerance
-        The search ends when a step is expected to gain less than this, in nats: the log density is
-        then about half as much below its maximum, whatever the scales of the latents.
+        The search ends when a step is expected to gain less than this, in nats. The log density is then
+        about half as much below its maximum, whatever the scales of the latents.
     num_probes
         Hessian-vector products with random signs, whose mean is the diagonal (Hutchinson 1989; Bekas,
-        Kokiopoulou and Saad 2007); 0 leaves the curvature at one. An estimate under a thousandth of
+        Kokiopoulou and Saad 2007); 0 leaves the curvature at one. An estimate below a thousandth of
         its leaf's mean is raised to that, as noise could make it negative.
 
     References
@@ -101,8 +101,8 @@ def find_mode(
     """
     checks.check_outside_programs("find_mode", (rng_key, target, position))
     position = checks.admit(target, position)
-    optax = _optax()
-    found, value, steps, gain = _climb(target, position, tolerance, max_steps, optimiser=optax.lbfgs)
+    optax = need("optax", "optim")
+    found, value, steps, gain = _climb(target, position, tolerance, max_steps, optimizer=optax.lbfgs)
     checks.check_finite_start(target, found, value, ())
     independence.check_rows(target, found)
     curvature = (
@@ -114,13 +114,13 @@ def find_mode(
     return Mode(found, curvature, value, int(steps), bool(gain <= tolerance))
 
 
-@partial(jax.jit, static_argnames="optimiser")
-def _climb(target, position, tolerance, max_steps, *, optimiser):
+@partial(jax.jit, static_argnames="optimizer")
+def _climb(target, position, tolerance, max_steps, *, optimizer):
     def value_and_grad(x):
         terms, grad = target.terms_and_grad(x)
         return -tree.total(terms), jax.tree.map(jnp.negative, grad)
 
-    solver = optimiser()
+    solver = optimizer()
 
     def climbs(carry):
         *_, gain, step = carry
@@ -167,10 +167,3 @@ def _curvature(target, position, rng_key, *, num_probes, pins):
 
     total, _ = jax.lax.scan(probe, jax.tree.map(jnp.zeros_like, position), jnp.arange(num_probes))
     return pins(jax.tree.map(lambda c: jnp.maximum(c, LEAST_CURVATURE * jnp.mean(jnp.abs(c))), total))
-
-
-def _optax():
-    try:
-        return importlib.import_module("optax")
-    except ImportError as error:
-        raise ImportError("optax is missing: pip install 'gspmd_mcmc[optim]' brings it") from error

@@ -22,10 +22,9 @@ from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.identity import Facts, require_same, row_cuts
-from gspmd_mcmc.sampling.interrupts import Stop, stop_on_interrupt
 from gspmd_mcmc.sampling.reporting import LOGGER, ChunkReport, Report, marked
-from gspmd_mcmc.sampling.run import Run
-from gspmd_mcmc.sampling.run_state import RunState, finish, run_roles
+from gspmd_mcmc.sampling.run import Run, Stop, stop_on_interrupt
+from gspmd_mcmc.sampling.run_state import RunState, end_stage, run_roles
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.storage.attributes import version_of
 from gspmd_mcmc.storage.checkpoint import Checkpoints, Damaged
@@ -264,7 +263,7 @@ def _resume_from(run: Run, checkpoints: Checkpoints, number: int, facts: Facts) 
         )
     is_moved = document["lies"] != _lies(run)
     stage = run.stage_of(document["num_windows"], document["is_warm"])
-    adaptation = run.stages[stage].adaptation if run.stages else None
+    adaptation = run.stages[stage].adaptation
     template = _template(run, stage)
     of_leaves = run_roles(adaptation, template, run.layout)
     wanted = run.layout.templates(template, of_leaves)
@@ -284,7 +283,7 @@ def _template(run: Run, last: int) -> RunState:
     template = jax.eval_shape(lambda run: run, tree.replace(run.state, draws=()))
     for stage, following in zip(run.stages[:last], run.stages[1:], strict=False):
         template = jax.eval_shape(
-            lambda state, a, b: finish(a, b, run.target, state, learns_metric=None, layout=run.layout),
+            lambda state, a, b: end_stage(state, a, run.fixed, following=b, learns_metric=None)[0],
             template,
             stage.adaptation,
             following.adaptation,
@@ -333,7 +332,7 @@ def _as_saved(
 
 
 def _continued(
-    run: Run, state: RunState, adaptation: Adaptation | None, path: Any, *, is_moved: bool
+    run: Run, state: RunState, adaptation: Adaptation, path: Any, *, is_moved: bool
 ) -> RunState:
     """Return the state that was read; on another mesh filled up, and evaluated anew."""
     layout = run.layout
@@ -352,7 +351,7 @@ def _continued(
 
 
 @partial(jax.jit, static_argnames="layout")
-def _filled(adaptation: Adaptation | None, state: RunState, *, layout: Layout) -> RunState:
+def _filled(adaptation: Adaptation, state: RunState, *, layout: Layout) -> RunState:
     """Fill the pad rows: those of the positions first, which others copy."""
     of_leaves = run_roles(adaptation, state, layout)
     position, of_position = state.states.position, of_leaves.states.position

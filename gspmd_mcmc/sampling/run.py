@@ -1,9 +1,12 @@
 """A run: warm-up, then sampling, in chunks of steps of about a second."""
 
+import contextlib
 import json
+import signal
+import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +17,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage
+from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Untuned, Window
 from gspmd_mcmc.adaptation.stuck_chains import Move, are_stuck_below
 from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.errors import SamplingWarning
@@ -22,35 +25,101 @@ from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import least
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.layout import Layout
-from gspmd_mcmc.sampling.buffers import HostDraws, capacity
-from gspmd_mcmc.sampling.draws import Draws
-from gspmd_mcmc.sampling.interrupts import Stop
+from gspmd_mcmc.sampling.draws import Draws, HostDraws, capacity
 from gspmd_mcmc.sampling.reporting import Report, marked
 from gspmd_mcmc.sampling.run_state import (
     HELD,
     LEARNED,
     NONE,
     Counters,
-    DrawShapes,
+    DrawSpec,
+    Fixed,
     RunState,
     advance,
+    begin_window,
     empty_buffers,
-    finish,
+    end_stage,
     help_stuck_chains,
     set_up,
-    turn,
 )
 from gspmd_mcmc.storage.saved_draws import SavedDraws
 from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.targets.local import fill_pad, is_row_values, unwrap
 from gspmd_mcmc.targets.retracing import changes, meanings
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree
 
 CHUNK_SECONDS = 1.0
-# What a chunk may be expected to take that is more than `MOST_GROWTH` times as long as the one before:
-# were its steps a hundred times as slow, it would still end soon.
+# A chunk may always grow until it is expected to take this long, and beyond that by `MOST_GROWTH`: if
+# its steps turn out a hundred times as slow, it still ends soon.
 SHORT_SECONDS = 0.05
 MOST_GROWTH = 8
+
+
+class Stop:
+    """Whether the user has asked the run to stop, or the system has told it to end.
+
+    Processes of one run stop together: they agree on it between chunks.
+
+    Parameters
+    ----------
+    is_multiprocess
+        Whether the run is on several processes.
+    """
+
+    def __init__(self, is_multiprocess: bool = False):
+        self.is_multiprocess = is_multiprocess
+        self._wanted = {"stop": False, "end": False}
+        self._agreed = dict(self._wanted) if is_multiprocess else self._wanted
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether to stop before the next chunk."""
+        return self._agreed["stop"]
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether to save the run before the next chunk, and end."""
+        return self._agreed["end"]
+
+    def agreed(self, size: int) -> int:
+        """Return the size of the next chunk; processes agree on the least, and on whether to stop."""
+        if self.is_multiprocess:
+            size, *continues = least(size, *(not wanted for wanted in self._wanted.values()))
+            self._agreed = {name: not x for name, x in zip(self._wanted, continues, strict=True)}
+        return size
+
+    def end(self) -> None:
+        """Ask to stop, as Ctrl-C does."""
+        self._wanted["stop"] = True
+
+    def interrupt(self, signum, frame) -> None:
+        """Take the first Ctrl-C as a request to stop; the next one raises."""
+        self.end()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def preempt(self, signum, frame) -> None:
+        """Take SIGTERM as the order to save the run and end it."""
+        self._wanted["end"] = True
+
+
+@contextlib.contextmanager
+def stop_on_interrupt(is_multiprocess: bool = False, *, is_kept: bool = False) -> Iterator[Stop]:
+    """Turn the first Ctrl-C into a request to stop between chunks; a second one raises.
+
+    A run with checkpoints (``is_kept``) treats SIGTERM likewise. Outside the main thread, where Python
+    delivers no signals, nothing is installed.
+    """
+    stop = Stop(is_multiprocess)
+    handlers = {signal.SIGINT: stop.interrupt} | ({signal.SIGTERM: stop.preempt} if is_kept else {})
+    if threading.current_thread() is not threading.main_thread():
+        handlers = {}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +132,11 @@ class Plan:
     num_samples: int
     thin: int
     device_bytes: int | None
-    attributes: dict[str, Any]  # what the store of its draws says of it
+    attributes: dict[str, Any]  # what the store of its draws records about it
 
 
 class Run:
-    """Warm-up and sampling of all chains: a `RunState`, and the loop that moves it.
+    """Warm-up and sampling of all chains: a `RunState`, and the phases that move it.
 
     Parameters
     ----------
@@ -75,14 +144,14 @@ class Run:
         What is to be done.
     kernel, states
         The kernel to tune, and the chains' states, whose buffers are taken over.
-    rng_key, first_step
-        Step i draws from ``fold_in(rng_key, i)``; the first is ``first_step``.
+    rng_key
+        The key of the whole run.
     layout
         The layout of the chains.
     sink
         Where draws are written as they are made, if anywhere.
-    moves
-        Of chains in the warm-up of an earlier run that this one goes on from.
+    earlier
+        The draws that the run continues, if any: their steps and moves are counted on.
     """
 
     def __init__(
@@ -91,30 +160,33 @@ class Run:
         kernel: Kernel,
         states: Any,
         rng_key: jax.Array,
-        first_step: int,
         layout: Layout,
         sink: ZarrSink | None = None,
-        moves: Sequence[Move] = (),
+        earlier: Draws | None = None,
     ):
-        self.plan, self.target, self.rng_key, self.layout = plan, kernel.target, rng_key, layout
-        self.sink, self.moves = sink, list(moves)
-        self.stages: list[Stage] = plan.adaptation.stages(plan.num_warmup) if plan.num_warmup else []
+        self.plan, self.sink, self.layout = plan, sink, layout
+        self.fixed = Fixed(kernel.target, rng_key, layout)
+        self.moves: list[Move] = list(earlier.moves) if earlier else []
+        self.stages = (
+            plan.adaptation.stages(plan.num_warmup) if plan.num_warmup else [Stage(Untuned(), [])]
+        )
         self.is_resumed = self.is_warm = False
-        self.draw = DrawShapes.of(kernel, states, plan.collect, layout)
-        if not jax.tree.leaves(self.draw.tree[0]):
-            collected = self.draw.tree[0]
+        self.draw = DrawSpec.of(kernel, states, plan.collect, layout)
+        collected = self.draw.one_draw[0]
+        if not jax.tree.leaves(collected):
             raise TypeError(f"collect: expected arrays to keep, got {collected}; does it return them?")
         if sink is not None:
-            sink.check(self.draw.tree[0])
+            sink.check(collected)
         self.capacity, self._chunk_size = self._capacity(), 1
+        first = self.stages[0].adaptation
         self.state: RunState = set_up(
-            plan.adaptation,
-            self.stages[0].adaptation if self.stages else None,
+            plan.adaptation if plan.num_warmup else first,
+            first,
+            self.fixed,
             kernel,
             states,
-            first_step,
+            earlier.num_steps if earlier else 0,
             size=bucket(plan.num_warmup),
-            layout=layout,
         )
         self.done: Counters = to_host(self.state.counters)  # the state's, on the host
 
@@ -126,38 +198,78 @@ class Run:
         Draws
             Those that were made.
         """
-        self._meanings = meanings((self.target, self.plan.collect))
-
-        def after_chunk() -> None:
-            after()
-            self._end_if_changed(stop)
-
+        self.report, self.stop, self.after = report, stop, after
+        self.meanings = meanings((self.fixed.target, self.plan.collect))
         self.state = tree.replace(self.state, draws=empty_buffers(self.draw, self.capacity))
         self.sampling = Sampling(self)
-        WarmUp(self).go(report, stop, after_chunk)
-        self.sampling.go(report, stop, after_chunk)
-        return self._draws(self.sampling)
+        for phase in (WarmUp(self), self.sampling):
+            phase.go()
+        return self.sampling.draws()
 
-    def require_room(self) -> None:
-        """Raise, on every process, unless the devices hold all draws: no host could take them over."""
-        num_samples = self.plan.num_samples
-        room, *_ = least(self._capacity(is_limited=True))
-        if room < bucket(num_samples):
-            raise ValueError(
-                f"num_samples={num_samples}: draws of several processes stay on their devices, which "
-                f"have room for {room}. Raise thin, collect less, or raise device_bytes"
-            )
+    def chunks(
+        self, num_steps: int, done: int, capacity: int | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """Cut steps into chunks of about a second, until all are taken or a stop is asked for.
+
+        Parameters
+        ----------
+        num_steps, done
+            All steps, and those that were taken before.
+        capacity
+            Chunks do not straddle multiples of it.
+
+        Yields
+        ------
+        start, count
+            The steps to take before the next chunk is asked for.
+        """
+        # Steps with another metric may take longer.
+        size = self._chunk_size = max(1, self._chunk_size // MOST_GROWTH)
+        while done < num_steps and not self.stop.is_asked:
+            room = num_steps if capacity is None else capacity - done % capacity
+            count = min(size, num_steps - done, room)
+            began = time.perf_counter()
+            yield done, count
+            done += count
+            seconds = time.perf_counter() - began
+            size = self._chunk_size = self.stop.agreed(next_size(count, seconds))
+            self.after()
+            self._end_if_changed()
+
+    def chunk(self, count: int, *, slot: int = 0, thin: int = 1) -> None:
+        """Take ``count`` steps of warm-up, or of ``thin`` steps a draw, and report them."""
+        self.state, told = advance(
+            self.state,
+            self.adaptation,
+            self.fixed,
+            self.draw,
+            not self.is_warm,
+            slot,
+            count * thin,
+            thin,
+        )
+        self.done, told = to_host((self.state.counters, told))
+        self.report.advance(
+            count,
+            leapfrogs=int(told["leapfrogs"]),
+            acceptance_rate=float(told["acceptance_rate"].mean()) / (count * thin),
+            num_divergent=int(told["divergent"].sum()),
+            step_size=float(told["step_size"]),
+        )
+
+    @property
+    def target(self) -> Target:
+        """The target."""
+        return self.fixed.target
 
     @property
     def kernel(self) -> Kernel:
         """The kernel of the next step."""
-        return tree.replace(self.state.kernel, target=self.target)
+        return self.fixed.kernel(self.state)
 
     @property
-    def adaptation(self) -> Adaptation | None:
+    def adaptation(self) -> Adaptation:
         """The adaptation of the stage that the run is in; after warm-up of the last one."""
-        if not self.stages:
-            return None
         return self.stages[self.stage_of(int(self.done.num_windows), self.is_warm)].adaptation
 
     def stage_of(self, num_windows: int, is_warm: bool) -> int:
@@ -171,119 +283,12 @@ class Run:
         self.state, self.done = state, to_host(state.counters)
         self.moves, self.is_warm, self.is_resumed = moves, is_warm, True
 
-    def chunk(self, report: Report, count: int, *, slot: int = 0, thin: int = 1) -> None:
-        """Take ``count`` steps of warm-up, or of ``thin`` steps a draw, and report them."""
-        is_warmup = not self.is_warm
-        self.state, told = advance(
-            self.adaptation,
-            self.target,
-            self.plan.collect,
-            self.state,
-            self.rng_key,
-            is_warmup,
-            slot,
-            count * thin,
-            thin,
-            draw=self.draw,
-            layout=self.layout,
-        )
-        self.done, told = to_host((self.state.counters, told))
-        report.advance(
-            count,
-            leapfrogs=int(told["leapfrogs"]),
-            acceptance_rate=float(told["acceptance_rate"].mean()) / (count * thin),
-            divergences=int(told["divergent"].sum()),
-            step_size=float(told["step_size"]),
-        )
-
-    def without_draws(self, program: Callable, *args: Any, **keywords: Any) -> Any:
-        """Move the state by a program that does not touch the draws; return what else it returns."""
-        draws = self.state.draws
-        moved = program(*args, tree.replace(self.state, draws=()), **keywords, layout=self.layout)
-        moved, *rest = moved if isinstance(moved, tuple) else (moved,)
-        self.state = tree.replace(moved, draws=draws)
-        self.done = to_host(self.state.counters)
-        return rest
-
-    def chunks(
-        self,
-        num_steps: int,
-        done: int,
-        run: Callable[[int, int], None],
-        stop: Stop,
-        after: Callable[[], None],
-        capacity: int | None = None,
-    ) -> None:
-        """Run steps in chunks sized to about a second, until done or asked to stop.
-
-        Parameters
-        ----------
-        num_steps, done
-            Steps in all, and those that were taken before.
-        run
-            ``run(start, count)``: take ``count`` steps from step ``start``, and wait for them.
-        stop
-            Looked at between chunks.
-        after
-            Called when a chunk has ended.
-        capacity
-            Chunks do not straddle multiples of it.
-        """
-        # Steps with another metric may take longer.
-        size = self._chunk_size = max(1, self._chunk_size // MOST_GROWTH)
-        while done < num_steps and not stop.is_asked:
-            room = num_steps if capacity is None else capacity - done % capacity
-            count = min(size, num_steps - done, room)
-            began = time.perf_counter()
-            run(done, count)
-            done += count
-            size = self._chunk_size = stop.agreed(next_size(count, time.perf_counter() - began))
-            after()
-
     def flush(self) -> None:
         """Wait until all draws that were made are on disk, where that is where they go."""
         if self.is_warm:
             self.sampling.flush()
 
-    def _capacity(self, *, is_limited: bool = False) -> int:
-        """Return how many draws the buffers have room for."""
-        size, plan = bucket(self.plan.num_samples), self.plan
-        if self.sink is not None or is_limited or not spans_processes(self.layout.mesh):
-            size = capacity(self.draw.tree, size, self.layout.num_parts, plan.device_bytes)
-        if self.sink is not None:
-            # Of two buffers, so that a sink takes no more memory than none would.
-            size = min(size // 2, self.sink.buffer_rows(self.draw.tree))
-        return max(1, size)
-
-    def _end_if_changed(self, stop: Stop) -> None:
-        """End the run where the next chunk would be of another model than those before."""
-        what = "" if stop.is_asked else changes(self._meanings)
-        if what:
-            stop.end()
-            warnings.warn(
-                f"the target changed while the run was going on ({what}), so it ends here: draws until "
-                "now are of the target that it began with. A callback may not set what a target reads",
-                SamplingWarning,
-                stacklevel=2,
-            )
-
-    def _draws(self, sampling: "Sampling") -> Draws:
-        collected, stats, padded_rows = sampling.draws()
-        draws = Draws(
-            position=collected,
-            stats=stats,
-            warmup=self._warmup_summary(),
-            kernel=self.kernel,
-            state=self.state.states,
-            num_steps=int(self.done.num_steps),
-            padded_rows=padded_rows,
-            meanings=self._meanings,
-        )
-        if self.sink is None:
-            return draws
-        return SavedDraws(**vars(draws), path=self.sink.path, attributes=self.sink.attributes)
-
-    def _warmup_summary(self) -> dict[str, Any]:
+    def warmup_summary(self) -> dict[str, Any]:
         """Return what `Draws.warmup` holds."""
         count = int(self.done.num_warmup)
         traces = {k: np.asarray(to_host(x))[..., :count] for k, x in self.state.traces.items()}
@@ -293,97 +298,108 @@ class Run:
             "moves": self.moves,
         }
 
+    def require_room(self) -> None:
+        """Raise, on every process, unless the devices hold all draws: no host could take them over."""
+        num_samples = self.plan.num_samples
+        room, *_ = least(self._capacity(is_limited=True))
+        if room < bucket(num_samples):
+            raise ValueError(
+                f"num_samples={num_samples}: draws of several processes stay on their devices, which "
+                f"have room for {room}. Raise thin, collect less, or raise device_bytes"
+            )
+
+    def _capacity(self, *, is_limited: bool = False) -> int:
+        """Return how many draws the buffers have room for."""
+        size, plan, shapes = bucket(self.plan.num_samples), self.plan, self.draw.one_draw
+        if self.sink is not None or is_limited or not spans_processes(self.layout.mesh):
+            size = capacity(shapes, size, self.layout.num_parts, plan.device_bytes)
+        if self.sink is not None:
+            # Of two buffers, so that a sink takes no more memory than none would.
+            size = min(size // 2, self.sink.buffer_rows(shapes))
+        return max(1, size)
+
+    def _end_if_changed(self) -> None:
+        """End the run where the next chunk would be of another model than those before."""
+        what = "" if self.stop.is_asked else changes(self.meanings)
+        if what:
+            self.stop.end()
+            warnings.warn(
+                f"the target changed during the run ({what}), so the run ends here: its draws are of "
+                "the target that it began with. A callback may not set what a target reads",
+                SamplingWarning,
+                stacklevel=2,
+            )
+
 
 class WarmUp:
-    """The phase that tunes the kernel: windows of steps, each stage's with its adaptation."""
+    """The phase that tunes the kernel: windows of steps, each tuned by the adaptation of its stage."""
 
     def __init__(self, run: Run):
         self.run = run
 
-    def go(self, report: Report, stop: Stop, after: Callable[[], None]) -> None:
+    def go(self) -> None:
         """Run all windows, or as many steps as there are before a stop."""
         run, total = self.run, self.run.plan.num_warmup
         if total and not run.is_warm:
-            report.phase("warm-up", total, int(run.done.num_warmup))
+            run.report.phase("warm-up", total, int(run.done.num_warmup))
             with marked("warm-up"):
-                number = 0
-                for i, stage in enumerate(run.stages):
-                    following = run.stages[i + 1].adaptation if i + 1 < len(run.stages) else None
-                    self._run_stage(stage, following, number, report, stop, after)
-                    number += len(stage.windows)
+                for window in self._windows():
+                    done = int(run.done.num_warmup) - window.start
+                    for _, count in run.chunks(window.end - window.start, done):
+                        run.chunk(count)
         run.is_warm = True
 
-    def _run_stage(self, stage, following, number, report, stop, after) -> None:
-        """Run the windows of a stage, of which the first has a number, and end the stage."""
-        run, windows = self.run, stage.windows
-        if run.done.num_windows > number + len(windows) or (stop.is_asked and number):
-            return
-        for i, window in enumerate(windows):
-            if run.done.num_windows > number + i + 1 or stop.is_asked:
+    def _windows(self) -> Iterator[Window]:
+        """Begin windows, and end them and their stages when the caller has taken their steps."""
+        run, number = self.run, 0
+        followers = [*(stage.adaptation for stage in run.stages[1:]), None]
+        for stage, following in zip(run.stages, followers, strict=True):
+            numbered, before = list(enumerate(stage.windows, number)), NONE
+            number += len(numbered)
+            if run.done.num_windows > number:
                 continue
-            if run.done.num_windows == number + i:
-                self._begin_window(stage, i)
-            self._run_window(window, report, stop, after)
-            # Draws never begin as copies of another chain's, and R-hat sees who is stuck.
-            if run.done.num_warmup < run.plan.num_warmup and not stop.is_asked:
-                self._help_stuck_chains(stage.adaptation)
-        self._end_stage(stage, following, stop)
-
-    def _begin_window(self, stage: Stage, i: int) -> None:
-        before = NONE if i == 0 else LEARNED if stage.windows[i - 1].learns_metric else HELD
-        with marked("adaptation"):
-            run = self.run
-            run.without_draws(
-                lambda state, layout: turn(
-                    stage.adaptation, run.target, state, run.rng_key, before, layout=layout
-                )
+            for i, window in numbered:
+                if not run.stop.is_asked and run.done.num_windows == i:
+                    self._move(begin_window, stage.adaptation, run.fixed, before)
+                if not run.stop.is_asked and run.done.num_windows == i + 1:
+                    yield window
+                    self._help_stuck_chains(stage.adaptation)
+                before = LEARNED if window.learns_metric else HELD
+            is_cut = run.stop.is_asked or not numbered
+            self._move(
+                end_stage,
+                stage.adaptation,
+                run.fixed,
+                following=None if run.stop.is_asked else following,
+                learns_metric=None if is_cut else stage.windows[-1].learns_metric,
             )
-
-    def _run_window(self, window, report, stop, after) -> None:
-        run = self.run
-        done = int(run.done.num_warmup) - window.start
-
-        def chunk(_: int, count: int) -> None:
-            run.chunk(report, count)
-
-        run.chunks(window.end - window.start, done, chunk, stop, after)
-
-    def _end_stage(self, stage: Stage, following: Adaptation | None, stop: Stop) -> None:
-        is_whole = bool(stage.windows) and not stop.is_asked
-        learns = stage.windows[-1].learns_metric if is_whole else None
-        run = self.run
-        with marked("adaptation"):
-            run.without_draws(
-                lambda state, layout: finish(
-                    stage.adaptation,
-                    None if stop.is_asked else following,
-                    run.target,
-                    state,
-                    learns_metric=learns,
-                    layout=layout,
-                )
-            )
+            if run.stop.is_asked:
+                return
 
     def _help_stuck_chains(self, adaptation: Adaptation) -> None:
-        run = self.run
-        if run.state.kernel.is_per_chain:
+        """Help stuck chains between windows: never as draws begin, so that R-hat sees who is stuck."""
+        run, count = self.run, int(self.run.done.num_warmup)
+        if run.state.kernel.is_per_chain or count == run.plan.num_warmup or run.stop.is_asked:
             return
-        count = int(run.done.num_warmup)
-        seen = to_host(run.state.traces["acceptance_rate"])[:, :count]
+        rates = to_host(run.state.traces["acceptance_rate"])[:, :count]
         before = to_host(run.state.states.log_density)
-        is_stuck = are_stuck_below(seen, before)
-        if not is_stuck.any():
-            return
-        (moves,) = run.without_draws(
-            lambda state, layout: help_stuck_chains(
-                adaptation, run.target, state, run.rng_key, jnp.asarray(is_stuck), layout=layout
-            )
-        )
-        moves, after = to_host((moves, run.state.states.log_density))
-        step = int(run.done.num_steps)
-        run.moves += [
-            Move(int(c), step, float(before[c]), float(after[c])) for c in np.flatnonzero(moves)
-        ]
+        is_stuck = are_stuck_below(rates, before)
+        if is_stuck.any():
+            moves = self._move(help_stuck_chains, adaptation, run.fixed, jnp.asarray(is_stuck))
+            moves, after = to_host((moves, run.state.states.log_density))
+            step = int(run.done.num_steps)
+            run.moves += [
+                Move(int(c), step, float(before[c]), float(after[c])) for c in np.flatnonzero(moves)
+            ]
+
+    def _move(self, program: Callable, *args: Any, **options: Any) -> Any:
+        """Move the state by a program, which serves every number of draws: it is given none."""
+        run, draws = self.run, self.run.state.draws
+        with marked("adaptation"):
+            moved, other = program(tree.replace(run.state, draws=()), *args, **options)
+        run.state = tree.replace(moved, draws=draws)
+        run.done = to_host(run.state.counters)
+        return other
 
 
 class Sampling:
@@ -395,7 +411,7 @@ class Sampling:
         self._spare: PyTree = ()
         self._num_written = 0
 
-    def go(self, report: Report, stop: Stop, after: Callable[[], None]) -> None:
+    def go(self) -> None:
         """Draw until there are enough, or a stop."""
         run, total = self.run, self.run.plan.num_samples
         done = self._num_written = int(run.done.num_draws)
@@ -408,16 +424,15 @@ class Sampling:
         elif run.capacity < total:
             self.host = HostDraws(run.state.draws, total)
         if total:
-            report.phase("sampling", total, done)
+            run.report.phase("sampling", total, done)
         with marked("sampling"):
-            run.chunks(
-                total,
-                done,
-                lambda start, count: self._chunk(report, start, count),
-                stop,
-                after,
-                run.capacity,
-            )
+            for start, count in run.chunks(total, done, run.capacity):
+                run.chunk(count, slot=start % run.capacity, thin=run.plan.thin)
+                is_full = (start + count) % run.capacity == 0
+                if self.host is not None and is_full:
+                    self.host.fill(run.state.draws, start + count - run.capacity, run.capacity)
+                if run.sink is not None and (run.sink.is_due() or is_full):
+                    self._write()
 
     def flush(self) -> None:
         """Wait until all draws that were made are on disk."""
@@ -425,45 +440,45 @@ class Sampling:
             self._write()
             self.run.sink.flush()
 
-    def draws(self) -> tuple[PyTree, dict[str, Any], dict[str, int]]:
-        """Return what was collected and the stats, leaves [chains, draws, ...].
-
-        And the number of real rows of each leaf, by its name, that has pad: on several processes, where
-        rows cannot be cut off, the pad copies the last real row.
-        """
-        if self.run.sink is not None:
+    def draws(self) -> Draws:
+        """Return the draws that were made, and what is needed to continue from them."""
+        run, padded_rows = self.run, {}
+        if run.sink is not None:
             self.flush()
-            return *self.run.sink.saved(), {}
-        collected, stats = self._filled()
-        if not spans_processes(self.run.layout.mesh):
-            return unwrap(collected, axis=2), stats, {}
-        return fill_pad(collected, axis=2), to_host(stats), _padded_rows(collected)
+            collected, stats = run.sink.saved()
+        elif spans_processes(run.layout.mesh):
+            # Rows that lie over processes cannot be cut off: the pad copies the last real row.
+            collected, stats = self._in_memory()
+            padded_rows = _padded_rows(collected)
+            collected, stats = fill_pad(collected, axis=2), to_host(stats)
+        else:
+            collected, stats = self._in_memory()
+            collected = unwrap(collected, axis=2)
+        found = {
+            "position": collected,
+            "stats": stats,
+            "warmup": run.warmup_summary(),
+            "kernel": run.kernel,
+            "state": run.state.states,
+            "num_steps": int(run.done.num_steps),
+            "padded_rows": padded_rows,
+            "meanings": run.meanings,
+        }
+        if run.sink is None:
+            return Draws(**found)
+        return SavedDraws(**found, path=run.sink.path, attributes=run.sink.attributes)
 
-    def _filled(self) -> PyTree:
-        run = self.run
-        count = int(run.done.num_draws)
+    def _in_memory(self) -> PyTree:
+        """Return what was collected and the stats, from the buffers or the host."""
+        run, count = self.run, int(self.run.done.num_draws)
         if self.host is not None:
-            self._to_host(count % run.capacity)
+            rest = count % run.capacity
+            self.host.fill(run.state.draws, count - rest, rest)
             return self.host.draws(count)
         return run.state.draws if count == run.capacity else _first(run.state.draws, count)
 
-    def _chunk(self, report: Report, start: int, count: int) -> None:
-        run = self.run
-        slot = start % run.capacity
-        run.chunk(report, count, slot=slot, thin=run.plan.thin)
-        is_full = slot + count == run.capacity
-        if self.host is not None and is_full:
-            self._to_host(run.capacity)
-        if run.sink is not None and (run.sink.is_due() or is_full):
-            self._write()
-
-    def _to_host(self, count: int) -> None:
-        """Copy the first ``count`` draws of the buffers, the latest there are, to the host."""
-        if self.host is not None and count:
-            self.host.fill(self.run.state.draws, int(self.run.done.num_draws) - count, count)
-
     def _write(self) -> None:
-        """Give the sink what it has not had yet, and go on in the other buffer, at the same slot."""
+        """Give the sink what it has not had yet, and use the other buffer next, at the same slot."""
         run, num_draws = self.run, int(self.run.done.num_draws)
         count = num_draws - self._num_written
         if count and run.sink is not None:
@@ -492,7 +507,7 @@ def _first(buffers: PyTree, count: int) -> PyTree:
 
 
 def _padded_rows(collected: PyTree) -> dict[str, int]:
-    """Return the number of real rows of the leaves that have pad."""
+    """Return the number of real rows of the leaves that have pad, by name."""
     rows = jax.tree.map(
         lambda x: x.rows if is_row_values(x) else None, collected, is_leaf=is_row_values
     )

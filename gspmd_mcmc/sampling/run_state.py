@@ -14,18 +14,17 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import own_step_size, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition
-from gspmd_mcmc.adaptation.per_chain import map_chains
 from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.targets.local import is_row_values, unwrap
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, Role, pytree, roles
 
-# Folded into a step's key: sets apart what happens between windows from the step's own two keys.
+# Folded into a step's key, so that what happens between steps does not share the step's two keys.
 BEGIN, HELP = 2, 3
-# What the window before was when another begins: there was none, its metric was held, or learned.
+# The window before the one that begins: there was none, its metric was held, or it was learned.
 NONE, HELD, LEARNED = range(3)
-# Traces of what each chain has; the others are the kernel's numbers.
+# Traces with an axis of chains; the others are numbers of the kernel.
 OF_CHAINS = ("acceptance_rate", "log_density")
 
 
@@ -37,13 +36,13 @@ class Counters:
     Attributes
     ----------
     num_steps
-        Steps in all, those of earlier runs too: where the sequence of random numbers goes on, [].
+        All steps, those of earlier runs included: the position in the sequence of random numbers, [].
     num_warmup, num_windows, num_draws
-        Steps of warm-up taken, windows begun, draws made, [].
+        Warm-up steps taken, windows begun, draws made, [].
     warmup_divergent, divergent
         Divergent transitions of each chain in warm-up and after it, [chains].
     leapfrogs
-        Those of each chain in warm-up, [chains].
+        Leapfrogs of each chain in warm-up, [chains].
     """
 
     num_steps: jax.Array
@@ -58,25 +57,26 @@ class Counters:
 @pytree
 @dataclass(frozen=True, eq=False)
 class RunState:
-    """All that the rest of a run depends on, but for the target.
+    """Everything that the rest of a run depends on, except what is `Fixed`.
 
     Attributes
     ----------
     kernel
-        That of the next step, without its target.
+        The kernel of the next step, without its target.
     states
-        Of all chains, leaves [chains, ...].
+        The states of all chains, leaves [chains, ...].
     tuning
         The state of the adaptation.
     traces
-        Of warm-up by name, [steps] or [chains, steps], with a place at the end for steps after it.
+        Traces of warm-up by name, [steps] or [chains, steps]; the last place takes what later steps
+        write.
     counters
         Where the run is.
     draws
-        What was collected and the stats, leaves [chains, draws of a buffer, ...].
+        What was collected, and the stats: leaves [chains, draws of a buffer, ...].
     """
 
-    kernel: Any
+    kernel: Kernel
     states: Any
     tuning: Any
     traces: dict[str, jax.Array]
@@ -84,96 +84,64 @@ class RunState:
     draws: PyTree
 
 
-def run_roles(adaptation: Adaptation | None, run: RunState, layout: Layout) -> Any:
-    """Return what each array of a run is, as its parts declare it: a tree of roles like the run."""
-    found = partial(roles, position=layout.treedef)
-    kernel = found(run.kernel)
-    if run.kernel.is_per_chain:
-        tuned = {
-            "step_size": found(run.kernel.step_size, of_each_chain=True),
-            "inverse_mass_matrix": found(
-                run.kernel.inverse_mass_matrix,
-                role=Role(is_like_position=True),
-                of_each_chain=True,
-            ),
-        }
-        kernel = tree.replace(kernel, **tuned)
-    per_chain, whole = Role(has_chains=True), Role()
-    of_kernel = per_chain if run.kernel.is_per_chain else whole
-    traces = {name: per_chain if name in OF_CHAINS else of_kernel for name in run.traces}
-    return tree.replace(
-        run,
-        kernel=kernel,
-        states=found(run.states, of_each_chain=True),
-        tuning=found(run.tuning, of_each_chain=adaptation is not None and adaptation.is_per_chain),
-        traces=traces,
-        counters=found(run.counters),
-        draws=jax.tree.map(lambda _: per_chain, run.draws),
-    )
-
-
-def _pinned(adaptation: Adaptation | None, run: RunState, layout: Layout) -> RunState:
-    """Lay out all but the draws, whose buffers have a layout of their own."""
-    rest = tree.replace(run, draws=())
-    return tree.replace(layout.pin(rest, run_roles(adaptation, rest, layout)), draws=run.draws)
-
-
-@dataclass(frozen=True)
-class DrawShapes:
-    """What is kept of a draw of all chains, and its stats: shapes and specs; hashable.
+@pytree
+@dataclass(frozen=True, eq=False)
+class DrawSpec:
+    """What is kept of each draw: how it is collected, and the shapes and specs of all chains' draw.
 
     Attributes
     ----------
+    collect
+        ``collect(position, info)`` of one chain.
     treedef, shapes
-        The structure; shape [chains, ...] and dtype of each leaf.
+        The structure of what is collected and the stats; shape [chains, ...] and dtype of each leaf.
     specs
-        Where leaves of a buffer of draws lie, [chains, draws, ...].
+        Where the leaves of a buffer of draws lie, [chains, draws, ...].
     mesh
         The mesh, or None for one device.
     """
 
-    treedef: Any
-    shapes: tuple[tuple[tuple[int, ...], Any], ...]
-    specs: tuple[P, ...]
-    mesh: Mesh | None
+    collect: Partial
+    treedef: Any = tree.static()
+    shapes: tuple[tuple[tuple[int, ...], Any], ...] = tree.static()
+    specs: tuple[P, ...] = tree.static()
+    mesh: Mesh | None = tree.static()
 
     @classmethod
-    def of(cls, kernel: Kernel, states: Any, collect: Partial, layout: Layout) -> "DrawShapes":
-        """Read them off a step of the chains, which is traced, not taken.
+    def of(cls, kernel: Kernel, states: Any, collect: Partial, layout: Layout) -> "DrawSpec":
+        """Read it off a step of the chains, which is traced but not run.
 
-        What is collected lies as the positions do where it is positions, rows with their plates, and
-        else whole but for the chains.
+        Collected positions lie as the positions do, and rows with their plates. Everything else is
+        whole but for the chains.
         """
 
         def draw():
             after, info = advance_chains(kernel, jax.random.key(0), jnp.zeros((), int), states, layout)
-            kept = layout.vmap(_collect, (None, None, 0, 0))(
-                kernel.target, collect, after.position, info
-            )
-            return kept, vars(info) | {"log_density": after.log_density}
+            kept = layout.vmap(_collect, (None, None, 0, 0))
+            stats = vars(info) | {"log_density": after.log_density}
+            return kept(kernel.target, collect, after.position, info), stats
 
         kept, stats = jax.eval_shape(draw)
-        collected = jax.tree.leaves(kept, is_leaf=is_row_values)
         if jax.tree.structure(kept) == layout.treedef and collect.func is keep_position:
             specs = list(layout.specs)
         else:
+            collected = jax.tree.leaves(kept, is_leaf=is_row_values)
             specs = [P(x.rows.axes) if is_row_values(x) else P() for x in collected]
         lead = (layout.chain_axis, None)
         specs = [P(*lead, *spec) for spec in specs] + [P(*lead)] * len(stats)
         leaves, treedef = jax.tree.flatten((kept, stats))
         shapes = tuple((x.shape, x.dtype) for x in leaves)
-        return cls(treedef, shapes, tuple(specs), layout.mesh)
+        return cls(collect, treedef, shapes, tuple(specs), layout.mesh)
 
     @property
-    def tree(self) -> PyTree:
-        """What was collected and the stats, as shapes [chains, ...]."""
-        shapes = [jax.ShapeDtypeStruct(*x) for x in self.shapes]
-        return jax.tree.unflatten(self.treedef, shapes)
+    def one_draw(self) -> PyTree:
+        """What is collected and the stats, as shapes [chains, ...]."""
+        return self.treedef.unflatten([jax.ShapeDtypeStruct(*x) for x in self.shapes])
 
     def buffers(self, size: int) -> PyTree:
         """Return buffers for ``size`` draws, leaves [chains, size, ...]."""
         zeros = [jnp.zeros((s[0], size, *s[1:]), dtype) for s, dtype in self.shapes]
-        return self.pin(jax.tree.unflatten(self.treedef, zeros))
+        return self.pin(self.treedef.unflatten(zeros))
 
     def pin(self, buffers: PyTree) -> PyTree:
         """Constrain buffers to where they lie."""
@@ -183,142 +151,194 @@ class DrawShapes:
             jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
             for x, spec in zip(jax.tree.leaves(buffers), self.specs, strict=True)
         ]
-        return jax.tree.unflatten(self.treedef, pinned)
+        return self.treedef.unflatten(pinned)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def empty_buffers(draw: DrawShapes, size: int) -> PyTree:
-    """Return `DrawShapes.buffers`, from a program."""
+@pytree
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """What all programs of a run read, and no step changes.
+
+    Attributes
+    ----------
+    target
+        What is sampled.
+    rng_key
+        The key of the whole run; the second of its two halves is that of the steps.
+    layout
+        Where chains lie. Static.
+    """
+
+    target: Target
+    rng_key: jax.Array
+    layout: Layout = tree.static()
+
+    @property
+    def step_key(self) -> jax.Array:
+        """The key that steps fold their numbers into."""
+        return jax.random.split(self.rng_key)[1]
+
+    def key(self, run: RunState, event: int) -> jax.Array:
+        """Return the key of something that happens before the run's next step."""
+        return jax.random.fold_in(jax.random.fold_in(self.step_key, run.counters.num_steps), event)
+
+    def kernel(self, run: RunState) -> Kernel:
+        """Return the run's kernel with its target."""
+        return tree.replace(run.kernel, target=self.target)
+
+    def moved(self, adaptation: Adaptation, run: RunState, **changes: Any) -> RunState:
+        """Return the run with some fields changed, arrays where they lie between programs.
+
+        Draws are left where they are: their buffers have a layout of their own, `DrawSpec.specs`.
+        """
+        if "kernel" in changes:
+            changes["kernel"] = tree.replace(changes["kernel"], target=None)
+        run = tree.replace(run, **changes)
+        rest = tree.replace(run, draws=())
+        rest = self.layout.pin(rest, run_roles(adaptation, rest, self.layout))
+        return tree.replace(rest, draws=run.draws)
+
+
+def run_roles(adaptation: Adaptation, run: RunState, layout: Layout) -> Any:
+    """Return what each array of a run is, as its parts declare it: a tree of roles like the run."""
+    found = partial(roles, position=layout.treedef)
+    kernel, of_kernel = found(run.kernel), Role()
+    if run.kernel.is_per_chain:
+        of_kernel, metric = Role(has_chains=True), run.kernel.inverse_mass_matrix
+        like_position = Role(is_like_position=True)
+        kernel = tree.replace(
+            kernel,
+            step_size=found(run.kernel.step_size, of_each_chain=True),
+            inverse_mass_matrix=found(metric, role=like_position, of_each_chain=True),
+        )
+    return tree.replace(
+        run,
+        kernel=kernel,
+        states=found(run.states, of_each_chain=True),
+        tuning=found(run.tuning, of_each_chain=adaptation.is_per_chain),
+        traces={name: Role(has_chains=True) if name in OF_CHAINS else of_kernel for name in run.traces},
+        counters=found(run.counters),
+        draws=jax.tree.map(lambda _: Role(has_chains=True), run.draws),
+    )
+
+
+@partial(jax.jit, static_argnames="size")
+def empty_buffers(draw: DrawSpec, size: int) -> PyTree:
+    """Return `DrawSpec.buffers`, from a program."""
     return draw.buffers(size)
 
 
-@partial(jax.jit, static_argnames=("size", "layout"))
+@partial(jax.jit, static_argnames="size")
 def set_up(
     adaptation: Adaptation,
-    first: Adaptation | None,
+    first: Adaptation,
+    fixed: Fixed,
     kernel: Kernel,
     states: Any,
     first_step: int,
     *,
     size: int,
-    layout: Layout,
 ) -> RunState:
-    """Return a run before its first step, with no draws yet.
+    """Return a run before its first step, without buffers for draws.
 
     Parameters
     ----------
     adaptation, first
-        The whole warm-up, and the adaptation of its first stage; None where nothing is tuned.
+        The whole warm-up, and the adaptation of its first stage.
+    fixed
+        What no step changes.
     kernel, states
         The kernel to tune, and the chains' states.
     first_step
-        Steps of an earlier run that this one goes on from.
+        Steps of an earlier run that this one continues.
     size
         Steps of warm-up that the traces have room for.
-    layout
-        The layout of the chains.
     """
-    kernel = kernel if first is None else adaptation.prepare(kernel, states)
-    zero, per_chain = jnp.zeros((), jnp.int32), jnp.zeros(layout.num_chains, jnp.int32)
-    counters = Counters(
-        jnp.asarray(first_step, jnp.int32), zero, zero, zero, per_chain, per_chain, per_chain
-    )
+    kernel = adaptation.prepare(kernel, states)
+    zero, per_chain = jnp.zeros((), jnp.int32), jnp.zeros(fixed.layout.num_chains, jnp.int32)
+    num_steps = jnp.asarray(first_step, jnp.int32)
     traced = {name: getattr(kernel, name) for name in adaptation.traced}
     traced |= dict.fromkeys(OF_CHAINS, states.log_density)
     run = RunState(
         # Copies: a program that is given the run takes its buffers over, and these may be a user's.
         kernel=jax.tree.map(jnp.copy, tree.replace(kernel, target=None)),
         states=states,
-        tuning=() if first is None else first.init(kernel, states),
+        tuning=first.init(kernel, states),
         traces={name: jnp.zeros((*x.shape, size + 1), x.dtype) for name, x in traced.items()},
-        counters=counters,
+        counters=Counters(num_steps, zero, zero, zero, per_chain, per_chain, per_chain),
         draws=(),
     )
-    return _pinned(first, run, layout)
+    return fixed.moved(first, run)
 
 
-@partial(jax.jit, static_argnames=("draw", "layout"), donate_argnames="run")
+@partial(jax.jit, donate_argnames="run")
 def advance(
-    adaptation: Adaptation | None,
-    target: Target,
-    collect: Partial,
     run: RunState,
-    rng_key: jax.Array,
+    adaptation: Adaptation,
+    fixed: Fixed,
+    draw: DrawSpec,
     is_warmup: bool,
     slot: int,
     count: int,
     thin: int,
-    *,
-    draw: DrawShapes,
-    layout: Layout,
 ) -> tuple[RunState, dict[str, jax.Array]]:
-    """Take ``count`` steps of all chains; return besides what a report tells of them.
+    """Take ``count`` steps of all chains; return also the numbers for a report.
 
-    In warm-up each step is handed to the adaptation. After it ``thin`` steps make a draw, which goes to
-    the buffers from ``slot`` on. One program serves both, so that a step is compiled once.
+    In warm-up the adaptation takes in every step. After warm-up ``thin`` steps make a draw, which goes
+    to the buffers from ``slot`` on. One program serves both, so that a step is compiled once.
     """
+    layout, step_key = fixed.layout, fixed.step_key
+    method = "transition" if adaptation.needs_end else "step"
 
     def body(i, carry):
-        run, so_far, counts = carry
-        kernel, states = tree.replace(run.kernel, target=target), run.states
-        stepper = kernel if adaptation is None else adaptation.stepper(kernel)
-        drawn, chains_key = draw_kernel(stepper, rng_key, run.counters.num_steps)
-        needs_end = adaptation is not None and adaptation.needs_end
-        after, info, *end = step_chains(
-            drawn, chains_key, states, layout, "transition" if needs_end else "step"
-        )
+        run, so_far, told = carry
+        kernel = fixed.kernel(run)
+        drawn, key = draw_kernel(adaptation.stepper(kernel), step_key, run.counters.num_steps)
+        after, info, *end = step_chains(drawn, key, run.states, layout, method)
 
         def adapt():
-            assert adaptation is not None
-            transition = Transition(states, after, info, end[0] if end else None)
+            transition = Transition(run.states, after, info, end[0] if end else None)
             tuning = adaptation.update(run.tuning, drawn, transition)
             return tree.replace(adaptation.tuned(kernel, tuning), target=None), tuning
 
-        kernel_after, tuning = run.kernel, run.tuning
-        if adaptation is not None:
-            kernel_after, tuning = jax.lax.cond(is_warmup, adapt, lambda: (run.kernel, run.tuning))
+        tuned, tuning = jax.lax.cond(is_warmup, adapt, lambda: (run.kernel, run.tuning))
         so_far, stats = _over_steps(so_far, info, i % thin == 0, thin)
         is_kept = jnp.logical_not(is_warmup) & ((i + 1) % thin == 0)
-        kept = _collected(target, collect, after, info, is_kept, layout)
+        kept = _collected(fixed.target, draw.collect, after, info, is_kept, layout)
         made = kept, stats | {"log_density": after.log_density}
         at = jnp.where(is_warmup, 0, slot + i // thin)
-        moved = RunState(
-            kernel=kernel_after,
+        run = RunState(
+            kernel=tuned,
             states=after,
             tuning=tuning,
             traces=_traced(run, after, info, is_warmup),
             counters=_counted(run.counters, info, is_warmup, is_kept),
             draws=jax.tree.map(partial(_write, axis=1, at=at), run.draws, made),
         )
-        return moved, so_far, jax.tree.map(jnp.add, counts, _told(info))
+        leapfrogs = jnp.sum(info.num_integration_steps, dtype=jnp.int32)
+        return run, so_far, (told[0] + info.acceptance_rate, told[1] + leapfrogs)
 
-    none = jax.tree.map(lambda b: jnp.zeros_like(b[:, 0]), run.draws[1])
-    counts = {
-        "acceptance_rate": jnp.zeros_like(run.states.log_density),
-        "leapfrogs": jnp.zeros((), jnp.int32),
-    }
+    nothing = jax.tree.map(lambda b: jnp.zeros_like(b[:, 0]), run.draws[1])
+    told = jnp.zeros_like(run.states.log_density), jnp.zeros((), jnp.int32)
     with jax.named_scope("steps"):
-        run, _, counts = jax.lax.fori_loop(0, count, body, (run, none, counts))
-    counts |= {
-        "divergent": jnp.where(is_warmup, run.counters.warmup_divergent, run.counters.divergent),
+        run, _, (rates, leapfrogs) = jax.lax.fori_loop(0, count, body, (run, nothing, told))
+    counters = run.counters
+    divergent = jnp.where(is_warmup, counters.warmup_divergent, counters.divergent)
+    run = fixed.moved(adaptation, run)
+    return tree.replace(run, draws=draw.pin(run.draws)), {
+        "acceptance_rate": rates,
+        "leapfrogs": leapfrogs,
+        "divergent": divergent,
         "step_size": jnp.mean(run.kernel.step_size),
     }
-    run = _pinned(adaptation, run, layout)
-    return tree.replace(run, draws=draw.pin(run.draws)), counts
 
 
-@partial(jax.jit, static_argnames="layout", donate_argnames="run")
-def turn(
-    adaptation: Adaptation,
-    target: Target,
-    run: RunState,
-    rng_key: jax.Array,
-    before: int,
-    *,
-    layout: Layout,
-) -> RunState:
-    """End the window before, of which ``before`` tells what it was, and begin another."""
-    kernel, states = tree.replace(run.kernel, target=target), run.states
+@partial(jax.jit, donate_argnames="run")
+def begin_window(
+    run: RunState, adaptation: Adaptation, fixed: Fixed, before: int
+) -> tuple[RunState, None]:
+    """End the window before, if there was one, and begin the next; see `NONE`, `HELD`, `LEARNED`."""
+    kernel, states = fixed.kernel(run), run.states
     ends = [
         lambda tuning: tuning,
         lambda tuning: adaptation.end(tuning, kernel, states, False),
@@ -327,78 +347,71 @@ def turn(
     tuning = jax.lax.switch(before, ends, run.tuning)
 
     def acceptance_rates(kernel, key):
-        return advance_chains(kernel, key, jnp.zeros((), jnp.int32), states, layout)[1].acceptance_rate
+        _, info = advance_chains(kernel, key, jnp.zeros((), jnp.int32), states, fixed.layout)
+        return info.acceptance_rate
 
     is_first = run.counters.num_warmup == 0
-    key = _key(rng_key, run.counters.num_steps, BEGIN)
+    key = fixed.key(run, BEGIN)
     tuning = adaptation.begin(tuning, kernel, states, is_first, key, acceptance_rates)
     counters = tree.replace(run.counters, num_windows=run.counters.num_windows + 1)
-    kernel = tree.replace(adaptation.tuned(kernel, tuning), target=None)
-    return _pinned(
-        adaptation, tree.replace(run, kernel=kernel, tuning=tuning, counters=counters), layout
-    )
+    kernel = adaptation.tuned(kernel, tuning)
+    return fixed.moved(adaptation, run, kernel=kernel, tuning=tuning, counters=counters), None
 
 
-@partial(jax.jit, static_argnames=("learns_metric", "layout"), donate_argnames="run")
-def finish(
-    adaptation: Adaptation,
-    following: Adaptation | None,
-    target: Target,
+@partial(jax.jit, static_argnames="learns_metric", donate_argnames="run")
+def end_stage(
     run: RunState,
+    adaptation: Adaptation,
+    fixed: Fixed,
     *,
+    following: Adaptation | None,
     learns_metric: bool | None,
-    layout: Layout,
-) -> RunState:
-    """End a stage of warm-up, with its last window if that is whole; begin the one that follows."""
-    kernel, tuning = tree.replace(run.kernel, target=target), run.tuning
+) -> tuple[RunState, None]:
+    """End a stage of warm-up, and begin the one that follows.
+
+    ``learns_metric`` tells of the last window whether its metric was learned; None if it was cut short.
+    """
+    kernel, tuning = fixed.kernel(run), run.tuning
     if learns_metric is not None:
         tuning = adaptation.end(tuning, kernel, run.states, learns_metric)
     kernel = adaptation.final(kernel, tuning)
     if following is not None:
         adaptation, tuning = following, following.init(kernel, run.states)
-    run = tree.replace(run, kernel=tree.replace(kernel, target=None), tuning=tuning)
-    return _pinned(adaptation, run, layout)
+    return fixed.moved(adaptation, run, kernel=kernel, tuning=tuning), None
 
 
-@partial(jax.jit, static_argnames="layout", donate_argnames="run")
+@partial(jax.jit, donate_argnames="run")
 def help_stuck_chains(
-    adaptation: Adaptation,
-    target: Target,
-    run: RunState,
-    rng_key: jax.Array,
-    is_stuck: jax.Array,
-    *,
-    layout: Layout,
+    run: RunState, adaptation: Adaptation, fixed: Fixed, is_stuck: jax.Array
 ) -> tuple[RunState, jax.Array]:
-    """Let stuck chains walk with step sizes of their own; return besides which were moved, [chains]."""
-    kernel = adaptation.stepper(tree.replace(run.kernel, target=target))
-
-    def walk(rng_key, states):
-        return own_step_size.walk(kernel, rng_key, states, layout.vmap)
-
-    key = _key(rng_key, run.counters.num_steps, HELP)
-    states, moves, leapfrogs = stuck_chains.helped(key, run.states, is_stuck, walk)
-    total = run.counters.leapfrogs + leapfrogs // layout.num_chains
+    """Let stuck chains walk with step sizes of their own; return also which were moved, [chains]."""
+    walk = partial(own_step_size.walk, adaptation.stepper(fixed.kernel(run)), vmap=fixed.layout.vmap)
+    states, moves, leapfrogs = stuck_chains.helped(fixed.key(run, HELP), run.states, is_stuck, walk)
+    total = run.counters.leapfrogs + leapfrogs // fixed.layout.num_chains
     counters = tree.replace(run.counters, leapfrogs=total)
-    return _pinned(adaptation, tree.replace(run, states=states, counters=counters), layout), moves
+    return fixed.moved(adaptation, run, states=states, counters=counters), moves
 
 
 @partial(jax.jit, static_argnames=("layout", "method"), inline=True)
 def step_chains(kernel: Kernel, rng_key: jax.Array, states: Any, layout: Layout, method: str):
-    """Step every chain, each with the key of its number, by that method of the kernel.
+    """Step every chain by a method of the kernel, each with the key of its number.
 
-    A run's programs that step chains share one trace of a step, which `jax.jit` remembers; inlined, it
-    leaves the programs as they would be without.
+    The programs of a run that step chains share one trace of a step, which `jax.jit` remembers.
+    Inlined, it leaves the programs as they would be without.
     """
-    keys = jax.vmap(lambda c: jax.random.fold_in(rng_key, c))(jnp.arange(layout.num_chains))
-    return map_chains(getattr(type(kernel), method), kernel, keys, states, vmap=layout.vmap)
+    keys = jax.vmap(partial(jax.random.fold_in, rng_key))(jnp.arange(layout.num_chains))
+    axes = None
+    if kernel.is_per_chain:
+        axes = jax.tree.map(lambda _: None, kernel)
+        axes = tree.replace(axes, step_size=0, inverse_mass_matrix=0)
+    return layout.vmap(getattr(type(kernel), method), (axes, 0, 0))(kernel, keys, states)
 
 
 def draw_kernel(kernel: Kernel, rng_key: jax.Array, step: jax.Array) -> tuple[Kernel, jax.Array]:
     """Return the kernel of step number ``step``, and the key of its chains.
 
-    What is drawn once for all chains (the trajectory's length) is drawn outside the map over chains:
-    were it to differ between them, every leapfrog would have to ask every chain whether to go on.
+    What is drawn once for all chains (a trajectory's length) is drawn outside the map over chains. If
+    it differed between them, every leapfrog would have to ask every chain whether to go on.
     """
     shared_key, chains_key = jax.random.split(jax.random.fold_in(rng_key, step))
     return kernel.with_jitter(shared_key, step), chains_key
@@ -407,38 +420,8 @@ def draw_kernel(kernel: Kernel, rng_key: jax.Array, step: jax.Array) -> tuple[Ke
 def advance_chains(
     kernel: Kernel, rng_key: jax.Array, step: jax.Array, states: Any, layout: Layout
 ) -> tuple[Any, Info]:
-    """Take step number ``step`` of all chains; randomness depends on the key and numbers alone."""
+    """Take step number ``step`` of all chains; its randomness depends on the key and numbers alone."""
     return step_chains(*draw_kernel(kernel, rng_key, step), states, layout, "step")
-
-
-def _key(rng_key: jax.Array, step: jax.Array, event: int) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(rng_key, step), event)
-
-
-def _over_steps(so_far, info: Info, is_first, thin) -> tuple[dict, dict]:
-    """Take a step's info into that of a draw; return that so far, and as it would be now."""
-    totals, stats = {}, {}
-    for field in dataclasses.fields(info):
-        value = totals[field.name] = stats[field.name] = getattr(info, field.name)
-        if "over_steps" in field.metadata:
-            combine, is_mean = field.metadata["over_steps"]
-            total = jnp.where(is_first, value, combine(so_far[field.name], value))
-            totals[field.name] = total
-            stats[field.name] = total / thin if is_mean else total
-    return totals | {"log_density": so_far["log_density"]}, stats
-
-
-def _collected(target, collect: Partial, states, info, is_kept, layout) -> PyTree:
-    """Return what is kept of a draw; zeros of other steps, which may cost less."""
-
-    def keep():
-        vmapped = layout.vmap(_collect, (None, None, 0, 0))
-        return vmapped(target, collect, states.position, info)
-
-    def nothing():
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(keep))
-
-    return jax.lax.cond(is_kept, keep, nothing)
 
 
 def keep_position(position: PyTree, info: Info) -> PyTree:
@@ -450,6 +433,31 @@ def _collect(target: Target, collect: Partial, position: PyTree, info: Info) -> 
     """Collect of one chain; a user's function sees no pad."""
     values = target.kept(position)
     return values if collect.func is keep_position else collect(unwrap(values), info)
+
+
+def _collected(target, collect: Partial, states, info, is_kept, layout) -> PyTree:
+    """Return what is kept of a draw, and zeros after other steps, which cost less."""
+
+    def keep():
+        collect_all = layout.vmap(_collect, (None, None, 0, 0))
+        return collect_all(target, collect, states.position, info)
+
+    def nothing():
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(keep))
+
+    return jax.lax.cond(is_kept, keep, nothing)
+
+
+def _over_steps(so_far, info: Info, is_first, thin) -> tuple[dict, dict]:
+    """Add a step's info to that of the draw so far; return both what to carry on and the stats."""
+    carried, stats = {}, {}
+    for field in dataclasses.fields(info):
+        value = carried[field.name] = stats[field.name] = getattr(info, field.name)
+        if "over_steps" in field.metadata:
+            combine, is_mean = field.metadata["over_steps"]
+            total = jnp.where(is_first, value, combine(so_far[field.name], value))
+            carried[field.name], stats[field.name] = total, total / thin if is_mean else total
+    return carried | {"log_density": so_far["log_density"]}, stats
 
 
 def _traced(run: RunState, states, info: Info, is_warmup) -> dict[str, jax.Array]:
@@ -474,11 +482,6 @@ def _counted(counters: Counters, info: Info, is_warmup, is_kept) -> Counters:
         divergent=counters.divergent + (1 - in_warmup) * divergent,
         leapfrogs=counters.leapfrogs + in_warmup * info.num_integration_steps.astype(jnp.int32),
     )
-
-
-def _told(info: Info) -> dict[str, jax.Array]:
-    leapfrogs = jnp.sum(info.num_integration_steps, dtype=jnp.int32)
-    return {"acceptance_rate": info.acceptance_rate, "leapfrogs": leapfrogs}
 
 
 def _write(buffer: jax.Array, value: jax.Array, *, axis: int, at: jax.Array) -> jax.Array:

@@ -1,42 +1,78 @@
 """One call from a target to draws."""
 
+import os
+import warnings
 from collections.abc import Callable
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
+from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.processes import spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.layout import Layout, read_layout
-from gspmd_mcmc.sampling import arguments, defaults, identity, resumption
+from gspmd_mcmc.placement.mesh import auto_mesh
+from gspmd_mcmc.sampling import defaults, identity, resumption
 from gspmd_mcmc.sampling import start as starts
 from gspmd_mcmc.sampling.draws import Draws
-from gspmd_mcmc.sampling.flat_latents import warn_of_flat_latents
 from gspmd_mcmc.sampling.memory import explained
 from gspmd_mcmc.sampling.mode import Mode
-from gspmd_mcmc.sampling.reporting import ChunkReport
+from gspmd_mcmc.sampling.reporting import ChunkReport, warn_of_run, warn_of_small_data
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.run_state import keep_position
-from gspmd_mcmc.sampling.warnings_of_runs import warn_of, warn_of_small_data
 from gspmd_mcmc.storage.attributes import attributes_of
 from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.functions import as_partial
-from gspmd_mcmc.targets.local import lay_out
-from gspmd_mcmc.targets.modules import is_module
 from gspmd_mcmc.targets.retracing import changes, traced_with
-from gspmd_mcmc.tree import PyTree
+from gspmd_mcmc.targets.target import Target
+from gspmd_mcmc.tree import PyTree, path_str
 
-LEAST = {"num_chains": 1, "num_warmup": 0, "num_samples": 0, "thin": 1}
+
+def _is_count(least: int) -> tuple[type[Exception], Callable[[Any], bool], str]:
+    def holds(x: Any) -> bool:
+        return isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= least
+
+    return ValueError, holds, f"an integer of at least {least}"
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool) and float(x) >= 0
+
+
+# Of each argument the error to raise, what holds of a good value, and what is expected.
+ARGUMENTS: dict[str, tuple[type[Exception], Callable[[Any], bool], str]] = {
+    "num_chains": _is_count(1),
+    "num_warmup": _is_count(0),
+    "num_samples": _is_count(0),
+    "thin": _is_count(1),
+    "every": (ValueError, _is_number, "a number of seconds"),
+    "device_bytes": (ValueError, lambda x: x is None or _is_number(x), "a number of bytes or None"),
+    "target_acceptance_rate": (
+        *(ValueError, lambda x: x is None or _is_number(x)),
+        "a number between 0 and 1, or None",
+    ),
+    "checkpoint": (
+        *(TypeError, lambda x: x is None or isinstance(x, str | os.PathLike)),
+        "the path of a folder",
+    ),
+    # A text would be true.
+    "progress": (TypeError, lambda x: isinstance(x, bool), "True or False"),
+    "callback": (TypeError, lambda x: x is None or callable(x), "a function"),
+    "collect": (TypeError, callable, "a function"),
+}
 
 
 @on_any_mesh
 def sample(
     rng_key: jax.Array,
-    target: Any,
+    target: Target,
     initial_position: PyTree = None,
     *,
     mesh: Mesh | None = None,
@@ -44,7 +80,7 @@ def sample(
     num_warmup: int = 1000,
     num_samples: int = 1000,
     thin: int = 1,
-    kernel: Any = None,
+    kernel: Kernel | None = None,
     warmup: Adaptation | None = None,
     target_acceptance_rate: float | None = None,
     max_tree_depth: int | None = None,
@@ -67,18 +103,18 @@ def sample(
     target
         A `Posterior` or `LogDensity`.
     initial_position
-        None for a target that tells the shapes of its latents (`from_numpyro`): around its origin. Or
-        one of: a position without a chain axis, which is spread by uniform jitter in (-2, 2) per
-        chain (`uniform_start` has other radii); one whose leaves have a leading axis of chains, used
-        as it is (`per_chain` says so where both could be meant); a function ``rng_key -> position``,
-        called per chain (draws from a prior, `Mode.laplace_start`); a `Mode`, at which all chains
-        start; `Draws`, from which the run goes on. Drawn starts are retried until the log density is
-        finite.
+        One of: None, for a target that knows the shapes of its latents (`from_numpyro`), to start
+        around its origin; a position without a chain axis, which is spread by uniform jitter in
+        (-2, 2) per chain (`uniform_start` has other radii); a position whose leaves have a leading
+        axis of chains, used as it is (`per_chain` says so where both could be meant); a function
+        ``rng_key -> position``, called per chain (`prior_start`, `Mode.laplace_start`); a `Mode`, where
+        all chains start; `Draws`, which the run continues. Drawn starts are retried until the log
+        density is finite.
     mesh
         The mesh; chains lie over its axis ``"chains"`` where it has one. None: the mesh that the
         target's data lie on, or one device.
     num_chains, num_warmup, num_samples
-        Chains; steps of warm-up; draws to keep of each chain.
+        The number of chains, of warm-up steps, and of draws to keep of each chain.
     thin
         Steps from one kept draw to the next: after warm-up the run takes ``num_samples * thin``.
     kernel
@@ -92,35 +128,35 @@ def sample(
     target_acceptance_rate, metric
         Settings of that default warm-up: the acceptance rate that the step size aims at, 0.8 for
         `NUTS` (higher: shorter steps, fewer divergences), and the kind of metric (`Diagonal`,
-        `Dense`, ...). A warm-up that is given has its own.
+        `Dense`, ...). If you pass a warm-up, set them there.
     max_tree_depth
-        Of the default `NUTS`, 10: at most 2^max_tree_depth - 1 leapfrogs a trajectory. A kernel that
-        is given has its own.
+        Setting of the default `NUTS`, 10: a trajectory has at most 2^max_tree_depth - 1 leapfrogs. If
+        you pass a kernel, set it there.
     collect
         ``collect(position, info)`` of one chain: what to keep instead of the position. A function at
         module level, or a ``Partial`` of one whose arrays enter the program as arguments.
     to
-        Where draws are written as they are made, `ZarrSink`; the result then reads them from there.
+        A `ZarrSink` that draws are written to as they are made; the result reads them from there.
         Without one they are kept in memory.
     device_bytes
-        Bytes on each device for draws; finished chunks move to the host beyond it. A quarter of the
+        Bytes for draws on each device; beyond it, finished chunks move to the host. A quarter of the
         device's memory by default, no bound on a CPU.
     checkpoint
-        A folder to save the run in, warm-up too. Where it holds this run already, the run continues
-        from there: a script that is run again after it was killed makes the draws that it would have
-        made, to the bit on a mesh of the same shape, to rounding on another. For more draws call with a
+        A folder to save the run in, warm-up included. If it holds this run already, the run continues
+        from there: a script that was killed and is run again makes the draws that it would have made,
+        to the bit on a mesh of the same shape, to rounding on another. For more draws, call with a
         greater ``num_samples``. Another model, key or settings are refused. Draws go to a `ZarrSink` in
-        it, unless ``to`` names another. Checkpoints are written while the run goes on. Needs the extra
+        it, unless ``to`` names another. Checkpoints are written in the background. Needs the extra
         ``checkpoint``.
     every
         Seconds from one checkpoint to the next.
     progress
-        Whether to show progress, on standard error: a bar on a terminal and in a notebook, elsewhere a
-        line a minute; of several processes, that of process 0.
+        Whether to show progress on standard error: a bar on a terminal and in a notebook, elsewhere a
+        line a minute. Of several processes, process 0 shows it.
     callback
         Called with a `ChunkReport` after each chunk, on every process; `JSONLines` writes them to a
-        file. One that raises is called no more, with a warning. The logger ``gspmd_mcmc`` tells of
-        phases, and at level DEBUG of chunks.
+        file. If it raises, a warning says so, and it is not called again. The logger ``gspmd_mcmc``
+        records phases, and at level DEBUG chunks.
 
     Returns
     -------
@@ -135,62 +171,51 @@ def sample(
     NonFiniteStart
         If a chain finds no start with a finite log density.
     DrawsNotSaved
-        If the sink cannot write: before anything is computed where its folder cannot be used, else
-        soon after; draws that are on disk stay.
+        If the sink cannot write: before anything is computed if its folder cannot be used, else soon
+        after the failure. Draws that are on disk stay.
     CheckpointNotSaved
-        If the run cannot be saved at its start, or another process that lives writes to the folder. One
-        that cannot be saved later warns, and goes on.
+        If the run cannot be saved at its start, or another live process writes to the folder. A later
+        failure to save is a warning, and the run continues.
     Preempted
         After SIGTERM, if the run has checkpoints: it is saved first.
     OutOfDeviceMemory
         If the run's arrays do not fit on the devices; the message names the largest.
     ProcessesDisagree
-        If the processes of a run on several are given different things; before anything is computed.
+        If the processes of a run are given different arguments; before anything is computed.
     ProcessLost
         If another process of the run has ended.
     """
     checks.check_outside_programs("sample", (rng_key, target, initial_position, kernel))
     counts = {"num_chains": num_chains, "num_warmup": num_warmup, "num_samples": num_samples}
     counts["thin"] = thin
-    arguments.check_counts(LEAST, counts)
+    observers = {"progress": progress, "callback": callback}
+    settings = {"device_bytes": device_bytes, "every": every, "checkpoint": checkpoint}
+    tuning = {"target_acceptance_rate": target_acceptance_rate, "metric": metric}
+    for name, value in (counts | observers | settings | tuning | {"collect": collect}).items():
+        _check(name, value)
     counts = {name: int(count) for name, count in counts.items()}
     num_chains, num_warmup, num_samples, thin = counts.values()
-    arguments.check_number("every", every, "of seconds")
-    if device_bytes is not None:
-        arguments.check_number("device_bytes", device_bytes, "of bytes or None")
-    if target_acceptance_rate is not None:
-        rate = "between 0 and 1, or None"
-        arguments.check_number("target_acceptance_rate", target_acceptance_rate, rate)
-    if checkpoint is not None:
-        arguments.check_path("checkpoint", checkpoint)
-    arguments.check_observers(progress, callback)
     if to is not None:
-        checks.require_instance("to", to, ("reserve", "check"), 'ZarrSink("draws.zarr")')
-    arguments.check_key(rng_key)
-    mesh = arguments.common_mesh(mesh, target)
+        checks.require_kind("to", to, ZarrSink, 'ZarrSink("draws.zarr")')
+    _check_key(rng_key)
+    mesh = _common_mesh(mesh, target)
     earlier = initial_position if isinstance(initial_position, Draws) else None
     if earlier is not None:
-        _check_goes_on(earlier, target, kernel, num_chains)
+        _check_can_continue(earlier, target, kernel, num_chains)
         kernel = earlier.kernel
     kernel = defaults.chosen_kernel(kernel, target, num_chains, max_tree_depth)
-    arguments.check_precision(kernel)
-    tuning = {"target_acceptance_rate": target_acceptance_rate, "metric": metric}
     adaptation = defaults.chosen_warmup(warmup, kernel, num_warmup, tuning)
     initial_position = _origin(target) if initial_position is None else initial_position
-
-    if not callable(collect):
-        raise TypeError(f"collect: expected a function, got {type(collect).__name__}")
     collect = as_partial(collect)
     if mesh is not None and spans_processes(mesh):
         given = {"initial_position": initial_position, "kernel": kernel, "warmup": adaptation}
-        settings = counts | {"rng_key": rng_key, "device_bytes": device_bytes, "every": every}
-        settings |= {"to": repr(to), "checkpoint": str(checkpoint), "metric": repr(metric)}
+        settings |= counts | {"rng_key": rng_key, "to": repr(to), "metric": repr(metric)}
+        settings["checkpoint"] = str(checkpoint)
         # A folder of one machine that the others do not share is no place for a run.
         settings["there is such a folder"] = checkpoint is not None and Path(checkpoint).is_dir()
-        given |= {"collect": collect}
+        given["collect"] = collect
         identity.require_same_on_processes("sample", mesh, target, given, settings)
     warn_of_small_data(target)
-    start_key, step_key = jax.random.split(rng_key)
     with (
         jax.numpy_dtype_promotion("standard"),  # ours rely on it; a user's may be strict
         traced_with(kernel, adaptation),
@@ -198,10 +223,10 @@ def sample(
         resumption.opened(checkpoint) as checkpoints,
         resumption.reserved(to, checkpoints) as sink,
     ):
-        layout, states = _start(kernel, start_key, initial_position, mesh, num_chains)
+        layout, states = _start(kernel, rng_key, initial_position, mesh, num_chains)
         independence.check_rows(target, states.position, chain=0)
         if earlier is None:
-            warn_of_flat_latents(target, states, layout)
+            starts.warn_of_flat_latents(target, states, layout)
         if isinstance(initial_position, Mode):
             adaptation = adaptation.from_mode()
         adaptation = defaults.with_metric(adaptation, kernel, layout)
@@ -210,85 +235,98 @@ def sample(
         if sink is not None:
             about = attributes_of(rng_key, mesh, kernel, adaptation, collect, **counts)
         plan = Plan(adaptation, collect, num_warmup, num_samples, thin, device_bytes, about)
-        first_step, moves = (earlier.num_steps, earlier.moves) if earlier else (0, ())
-        run = known.run = Run(plan, kernel, states, step_key, first_step, layout, sink, moves)
+        run = known.run = Run(plan, kernel, states, rng_key, layout, sink, earlier)
         draws = resumption.carry_out(
             run, checkpoints, facts, every, progress=progress, callback=callback
         )
-        warn_of(draws, plan)
+        warn_of_run(draws, num_samples, keeps_positions=collect.func is keep_position)
     return draws
 
 
-def _start(
-    kernel: Any, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
-) -> tuple[Layout, Any]:
-    """Find what kind of start this is; return the layout, and the states in buffers of our own."""
-    if isinstance(initial, Draws):
-        states = starts.copied(initial.state)
-        layout = read_layout(mesh, kernel.target, states.position, num_chains, has_chains=True)
-        anew = resumption.evaluated_anew(kernel, states, layout)
-        resumption.require_same_density(
-            "initial_position: these draws cannot be gone on from", states, anew
+def _check(name: str, value: Any) -> None:
+    """Raise unless the argument of that name has a value that it can have; see `ARGUMENTS`."""
+    if name in ARGUMENTS:
+        error, holds, expected = ARGUMENTS[name]
+        if not holds(value):
+            raise error(f"{name}: expected {expected}, got {value!r}")
+
+
+def _check_key(rng_key: jax.Array) -> None:
+    """Raise unless this is one typed key; warn of one whose draws depend on the mesh."""
+    checks.check_key(rng_key)
+    if "fry" not in str(jax.random.key_impl(rng_key)):
+        warnings.warn(
+            f"rng_key is of kind {jax.random.key_impl(rng_key)}: only threefry keys give the same "
+            "chain on every mesh",
+            SamplingWarning,
+            stacklevel=4,
         )
-        return layout, states
-    if isinstance(initial, Mode):
-        initial = starts.uniform_start(initial.position, 0.0)
-    if not callable(initial) or is_module(initial):
-        return _start_from_position(kernel, rng_key, initial, mesh, num_chains)
-    example = starts.example_of(initial, rng_key)
-    checks.check_position(kernel.target, example)
-    layout = read_layout(mesh, kernel.target, example, num_chains, has_chains=False)
-    return layout, starts.start_chains(kernel, rng_key, initial, layout)
 
 
-def _start_from_position(
-    kernel: Any, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
+def _common_mesh(mesh: Mesh | None, target: Target) -> Mesh | None:
+    """Return the mesh given, or the one that the target's data lie on; raise if those differ."""
+    mesh = None if mesh is None else auto_mesh("mesh", mesh)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(target):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            if mesh is not None and sharding.mesh != mesh:
+                raise ValueError(
+                    f"mesh: the target's data {path_str(path)} lie on {sharding.mesh}, got {mesh}; "
+                    "place the data on the mesh that chains are to be sampled on"
+                )
+            return sharding.mesh
+    return mesh
+
+
+def _start(
+    kernel: Kernel, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
 ) -> tuple[Layout, Any]:
-    is_marked = isinstance(initial, starts.PerChain)
-    position = initial.position if is_marked else initial
-    checks.check_position(kernel.target, position)
-    if is_marked:
-        starts.require_chain_axis(position, num_chains)
-    elif not starts.has_chain_axis(kernel.target, position, num_chains):
-        starts.require_accepted(kernel, position)
-        start = starts.uniform_start(lay_out(kernel.target, position))
-        return _start(kernel, rng_key, start, mesh, num_chains)
-    layout = read_layout(mesh, kernel.target, position, num_chains, has_chains=True)
-    states = starts.init_chains(kernel, position, layout=layout)
-    starts.require_finite(kernel, states)
+    """Return the layout, and the states of all chains in buffers of our own."""
+    if not isinstance(initial, Draws):
+        return starts.start(kernel, rng_key, initial, mesh, num_chains)
+    states = starts.copied(initial.state)
+    layout = read_layout(mesh, kernel.target, states.position, num_chains, has_chains=True)
+    anew = resumption.evaluated_anew(kernel, states, layout)
+    what = "initial_position: these draws cannot be continued"
+    resumption.require_same_density(what, states, anew)
     return layout, states
 
 
-def _origin(target: Any) -> PyTree:
+def _origin(target: Target) -> PyTree:
     if not target.latents:
         raise ValueError(
             "initial_position: expected a tree with at least one array, got None; this target's "
             "functions do not tell the shapes of its latents"
         )
-    return target.origin()
+    return {name: jnp.zeros(x.shape, x.dtype) for name, x in target.latents}
 
 
-def _check_goes_on(draws: Draws, target: Any, kernel: Any, num_chains: int) -> None:
-    """Raise unless earlier draws can be gone on from as they are."""
+def _check_can_continue(draws: Draws, target: Target, kernel: Kernel | None, num_chains: int) -> None:
+    """Raise unless a run can continue earlier draws as they are."""
     if draws.kernel is None:
         raise ValueError(
             "initial_position: draws that were read from disk hold no kernel and no state; start at a "
-            "position, or go on from what `sample` returned"
+            "position, or continue what `sample` returned"
         )
     if kernel is not None:
-        raise ValueError("kernel: draws are gone on from with their own kernel; leave it out")
+        raise ValueError("kernel: draws are continued with their own kernel; leave it out")
+    anew = "To start where they ended, pass gspmd_mcmc.per_chain(draws.state.position)"
     if draws.kernel.target is not target:
+        raise ValueError(f"initial_position: these draws are of another target. {anew}")
+    now = jnp.zeros(()).dtype
+    if (computed := draws.state.log_density.dtype) != now:
         raise ValueError(
-            "initial_position: these draws are of another target. To start from where they ended, pass "
-            "gspmd_mcmc.per_chain(draws.state.position)"
+            f"initial_position: the run was computed in {computed}, and JAX now computes in {now}: "
+            "jax_enable_x64 was switched since. Set it as it was; or begin another run where this one "
+            "ended, with a target built anew and "
+            "gspmd_mcmc.per_chain(jax.tree.map(numpy.asarray, draws.state.position))"
         )
-    starts.require_same_precision("initial_position", draws.state.log_density)
     if what := changes(draws.meanings):
         raise ValueError(
-            f"initial_position: the target is not what it was when these draws were made ({what}). To "
-            "start from where they ended, pass gspmd_mcmc.per_chain(draws.state.position)"
+            "initial_position: the target is not what it was when these draws were made "
+            f"({what}). {anew}"
         )
     if draws.num_chains != num_chains:
         raise ValueError(
-            f"num_chains: the draws to go on from have {draws.num_chains} chains, got {num_chains}"
+            f"num_chains: the draws to continue have {draws.num_chains} chains, got {num_chains}"
         )

@@ -1,7 +1,7 @@
 """Where chains start: positions as given, or drawn per chain until the log density is finite."""
 
 import functools
-from collections.abc import Callable
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,18 +9,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.errors import SamplingWarning
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.processes import to_host
-from gspmd_mcmc.placement.layout import Layout
+from gspmd_mcmc.placement.explicit import on_any_mesh
+from gspmd_mcmc.placement.layout import Layout, read_layout
+from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.functions import as_partial
-from gspmd_mcmc.targets.local import cut, lay_out
+from gspmd_mcmc.targets.local import cut, lay_out, zero_pad
+from gspmd_mcmc.targets.modules import is_module
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, path_str, roles
 
 MAX_TRIES = 100
+# Distances that flat latents are moved by. A wall (a box, a constraint) is as flat within; moves so
+# long, either way, meet any.
+REACHES = (0.0, 1e1, 1e2, 1e4, 1e6, 1e8)
 
 
 def uniform_start(position: PyTree, radius: float = 2.0) -> Partial:
@@ -45,56 +54,46 @@ def _uniform(position: PyTree, radius: jax.Array, rng_key: jax.Array) -> PyTree:
     return jax.tree.unflatten(treedef, moved)
 
 
-def example_of(start: Callable, rng_key: jax.Array) -> PyTree:
-    """Return a tree in the shapes of one chain's start, laid out where that is known.
+@on_any_mesh
+def prior_start(target: Target) -> Partial:
+    """Start each chain at a draw of the latents from their prior.
 
-    `uniform_start` and `Mode.laplace_start` bind the position that they start around.
-    """
-    shapes = jax.eval_shape(as_partial(start), rng_key)
-    around = start.args[0] if isinstance(start, Partial) and start.args else None
-    return around if jax.tree.structure(around) == jax.tree.structure(shapes) else shapes
+    Draws are retried until the log density is finite (`sample`). They spread chains as widely as the
+    prior does: if it is vague and far from the posterior, warm-up takes longer. A latent behind an
+    observed site is drawn given the observation.
 
+    Parameters
+    ----------
+    target
+        Made by `from_numpyro`, or by ``condition`` of a joint distribution.
 
-def has_chain_axis(target: Any, position: PyTree, num_chains: int) -> bool:
-    """Tell whether every leaf has a leading axis of chains, by what the target accepts.
+    Returns
+    -------
+    Partial
+        ``start(rng_key) -> position`` of one chain, unconstrained, for `sample`'s
+        ``initial_position``; the same values on every mesh. Latents of rows are laid out with those.
 
     Raises
     ------
+    TypeError
+        If the target was written as functions, which have no prior to draw from.
     ValueError
-        If the target accepts the position both with and without it.
+        If a distribution of the model, such as an improper one, cannot be drawn from.
     """
-    leaves = jax.tree.leaves(position)
-    if not all(np.ndim(x) and np.shape(x)[0] == num_chains for x in leaves):
-        return False
-    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), position)
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), whole)
-    if not _accepts(target, one):
-        return False
-    if _accepts(target, whole):
-        raise ValueError(
-            f"initial_position: every leaf has a leading axis of num_chains={num_chains}, and the "
-            "target accepts it with and without. Say which: gspmd_mcmc.per_chain(position) has one "
-            "position a chain; gspmd_mcmc.uniform_start(position) spreads one position over chains"
+    if not isinstance(target, Target) or target.prior is None:
+        raise TypeError(
+            "prior_start: expected a target made by from_numpyro or by condition of a joint "
+            f"distribution, got {type(target).__name__}, which was written as functions and has no "
+            "prior to draw from. Pass sample a function rng_key -> position of your own, or "
+            "gspmd_mcmc.uniform_start(position)"
         )
-    return True
+    start = as_partial(Partial(_draw_of_prior, target.prior.draw))
+    jax.eval_shape(start, jax.random.key(0))
+    return start
 
 
-def require_accepted(kernel: Any, position: PyTree) -> None:
-    """Let the target's own error out, if it does not accept a position."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), position)
-    jax.eval_shape(_terms, kernel.target, shapes)
-
-
-def _accepts(target: Any, position: PyTree) -> bool:
-    try:
-        jax.eval_shape(_terms, target, position)
-    except (TypeError, ValueError, IndexError, KeyError, AttributeError):
-        return False
-    return True
-
-
-def _terms(target: Any, position: PyTree) -> PyTree:
-    return target.terms(lay_out(target, position))
+def _draw_of_prior(draw: Partial, rng_key: jax.Array) -> PyTree:
+    return draw(rng_key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,16 +108,94 @@ def per_chain(position: PyTree) -> PerChain:
     return PerChain(position)
 
 
-def require_same_precision(what: str, log_density: Any) -> None:
-    """Raise where a run's log densities are of another precision than this program computes in."""
-    now = jnp.zeros(()).dtype
-    if log_density.dtype != now:
+def start(
+    kernel: Kernel, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
+) -> tuple[Layout, Any]:
+    """Find out what kind of start this is; return the layout, and the states of all chains.
+
+    Parameters
+    ----------
+    kernel
+        The kernel, with its target.
+    rng_key
+        The key of the whole run; the first of its two halves is that of the starts.
+    initial
+        A position, a function, `PerChain` or a `Mode`, as in `sample`.
+    mesh, num_chains
+        As in `sample`.
+    """
+    target = kernel.target
+    if isinstance(initial, Mode):
+        initial = uniform_start(initial.position, 0.0)
+    if not callable(initial) or is_module(initial):
+        is_marked = isinstance(initial, PerChain)
+        position = initial.position if is_marked else initial
+        checks.check_position(target, position)
+        if is_marked:
+            _require_chain_axis(position, num_chains)
+        if is_marked or _has_chain_axis(target, position, num_chains):
+            layout = read_layout(mesh, target, position, num_chains, has_chains=True)
+            states = init_chains(kernel, position, layout=layout)
+            require_finite(kernel, states)
+            return layout, states
+        jax.eval_shape(_terms, target, _shapes(position))  # The target's own error, if it has one.
+        initial = uniform_start(lay_out(target, position))
+    drawn = as_partial(initial)
+    example = jax.eval_shape(drawn, rng_key)
+    # `uniform_start` and `Mode.laplace_start` bind a position that is laid out.
+    around = initial.args[0] if isinstance(initial, Partial) and initial.args else None
+    example = around if jax.tree.structure(around) == jax.tree.structure(example) else example
+    checks.check_position(target, example)
+    layout = read_layout(mesh, target, example, num_chains, has_chains=False)
+    return layout, _start_at_draws(kernel, rng_key, drawn, layout)
+
+
+def _has_chain_axis(target: Target, position: PyTree, num_chains: int) -> bool:
+    """Tell whether every leaf has a leading axis of chains, by what the target accepts.
+
+    Raises
+    ------
+    ValueError
+        If the target accepts the position both with and without it.
+    """
+    whole = _shapes(position)
+    if not all(x.ndim and x.shape[0] == num_chains for x in jax.tree.leaves(whole)):
+        return False
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), whole)
+    if not _accepts(target, one):
+        return False
+    if _accepts(target, whole):
         raise ValueError(
-            f"{what}: the run was computed in {log_density.dtype}, and JAX now computes in {now}: "
-            "jax_enable_x64 was switched since. Set it as it was; or begin another run where this one "
-            "ended, with a target built anew and "
-            "gspmd_mcmc.per_chain(jax.tree.map(numpy.asarray, draws.state.position))"
+            f"initial_position: every leaf has a leading axis of num_chains={num_chains}, and the "
+            "target accepts it with and without. Say which: gspmd_mcmc.per_chain(position) has one "
+            "position a chain; gspmd_mcmc.uniform_start(position) spreads one position over chains"
         )
+    return True
+
+
+def _accepts(target: Target, position: PyTree) -> bool:
+    try:
+        jax.eval_shape(_terms, target, position)
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError):
+        return False
+    return True
+
+
+def _terms(target: Target, position: PyTree) -> PyTree:
+    return target.terms(lay_out(target, position))
+
+
+def _shapes(position: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), position)
+
+
+def _require_chain_axis(position: PyTree, num_chains: int) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(position):
+        if not np.ndim(leaf) or np.shape(leaf)[0] != num_chains:
+            raise ValueError(
+                f"per_chain position {path_str(path)}: expected a leading axis of num_chains="
+                f"{num_chains}, got shape {np.shape(leaf)}"
+            )
 
 
 @jax.jit
@@ -142,16 +219,17 @@ def _init(kernel: Kernel, positions: PyTree, layout: Layout) -> Any:
 
 @partial(jax.jit, static_argnames="layout")
 def _draw(
-    kernel: Kernel, start: Partial, rng_key: jax.Array, *, layout: Layout
+    kernel: Kernel, start: Partial, rng_key: jax.Array, attempt: int, *, layout: Layout
 ) -> tuple[Any, jax.Array]:
     """Draw a start for each chain; return the states there, and whether they are finite, [chains]."""
 
-    def draw(key):
+    def draw(chain):
         # A pad that was drawn with the rest is cut, so that the new one copies a real row.
-        return lay_out(kernel.target, cut(kernel.target, start(key)))
+        position = start(jax.random.fold_in(key, chain))
+        return lay_out(kernel.target, cut(kernel.target, position))
 
-    keys = jax.vmap(partial(jax.random.fold_in, rng_key))(jnp.arange(layout.num_chains))
-    states = _init(kernel, layout.vmap(draw, (0,))(keys), layout)
+    key = jax.random.fold_in(jax.random.split(rng_key)[0], attempt)
+    states = _init(kernel, layout.vmap(draw, (0,))(jnp.arange(layout.num_chains)), layout)
     return states, are_finite(states)
 
 
@@ -169,38 +247,75 @@ def _select(are_good: jax.Array, states: Any, fresh: Any, *, layout: Layout) -> 
     return layout.vmap(tree.where, (0, 0, 0))(are_good, states, fresh)
 
 
-def start_chains(kernel: Kernel, rng_key: jax.Array, start: Callable, layout: Layout) -> Any:
+def _start_at_draws(kernel: Kernel, rng_key: jax.Array, start: Partial, layout: Layout) -> Any:
     """Draw each chain's start until its log density and gradient are finite; return the states."""
-    start = as_partial(start)
-    states, are_good = _draw(kernel, start, jax.random.fold_in(rng_key, 0), layout=layout)
+    states, are_good = _draw(kernel, start, rng_key, 0, layout=layout)
     for attempt in range(1, MAX_TRIES):
         if np.all(to_host(are_good)):
             return states
-        key = jax.random.fold_in(rng_key, attempt)
-        fresh, fresh_are_good = _draw(kernel, start, key, layout=layout)
+        fresh, fresh_are_good = _draw(kernel, start, rng_key, attempt, layout=layout)
         states = _select(are_good, states, fresh, layout=layout)
         are_good |= fresh_are_good
     require_finite(kernel, states)
     return states
 
 
-def require_finite(kernel: Any, states: Any) -> None:
+def require_finite(kernel: Kernel, states: Any) -> None:
     """Raise where a chain's log density or gradient is not finite, naming the chain and the cause."""
     bad = np.flatnonzero(~np.asarray(to_host(are_finite(states))))
-    if not bad.size:
-        return
-    position = jax.tree.map(lambda x: x[bad[0]], states.position)
-    raise checks.NonFiniteStart(
-        f"chains {bad.tolist()} of {len(states.log_density)} start where the log density or its "
-        f"gradient is not finite: in chain {bad[0]} {checks.blame(kernel.target, position)}"
-    )
+    if bad.size:
+        position = jax.tree.map(lambda x: x[bad[0]], states.position)
+        raise checks.NonFiniteStart(
+            f"chains {bad.tolist()} of {len(states.log_density)} start where the log density or its "
+            f"gradient is not finite: in chain {bad[0]} {checks.blame(kernel.target, position)}"
+        )
 
 
-def require_chain_axis(position: PyTree, num_chains: int) -> None:
-    """Raise unless every leaf has a leading axis of chains."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(position):
-        if not np.ndim(leaf) or np.shape(leaf)[0] != num_chains:
-            raise ValueError(
-                f"per_chain position {path_str(path)}: expected a leading axis of num_chains="
-                f"{num_chains}, got shape {np.shape(leaf)}"
+def warn_of_flat_latents(target: Target, states: Any, layout: Layout) -> None:
+    """Warn of elements of the position that nothing gives a density.
+
+    Their gradient is exactly 0 where every chain starts, which costs nothing to see; and wherever they
+    are moved the terms of the log density stay the same, to the bit. The first alone has other causes:
+    a unit that is dead there, the middle of a box, a start at a mode.
+    """
+    flags, counts = _without_slope(target, states.log_density_grad, layout=layout)
+    num_flat, num_real = np.asarray(to_host(counts))
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(flags)
+    for i in np.flatnonzero(num_flat):
+        only = [x if j == i else jnp.zeros_like(x) for j, (_, x) in enumerate(leaves)]
+        if to_host(_is_same_anywhere(target, states.position, treedef.unflatten(only), layout=layout)):
+            warnings.warn(
+                f"position {path_str(leaves[i][0])}: the log density is the same whatever "
+                f"{num_flat[i]} of its {num_real[i]} numbers are, so that chains wander off in them "
+                "forever. Give them a prior, or leave them out of the position",
+                SamplingWarning,
+                stacklevel=4,
             )
+
+
+@partial(jax.jit, static_argnames="layout")
+def _without_slope(target: Target, grads: PyTree, *, layout: Layout) -> tuple[PyTree, jax.Array]:
+    """Tell of each element whether its gradient is 0 in all chains.
+
+    Of each leaf also how many there are, and how many elements; shape [2, leaves]. Pad is none.
+    """
+    real = layout.vmap(zero_pad, (None, 0))(target, jax.tree.map(jnp.ones_like, grads))
+    real = jax.tree.map(lambda r: jnp.all(r != 0, axis=0), real)
+    flags = jax.tree.map(lambda x, r: jnp.all(x == 0, axis=0) & r, grads, real)
+    return flags, jnp.stack([jnp.stack(list(map(jnp.sum, jax.tree.leaves(x)))) for x in (flags, real)])
+
+
+@partial(jax.jit, static_argnames="layout")
+def _is_same_anywhere(target: Target, positions: PyTree, flags: PyTree, *, layout: Layout) -> jax.Array:
+    """Tell whether all terms, in all chains, are the same to the bit where elements are moved."""
+
+    def move(x: jax.Array, flag: jax.Array, reach: jax.Array) -> jax.Array:
+        noise = jax.random.normal(jax.random.key(0), x.shape, x.dtype)
+        return jnp.where(flag[None], x + reach.astype(x.dtype) * noise, x)
+
+    def terms_at(reach: jax.Array) -> PyTree:
+        moved = jax.tree.map(lambda x, flag: move(x, flag, reach), positions, flags)
+        return layout.vmap(lambda target, x: target.terms(x), (None, 0))(target, moved)
+
+    terms = jax.lax.map(terms_at, jnp.asarray(REACHES))
+    return jnp.all(jnp.stack([jnp.all(x[1:] == x[:1]) for x in jax.tree.leaves(terms)]))
