@@ -28,6 +28,7 @@ from gspmd_mcmc.sampling.run_state import RunState, end_stage, run_roles
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.storage.attributes import version_of
 from gspmd_mcmc.storage.checkpoint import Checkpoints, Damaged
+from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.tree import PyTree, path_str
 
@@ -58,7 +59,7 @@ def opened(path: str | Path | None) -> Iterator[Checkpoints | None]:
 
 
 @contextlib.contextmanager
-def reserved(to: ZarrSink | None, checkpoints: Checkpoints | None) -> Iterator[ZarrSink | None]:
+def reserved(to: Sink | None, checkpoints: Checkpoints | None) -> Iterator[Sink | None]:
     """Hold the folder of a sink from before anything is computed until the draws are on disk.
 
     With checkpoints there is a sink always.
