@@ -10,9 +10,9 @@ from gspmd_mcmc.tree import PyTree
 class Sink(ABC):
     """Where `sample` writes its draws to, with ``to=``; `ZarrSink` is one.
 
-    A run calls `reserve` before it computes anything, `check` and `buffer_rows` when it knows what a draw
-    is, `begin` before the first draw, `write` for each full buffer and when `is_due`, `flush`
-    before each checkpoint and at the end, then `saved`. However it ends, it calls `close`.
+    A run calls `reserve` before it computes anything, and `check` and `buffer_rows` when it knows the
+    shapes of a draw. It calls `begin` before the first draw, `write` for each full buffer and when
+    `is_due`, `flush` before each checkpoint and at the end, then `saved`; and `close`, however it ends.
 
     Attributes
     ----------
