@@ -1,10 +1,10 @@
-"""Runs that are killed at random moments and gone on with: what becomes of their draws.
+"""Runs that are killed at random moments and continued: what becomes of their draws.
 
 ``python -m benchmarks survival [--kills 50] [--terms 0] [--seed 0] [--out FILE.json]``. A small run
-with checkpoints and a sink is ended after a random time, by SIGKILL or SIGTERM, gone on with in a new
-process, ended again, and so on; one that reaches its end before is begun anew in another folder. Every
-run's draws are compared with those of a run that nothing interrupted: none may be missing, doubled, or
-different in a single bit.
+with checkpoints and a sink is ended after a random time, by SIGKILL or SIGTERM; the same call continues
+it in a new process, which is ended again, and so on. A run that reaches its end first is followed by a
+new one in another folder. Every run's draws are compared with those of a run that nothing interrupted:
+none may be missing, doubled, or different in a single bit.
 
 This process imports all and starts no backend of JAX; each attempt is a fork of it, with programs from
 one persistent cache. So an attempt costs what the run itself costs.
@@ -29,7 +29,8 @@ from rich.console import Console
 
 import gspmd_mcmc as gm
 from benchmarks import environment
-from gspmd_mcmc.sampling import chunks, keeping
+from gspmd_mcmc.sampling import run as runs
+from gspmd_mcmc.sampling.resumption import Saver
 from gspmd_mcmc.storage import saved_draws
 
 NUM_WARMUP, NUM_SAMPLES, CHAINS = 200, 1000, 4
@@ -53,22 +54,17 @@ def start_jax(cache: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    chunks.next_size = lambda count, seconds: CHUNK
+    runs.next_size = lambda count, seconds: CHUNK
 
 
-def target_and_mesh():
-    """Return the target, and a mesh of two devices that chains lie over."""
-    return gm.LogDensity(log_density, jnp.asarray([0.5, 1.0, 4.0])), gm.make_mesh(chains=2)
-
-
-def begin(**options: Any) -> gm.Draws:
-    """Begin a run."""
-    target, mesh = target_and_mesh()
+def run(**options: Any) -> gm.Draws:
+    """Begin a run, or continue the one in the folder ``checkpoint``, with chains over two devices."""
+    target = gm.LogDensity(log_density, jnp.asarray([0.5, 1.0, 4.0]))
     return gm.sample(
         jax.random.key(1),
         target,
         {"a": jnp.zeros(3), "b": jnp.zeros(())},
-        mesh=mesh,
+        mesh=gm.make_mesh(chains=2),
         num_chains=CHAINS,
         num_warmup=NUM_WARMUP,
         num_samples=NUM_SAMPLES,
@@ -81,19 +77,14 @@ def begin(**options: Any) -> gm.Draws:
 
 def whole_run(out: Path) -> None:
     """Make the draws that every other run is compared with."""
-    draws = begin()
-    arrays: Any = arrays_of(draws)
+    arrays: Any = arrays_of(run())
     np.savez(out, **arrays)
 
 
 def attempt(folder: Path) -> None:
-    """Begin the run of a folder, or go on with it."""
-    if (folder / "steps").is_dir() and any(p.name.isdigit() for p in (folder / "steps").iterdir()):
-        target, mesh = target_and_mesh()
-        gm.resume(folder, target, mesh=mesh, progress=False)
-        return
+    """Begin the run of a folder, or continue it: the call is the same."""
     sink = gm.ZarrSink(folder / "draws", flush_seconds=EVERY / 2)
-    begin(checkpoint=folder, every=EVERY, to=sink)
+    run(checkpoint=folder, every=EVERY, to=sink)
 
 
 def compare(folder: Path, whole: Path, out: Path) -> None:
@@ -122,7 +113,7 @@ def differences(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 
 def finish_and_compare(folder: Path, whole: Path, out: Path) -> None:
-    """Go on with a run to its end, and compare its draws."""
+    """Continue a run to its end, and compare its draws."""
     attempt(folder)
     compare(folder, whole, out)
 
@@ -158,14 +149,14 @@ def fork(work: Callable[[], None]) -> tuple[int, int]:
 
 def tell_of_the_first_chunk(pipe: int) -> None:
     """Write to a pipe when a first chunk has ended."""
-    after_chunk, told = keeping.Keeper.after_chunk, []
+    after_chunk, told = Saver.after_chunk, []
 
     def tell(self):
         if not told:
             told.append(os.write(pipe, b"x"))
         after_chunk(self)
 
-    keeping.Keeper.after_chunk = tell
+    Saver.after_chunk = tell
 
 
 def wait_for(pid: int, seconds: float) -> int | None:
@@ -257,7 +248,7 @@ def survive(folder: Path, signals: list[int], rng: np.random.Generator) -> dict[
 
 
 def main(argv: list[str]) -> int:
-    """Kill, go on, compare; 1 if a draw is missing, doubled or different."""
+    """Kill, continue, compare; 1 if a draw is missing, doubled or different."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks survival", description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--terms", type=int, default=0)

@@ -87,7 +87,7 @@ from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Transition, Window
 from gspmd_mcmc.storage.sink import Sink
-from gspmd_mcmc.tree import Pad, derived, each_chain, like_position, pytree, shared, static
+from gspmd_mcmc.tree import Pad, derived, each_chain, like_position, over_steps, pytree, shared, static
 
 # isort: on
 
@@ -193,6 +193,7 @@ __all__ = [
     "derived",
     "each_chain",
     "like_position",
+    "over_steps",
     "pytree",
     "shared",
     "static",

@@ -6,8 +6,8 @@ class SamplingWarning(UserWarning):
 
 
 class CheckpointNotSaved(RuntimeError):
-    """A run that was to have checkpoints cannot write its first one; nothing has been computed."""
+    """A run with checkpoints cannot write its first one, so nothing has been computed."""
 
 
 class Preempted(RuntimeError):
-    """The run was told to end (SIGTERM). What it had done is saved; the message says how to go on."""
+    """The run was told to end (SIGTERM). It is saved; the message says how to continue it."""

@@ -5,9 +5,9 @@ Nothing here ravels: every result has the structure, the shapes and so the layou
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,124 @@ def is_staging() -> bool:
     return is_traced(jnp.zeros(()))
 
 
+class Pad(Enum):
+    """What the pad rows of a leaf like the position hold.
+
+    Another mesh may need more pad rows than the one that the leaf comes from. Pad rows never move:
+    their mask is on terms, gradients and momenta.
+    """
+
+    COPY = "the last real row"
+    STAYS = "the pad row of the position, in every draw"
+    ZERO = "zeros"
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """What an array of a run is; see `like_position`, `each_chain`, `derived`, `shared`.
+
+    Attributes
+    ----------
+    is_like_position
+        Whether it belongs to a tree like the position; other arrays are whole on every device.
+    has_chains
+        Whether its first axis is that of the chains. In a state that is mapped over chains all have it.
+    num_axes
+        Further axes before those of the position.
+    pad
+        What its pad rows hold.
+    is_derived
+        Whether it follows from the position, and is computed anew on another mesh.
+    leaf
+        The number of the position's leaf that it is like; None for other arrays.
+    """
+
+    is_like_position: bool = False
+    has_chains: bool = False
+    num_axes: int = 0
+    pad: Pad = Pad.COPY
+    is_derived: bool = False
+    leaf: int | None = None
+
+
+def _declare(**metadata: Any) -> Any:
+    return dataclasses.field(metadata=metadata)
+
+
+def static(**kwargs) -> Any:
+    """Return a dataclass field that is metadata of the pytree: hashable, compared by value."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+def like_position(
+    *, pad: Pad = Pad.COPY, has_chains: bool = False, num_axes: int = 0, is_derived: bool = False
+) -> Any:
+    """Return a dataclass field that is a tree like the position, leaves [(chains,) (axes,) ...].
+
+    The field may also hold an object, such as a metric, whose own fields say what they are.
+
+    Parameters
+    ----------
+    pad
+        What the pad rows of its leaves hold.
+    has_chains
+        Whether the leaves have a first axis of chains, in a class that is not mapped over chains.
+    num_axes
+        Further axes of the leaves before those of the position.
+    is_derived
+        Whether the field follows from the position, and is computed anew on another mesh.
+    """
+    return _declare(role=Role(True, has_chains, num_axes, pad, is_derived))
+
+
+def each_chain() -> Any:
+    """Return a dataclass field whose arrays have a first axis of chains, [chains, ...]."""
+    return _declare(role=Role(has_chains=True))
+
+
+def derived() -> Any:
+    """Return a dataclass field that follows from the position: computed anew on another mesh."""
+    return _declare(role=Role(is_derived=True))
+
+
+def shared() -> Any:
+    """Return a dataclass field whose arrays all chains share, as they do where nothing is declared."""
+    return _declare(role=Role())
+
+
+def over_steps(combine: Callable[[jax.Array, jax.Array], jax.Array], *, is_mean: bool = False) -> Any:
+    """Return a field of a kernel's info that says how several steps make the value of one draw.
+
+    A field that declares nothing has the value of the last step.
+
+    Parameters
+    ----------
+    combine
+        ``combine(value so far, value of one more step)``.
+    is_mean
+        Whether the result is divided by the number of steps.
+    """
+    return _declare(over_steps=(combine, is_mean))
+
+
 T = TypeVar("T")
+# What the fields of each class that `pytree` has registered declare.
+_DECLARED: dict[type, tuple[Role, ...]] = {}
 
 
+@dataclass_transform(
+    eq_default=False,
+    frozen_default=True,
+    field_specifiers=(
+        dataclasses.field,
+        static,
+        like_position,
+        each_chain,
+        derived,
+        shared,
+        over_steps,
+    ),
+)
 def pytree(cls: type[T]) -> type[T]:
     """Register a frozen dataclass as a pytree; fields marked by `static` are metadata.
 
@@ -62,77 +177,6 @@ def pytree(cls: type[T]) -> type[T]:
     return cls
 
 
-# What the fields of each class that `pytree` has registered say of themselves.
-_DECLARED: dict[type, tuple["Role", ...]] = {}
-
-
-def static(**kwargs) -> Any:
-    """Return a dataclass field that is metadata of the pytree: hashable, compared by value."""
-    return dataclasses.field(metadata={"static": True}, **kwargs)
-
-
-class Pad(Enum):
-    """What the pad rows of a leaf like the position hold, where another mesh needs more of them.
-
-    The rows themselves never move: their mask is on terms, gradients and momenta.
-    """
-
-    COPY = "the last real row"
-    STAYS = "the pad row of the position, in every draw"
-    ZERO = "zeros"
-
-
-@dataclasses.dataclass(frozen=True)
-class Role:
-    """What the arrays of a state's field are; see `like_position`, `each_chain`, `shared`.
-
-    Attributes
-    ----------
-    is_like_position
-        Whether the field is a tree like the position; else its arrays are whole on every device.
-    has_chains
-        Whether its arrays have a first axis of chains. In a state that is mapped over chains all have.
-    num_axes
-        Further axes before those of the position.
-    pad
-        What its pad rows hold.
-    is_derived
-        Whether it follows from the position, and is evaluated anew on another mesh.
-    """
-
-    is_like_position: bool = False
-    has_chains: bool = False
-    num_axes: int = 0
-    pad: Pad = Pad.COPY
-    is_derived: bool = False
-
-
-def like_position(
-    *, pad: Pad = Pad.COPY, has_chains: bool = False, num_axes: int = 0, is_derived: bool = False
-) -> Any:
-    """Return a dataclass field that is a tree like the position, leaves [(chains,) (axes,) ...].
-
-    Or an object, such as a metric, whose own fields say what they are.
-    """
-    role = Role(True, has_chains, num_axes, pad, is_derived)
-    return dataclasses.field(metadata={"role": role})
-
-
-def each_chain() -> Any:
-    """Return a dataclass field whose arrays have a first axis of chains, [chains, ...]."""
-    return dataclasses.field(metadata={"role": Role(has_chains=True)})
-
-
-def derived() -> Any:
-    """Return a dataclass field that follows from the position: evaluated anew on another mesh."""
-    return dataclasses.field(metadata={"role": Role(is_derived=True)})
-
-
-def shared() -> Any:
-    """Return a dataclass field whose arrays are one for all chains; so is what declares nothing."""
-    return dataclasses.field(metadata={"role": Role()})
-
-
 def fields_like_position(cls: type) -> list[str]:
     """Name the fields of a class that are trees like the position."""
     return [f.name for f in dataclasses.fields(cls) if _role_of(f).is_like_position]
@@ -148,22 +192,24 @@ def roles(value: PyTree, position: Any, role: Role = Role(), *, of_each_chain: b
     Parameters
     ----------
     value
-        The tree. Dicts, lists and tuples hand on the role that they have.
+        The tree. Dicts, lists and tuples pass their own role on to what they hold.
     position
         The structure of a position.
     role
-        What the tree is, if it is not of a class that declares it.
+        What the tree is, if its class declares nothing.
     of_each_chain
-        Whether every leaf has one more first axis, of chains: of states that are mapped over them.
+        Whether every leaf has one more first axis, of chains, as states that are mapped over them.
     """
-    is_like_position = role.is_like_position and jax.tree.structure(value) == position
     children, treedef = jax.tree.flatten(value, is_leaf=lambda x: x is not value)
+    is_like_position = role.is_like_position and jax.tree.structure(value) == position
     if is_like_position or treedef_is_leaf(treedef):
-        own = dataclasses.replace(role, is_like_position=is_like_position)
         if of_each_chain:
             num_axes = role.num_axes + role.has_chains
-            own = dataclasses.replace(own, has_chains=True, num_axes=num_axes)
-        return jax.tree.map(lambda _: own, value)
+            role = dataclasses.replace(role, has_chains=True, num_axes=num_axes)
+        leaves, treedef = jax.tree.flatten(value)
+        numbers = range(len(leaves)) if is_like_position else [None] * len(leaves)
+        own = [dataclasses.replace(role, is_like_position=is_like_position, leaf=i) for i in numbers]
+        return jax.tree.unflatten(treedef, own)
     of_children = _DECLARED.get(type(value), (role,) * len(children))
     found = [
         roles(child, position, r, of_each_chain=of_each_chain)

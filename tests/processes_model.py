@@ -5,6 +5,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.sampling import run as runs
 
 NUM_ROWS = 21  # On 8, 4 or 2 devices some hold pad.
 # A run in chunks of so many steps, of which one process does not see the end.
@@ -49,6 +50,15 @@ def sampled(mesh, kind: type = gm.NUTS, **settings):
     return gm.sample(
         jax.random.key(3), target, start, mesh=mesh, kernel=kernel, warmup=adaptation, **given
     )
+
+
+def long_run(mesh, **settings):
+    """Sample as `sampled` does, in chunks of `CHUNK` steps."""
+    before, runs.next_size = runs.next_size, lambda count, seconds: CHUNK
+    try:
+        return sampled(mesh, gm.HMC, **LONG | settings)
+    finally:
+        runs.next_size = before
 
 
 def values_of(draws):

@@ -15,7 +15,7 @@ import processes_model as model
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.sampling import chunks, progress
+from gspmd_mcmc.sampling import reporting
 from gspmd_mcmc.sampling.reporting import Report
 
 case, port, num_processes, process = sys.argv[1], *map(int, sys.argv[2:5])
@@ -183,7 +183,7 @@ def pad_copies(effect):
 def dies(how):
     """Have process 1 end in its third chunk of draws; the others say when, and how they end.
 
-    What was saved of the one that is killed is for `goes_on`.
+    What was saved of the one that is killed is for `continued`.
     """
     join(1, HEARTBEAT)
     advance, sizes = Report.advance, []
@@ -198,31 +198,26 @@ def dies(how):
             raise OSError("the disk of process 1 is full")
 
     Report.advance = ended  # pyright: ignore[reportAttributeAccessIssue]
-    chunks.next_size = lambda count, seconds: model.CHUNK
     saving = {"checkpoint": out / "run", "every": 0.0} if how == "killed" else {}
-    model.sampled(gm.make_mesh(data=-1), gm.HMC, **model.LONG, **saving)
+    model.long_run(gm.make_mesh(data=-1), **saving)
 
 
-def goes_on():
-    """Resume what process 1 of `dies` has left, and make the same run without an end of it."""
+def continued():
+    """Continue what process 1 of `dies` has left, and make the same run without an end of it."""
     join(1)
     mesh = gm.make_mesh(data=-1)
-    chunks.next_size = lambda count, seconds: model.CHUNK
-    target = model.target_of(gm.place(model.rows(), mesh, P("data")))
-    other = {"num_samples": 7 + process, "progress": False}
-    found: dict[str, Any] = {"disagree": error_of(gm.resume, out / "run", target, **other)}
-    (out / f"part{process}").mkdir()
-    elsewhere = error_of(gm.resume, out / f"part{process}", target, progress=False)
-    found["elsewhere"] = elsewhere
+    other = {"checkpoint": out / "run", "num_samples": 121 + process}
+    found: dict[str, Any] = {"disagree": error_of(model.long_run, mesh, **other)}
+    folder = out / f"part{process}"
+    folder.mkdir()
+    found["elsewhere"] = error_of(model.long_run, mesh, checkpoint=folder)
     found["before"] = gm.open_draws(out / "run" / "draws").num_draws
-    resumed = gm.resume(out / "run", target, progress=False)
-    whole = model.sampled(mesh, gm.HMC, **model.LONG)
-    found["draws"] = resumed.num_draws
-    names = ("slope", "spread", "effect")
-    values = {k: np.asarray(resumed.position[k][...]) for k in names}
-    wanted = {k: np.asarray(gm.to_host(whole.position[k])) for k in names}
+    draws, whole = model.long_run(mesh, checkpoint=out / "run"), model.long_run(mesh)
+    found["draws"] = draws.num_draws
+    values = {k: np.asarray(x) for k, x in draws.position.items()}
+    wanted = {k: np.asarray(gm.to_host(x)) for k, x in whole.position.items()}
     wanted["effect"] = wanted["effect"][:, :, : model.NUM_ROWS]
-    found["equal"] = {k: bool(np.array_equal(values[k], wanted[k])) for k in names}
+    found["equal"] = {k: bool(np.array_equal(values[k], wanted[k])) for k in wanted}
     np.savez(out / f"values{process}.npz", allow_pickle=False, **values)
     write(found)
 
@@ -240,8 +235,8 @@ CASES = {
     "four": of_four,
     "killed": lambda: dies("killed"),
     "raised": lambda: dies("raised"),
-    "goes_on": goes_on,
+    "continued": continued,
     "alone": alone,
 }
-progress.SECONDS_A_LINE = 0.0  # these runs end within a minute
+reporting.SECONDS_A_LINE = 0.0  # these runs end within a minute
 CASES[case]()

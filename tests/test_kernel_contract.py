@@ -158,11 +158,11 @@ def run_on(name: str, mesh: str, is_double: bool = True, moved_row: int | None =
         return *jax.tree.map(np.asarray, program(kernel, states)), program
 
 
-def check_same_chains(name, mesh, tolerance=1e-9, **options):
-    lengths, accepted, expected, _ = run_on(name, "1")
+def check_same_chains(name, mesh, tolerance=1e-9, is_double=True, moved_row=None):
+    lengths, accepted, expected, _ = run_on(name, "1", is_double)
     assert np.mean(accepted) > 0.5 and np.ptp(expected["mean"], axis=0).min() > 0.1
     assert np.ptp(lengths) > 2 or name in ("HMC", "MCLMC")
-    got_lengths, got_accepted, got, _ = run_on(name, mesh, **options)
+    got_lengths, got_accepted, got, _ = run_on(name, mesh, is_double, moved_row)
     np.testing.assert_array_equal(got_lengths, lengths)
     np.testing.assert_array_equal(got_accepted, accepted)
     pad, real = got["effect"][:, :, NUM_ROWS:], got["effect"][:, :, :NUM_ROWS]

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.multihost.agreement import MESSAGE_BYTES
-from gspmd_mcmc.sampling import chunks
 
 WORKER = Path(__file__).parent / "processes_worker.py"
 TIMEOUT = 500  # of a busy machine; a quiet one needs a tenth
@@ -241,25 +240,23 @@ def test_a_process_that_ends_ends_the_others_soon(how, code, says, ended):
     assert says in of_ended
 
 
-def test_a_run_goes_on_from_what_a_killed_process_of_two_has_left(ended, monkeypatch):
+def test_a_run_continues_from_what_a_killed_process_of_two_has_left(ended):
     """On two processes to the bit, on one to rounding; and only if all are given the same."""
     out, *_ = ended("killed")
     copied = shutil.copytree(out / "run", out / "copy")
-    found, values, _ = results_of("goes_on", 2, out)
+    found, values, _ = results_of("continued", 2, out)
     num_draws = model.LONG["num_samples"]
     for process in found:
         assert 0 < process["before"] < num_draws == process["draws"]
         assert process["equal"] == {"slope": True, "spread": True, "effect": True}
-        assert process["disagree"].startswith("ProcessesDisagree: resume: ")
-        assert "num_samples: process 0 has 7; process 1 has 8" in process["disagree"]
-        assert "part0'; process 1 has" in process["elsewhere"]
-    monkeypatch.setattr(chunks, "next_size", lambda count, seconds: model.CHUNK)
+        assert process["disagree"].startswith("ProcessesDisagree: sample: ")
+        assert "num_samples: process 0 has 121; process 1 has 122" in process["disagree"]
+        assert "part0; process 1 has" in process["elsewhere"]
     mesh = gm.make_mesh(data=2, devices=jax.devices()[:2])
-    target = model.target_of(gm.place(model.rows(), mesh, P("data")))
-    alone = gm.resume(copied, target, progress=False)
+    alone = model.long_run(mesh, checkpoint=copied)
     assert alone.num_draws == num_draws
     for name, expected in values[0].items():
-        assert apart(np.asarray(alone.position[name][...]), expected) < 1e-3, name
+        assert apart(np.asarray(alone.position[name]), expected) < 1e-3, name
     assert apart(values[0]["slope"][0], values[0]["slope"][1]) > 1e-2  # another chain's, so measured
 
 

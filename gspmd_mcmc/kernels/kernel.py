@@ -1,8 +1,6 @@
 """What a kernel is: settings on a target, whose steps leave the target's density as it is."""
 
-import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -11,22 +9,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import settings
-from gspmd_mcmc.tree import PyTree, pytree
-
-
-def over_steps(combine: Callable[[jax.Array, jax.Array], jax.Array], *, is_mean: bool = False) -> Any:
-    """Return a field of an `Info` that tells how several steps' values become that of one draw.
-
-    A field that tells nothing has the last step's.
-
-    Parameters
-    ----------
-    combine
-        ``combine(so far, of one more step)``.
-    is_mean
-        Whether what comes of it is divided by the number of steps.
-    """
-    return dataclasses.field(metadata={"over_steps": (combine, is_mean)})
+from gspmd_mcmc.tree import PyTree, over_steps, pytree
 
 
 @pytree
@@ -88,7 +71,11 @@ class Kernel(ABC):
 
     @abstractmethod
     def init(self, position: PyTree) -> Any:
-        """Return the state at a position: with fields ``position``, ``log_density`` and ``terms``."""
+        """Return the state at a position.
+
+        It has the fields ``position``, ``log_density``, ``log_density_grad`` and ``terms``, and others
+        of any name.
+        """
 
     @abstractmethod
     def step(self, rng_key: jax.Array, state: Any) -> tuple[Any, Info]:

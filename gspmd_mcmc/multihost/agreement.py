@@ -1,6 +1,7 @@
-"""What the processes of one run agree on: facts that have to be equal, numbers that follow the least.
+"""What the processes of a run agree on: facts that must be equal, numbers of which the least counts.
 
-Every process has to call these, in the same order. A message is of one size: one program serves.
+Every process must call these functions in the same order. All messages have one size, so that one
+program serves.
 """
 
 import hashlib
@@ -14,12 +15,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 MESSAGE_BYTES = 32
-# What errors say of a process that has gone while others wait for it.
+# What errors say when a process is gone while others wait for it.
 OF_LOST_PROCESS = ("gloo", "heartbeat", "connection closed", "connection reset", "coordination service")
 
 
 class ProcessesDisagree(ValueError):
-    """Processes of one run were given different things; the message says what, and to which."""
+    """Processes of one run were given different things; the message says what each was given."""
 
 
 class ProcessLost(RuntimeError):
@@ -32,9 +33,9 @@ def require_agreement(call: str, facts: dict[str, str]) -> None:
     Parameters
     ----------
     call
-        Which call of ours this is: processes have to make the same calls.
+        The name of this call; all processes must make the same calls.
     facts
-        Name of what has to be equal to its value, short enough for a message.
+        Name of what must be equal to its value, short enough for a message.
 
     Raises
     ------
@@ -50,31 +51,23 @@ def require_agreement(call: str, facts: dict[str, str]) -> None:
 
 
 def least(*numbers: int) -> tuple[int, ...]:
-    """Return the least of all processes for each of up to four numbers."""
-    message = np.zeros(MESSAGE_BYTES // 8, np.int64)
-    message[: len(numbers)] = numbers
-    found = np.stack([np.frombuffer(x, np.int64) for x in _exchange(message.tobytes())])
-    return tuple(int(n) for n in found.min(axis=0)[: len(numbers)])
+    """Return the least value on any process of each of up to four numbers."""
+    return tuple(int(n) for n in _numbers_of_all(*numbers).min(axis=0)[: len(numbers)])
 
 
 def counts_of_all(number: int) -> list[int]:
-    """Return a number of each process."""
-    message = np.zeros(MESSAGE_BYTES // 8, np.int64)
-    message[0] = number
-    return [int(np.frombuffer(x, np.int64)[0]) for x in _exchange(message.tobytes())]
+    """Return the number that each process has."""
+    return [int(n) for n in _numbers_of_all(number)[:, 0]]
 
 
 def of_all(flag: bool) -> np.ndarray:
-    """Return the flag of every process, shape [processes]; a process alone asks nobody."""
+    """Return the flag of every process, shape [processes]; a single process asks nobody."""
     flags = [flag] if jax.process_count() == 1 else counts_of_all(int(flag))
     return np.asarray(flags, bool)
 
 
 def on_first(act: Callable[[], Any], failure: Exception) -> None:
-    """Let the first process act, and all wait for it.
-
-    If it raises, so do the others: ``failure``.
-    """
+    """Let the first process act while the others wait; if it raises, they raise ``failure``."""
     error = None
     if jax.process_index() == 0:
         try:
@@ -89,8 +82,8 @@ def on_first(act: Callable[[], Any], failure: Exception) -> None:
 
 
 @contextmanager
-def naming_lost() -> Iterator[None]:
-    """Say what an error of the transport means: another process has gone."""
+def lost_process_explained() -> Iterator[None]:
+    """Turn errors of the transport into a `ProcessLost`, which says that another process is gone."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -101,6 +94,13 @@ def naming_lost() -> Iterator[None]:
             "ended, or cannot be reached; its own messages say why. Start all of them again, from a "
             f"checkpoint if there is one. ({str(error).splitlines()[0]})"
         ) from error
+
+
+def _numbers_of_all(*numbers: int) -> np.ndarray:
+    """Return up to four numbers of every process, shape [processes, 4]."""
+    message = np.zeros(MESSAGE_BYTES // 8, np.int64)
+    message[: len(numbers)] = numbers
+    return np.stack([np.frombuffer(x, np.int64) for x in _exchange(message.tobytes())])
 
 
 def _exchange(message: bytes) -> list[bytes]:
@@ -125,9 +125,9 @@ def _message(call: str, stated: list[dict[str, Any]]) -> str:
             shown = "; ".join(f"{_of(values, v)} {v}" for v in dict.fromkeys(values))
             lines.append(f"  {name}: {shown}")
     return (
-        f"{call}: the {len(stated)} processes of this run have to be given the same, but differ in\n"
+        f"{call}: the {len(stated)} processes of this run must be given the same, but differ in\n"
         + "\n".join(lines)
-        + "\nGive all of them the same arguments; rows of their own go through place_local"
+        + "\nGive all of them the same arguments; for rows of their own there is place_local"
     )
 
 

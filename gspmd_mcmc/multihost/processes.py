@@ -1,7 +1,7 @@
-"""Several processes, one mesh: joining them, and reading arrays that lie on all of them.
+"""Several processes, one mesh: how they join, and how arrays that lie on all of them are read.
 
-Every process runs the same program on the same values; what spans processes is read by `to_host`, which
-all of them have to call.
+Every process runs the same program on the same values. `to_host` reads what spans processes; all of
+them must call it.
 """
 
 import os
@@ -29,27 +29,26 @@ def initialize(
 ) -> None:
     """Join the processes of a run, so that ``jax.devices()`` are the devices of all of them.
 
-    A thin front of ``jax.distributed.initialize``. Call it first of all, in every process. Under Slurm,
-    on TPU pods, in Kubernetes (with JAX's extra ``k8s``) and under Open MPI, JAX finds the arguments
-    itself. A process alone, for which nothing is given and nothing found, stays alone: the same script
-    runs on a laptop.
+    It calls ``jax.distributed.initialize``. Call it first, in every process. Under Slurm, on TPU pods,
+    in Kubernetes (with JAX's extra ``k8s``) and under Open MPI, JAX finds the arguments itself. Where
+    nothing is given and nothing found, the process stays alone, so the same script runs on a laptop.
 
     Parameters
     ----------
     coordinator_address
-        ``"host:port"`` of process 0, whose port has to be free and open to the others.
+        ``"host:port"`` of process 0; the port must be free, and open to the others.
     num_processes, process_id
         How many there are, and which one this is, from 0.
     heartbeat_seconds
-        A process that was not heard of for so long is taken for dead, and all others are ended with a
-        message that names it. One that an error ends does not wait for the others longer than this.
+        A process that is silent for so long counts as dead, and all others end with a message that
+        names it. A process that ends by an error waits for the others no longer than this.
 
     Raises
     ------
     RuntimeError
         If it is called twice, or after JAX has started its devices.
     ValueError
-        If some of the arguments are missing, or do not fit each other.
+        If some of the arguments are missing, or contradict each other.
     """
     if jax.distributed.is_initialized():
         raise RuntimeError(
@@ -63,7 +62,7 @@ def initialize(
     }
     _check_arguments(given, heartbeat_seconds)
     if hasattr(jax.config, "jax_enable_preemption_service"):
-        # It takes SIGTERM for itself, and processes would no longer end by it.
+        # It takes SIGTERM for itself; processes would no longer end by it.
         jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=int(heartbeat_seconds))
@@ -94,7 +93,7 @@ def _check_arguments(given: dict[str, Any], heartbeat_seconds: Any) -> None:
 
 
 def _is_alone(given: dict[str, Any], error: Exception) -> bool:
-    """Tell whether nothing was given and JAX found nothing: it then asks for an address."""
+    """Tell whether nothing was given and JAX found nothing; it then asks for an address."""
     nothing = all(value is None for value in given.values())
     return nothing and isinstance(error, ValueError) and "coordinator_address" in str(error)
 
@@ -103,7 +102,7 @@ def _explained(given: dict[str, Any], error: Exception) -> Exception:
     shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
     if isinstance(error, ValueError):
         return ValueError(
-            f"initialize({shown}): JAX found no cluster that tells what is missing ({error}). Give "
+            f"initialize({shown}): JAX found no cluster that supplies what is missing ({error}). Give "
             "coordinator_address, num_processes and process_id"
         )
     if "must be called before" in str(error):
@@ -115,9 +114,9 @@ def _explained(given: dict[str, Any], error: Exception) -> Exception:
 
 
 def _end_soon_after_errors(seconds: float) -> None:
-    """Have an error that ends this process end it soon: JAX would wait minutes for the others.
+    """End this process soon after an error; JAX would wait minutes for the others.
 
-    They may be waiting for this one in a collective. Once it is gone they are ended too.
+    They may be waiting for this one in a collective. Once it is gone, they end too.
     """
     before = sys.excepthook
 
@@ -142,7 +141,8 @@ def spans_processes(mesh: Mesh | AbstractMesh | None) -> bool:
     Raises
     ------
     ValueError
-        If it has devices of some but not of all: the others would be waited for in vain.
+        If it has devices of some processes but not of all, whose programs would wait for the others
+        in vain.
     """
     if not isinstance(mesh, Mesh) or jax.process_count() == 1:
         return False
@@ -165,22 +165,17 @@ def is_local(array: Any) -> bool:
 def to_host(tree: PyTree) -> PyTree:
     """Return the leaves, whole, as NumPy arrays.
 
-    Those that span processes are gathered: every process has to call this, and each then holds all of
+    Those that span processes are gathered: every process must call this, and each then holds all of
     them. It is meant for what is small.
     """
-    if all(is_local(leaf) for leaf in jax.tree.leaves(tree)):
-        return jax.device_get(tree)
-    return jax.tree.map(_to_host, tree)
-
-
-def _to_host(leaf: Any) -> Any:
-    if is_local(leaf):
-        return jax.device_get(leaf)
-    return multihost_utils.process_allgather(leaf, tiled=True)
+    gathered = jax.tree.map(
+        lambda x: x if is_local(x) else multihost_utils.process_allgather(x, tiled=True), tree
+    )
+    return jax.device_get(gathered)
 
 
 def put(array: Any, sharding: NamedSharding) -> jax.Array:
-    """Lay an array out; one that every process holds whole is cut by each, and nothing is sent."""
+    """Lay an array out; each process cuts one that it holds whole, and nothing is sent."""
     if is_traced(array) or sharding.is_fully_addressable or not is_local(array):
         return jax.device_put(array, sharding)
     host = np.asarray(array)
@@ -193,7 +188,7 @@ def local_part(array: Any) -> tuple[np.ndarray, tuple[int, ...]]:
     Raises
     ------
     ValueError
-        If the part is no box: the devices of this process do not lie side by side on the mesh.
+        If the part is not a box: the devices of this process do not lie side by side on the mesh.
     """
     if is_local(array):
         return np.asarray(array), (0,) * np.ndim(array)

@@ -1,4 +1,4 @@
-"""Where the arrays of a run lie, and what each of them is: read once, from a target and a position."""
+"""Where the arrays of a run lie on a mesh, read once from a target and a position."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,29 +11,29 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.padding import is_padded
-from gspmd_mcmc.tree import Pad, PyTree, Role, path_str
+from gspmd_mcmc.tree import Pad, PyTree, Role, path_str, roles
 
 CHAINS = "chains"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The position of one chain, leaf by leaf, and how chains lie; hashable, so programs know it.
+    """The position of one chain, leaf by leaf, and how chains lie; hashable, so static in programs.
 
     Attributes
     ----------
     mesh
         The mesh, or None for one device.
     num_chains
-        How many chains there are.
+        The number of chains.
     treedef
         The structure of a position.
     shapes
-        Of each leaf of one chain's position the shape, its pad rows included, and the dtype.
+        Shape, pad rows included, and dtype of each leaf of one chain's position.
     specs
-        Of each leaf its spec.
+        The spec of each leaf.
     rows
-        Of each leaf the rows of the plate that it is local to, or None.
+        For each leaf the rows of the plate that it is local to, or None.
     """
 
     mesh: Mesh | None
@@ -50,7 +50,7 @@ class Layout:
 
     @property
     def num_parts(self) -> int:
-        """In how many parts the chains lie."""
+        """The number of parts in which the chains lie."""
         return self.mesh.shape[CHAINS] if self.mesh is not None and self.chain_axis else 1
 
     @property
@@ -65,15 +65,18 @@ class Layout:
     def pin(self, tree: PyTree, roles: PyTree) -> PyTree:
         """Constrain every leaf of a tree to where its role says that it lies.
 
-        What a run carries must lie after each program as it does before it: were that the compiler's
-        choice, programs would be compiled twice.
+        What a run carries must lie in the same place before and after each program; were that the
+        compiler's choice, programs would be compiled twice.
         """
-        return tree if self.mesh is None else self._map(self._constrain, tree, roles)
+        if self.mesh is None:
+            return tree
+        shardings = jax.tree.map(self._sharding, roles)
+        return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
 
-    def pin_positions(self, tree: PyTree, num_axes: int = 0) -> PyTree:
-        """Constrain a tree like the position, leaves [chains, *axes, ...]."""
-        role = Role(is_like_position=True, has_chains=True, num_axes=num_axes)
-        return self.pin(tree, jax.tree.map(lambda _: role, tree))
+    def pin_positions(self, tree: PyTree) -> PyTree:
+        """Constrain a tree like the position, leaves [chains, ...]."""
+        role = Role(is_like_position=True, has_chains=True)
+        return self.pin(tree, roles(tree, jax.tree.structure(tree), role))
 
     def pin_chains(self, tree: PyTree) -> PyTree:
         """Constrain leaves [chains, ...] of any shape to lie over the chain axis, whole otherwise."""
@@ -81,48 +84,36 @@ class Layout:
 
     def templates(self, tree: PyTree, roles: PyTree) -> PyTree:
         """Return the shapes of a tree with the shardings that it has in this layout."""
-        return self._map(self._template, tree, roles)
+
+        def template(leaf, role):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding(role))
+
+        return jax.tree.map(template, tree, roles)
 
     def filled(self, tree: PyTree, roles: PyTree, positions: PyTree) -> PyTree:
-        """Fill the pad rows of a tree that has come from a mesh with others; they hold anything.
+        """Fill the pad rows of a tree that was saved on another mesh, where they may hold anything.
 
-        ``positions`` have leaves [chains, ...], and are filled already.
+        ``positions`` have leaves [chains, ...], with pad rows that are filled already.
         """
         fill = partial(self._fill, jax.tree.leaves(positions))
-        return self.pin(self._map(fill, tree, roles), roles)
+        return self.pin(jax.tree.map(fill, tree, roles), roles)
 
-    def _map(self, function: Callable, tree: PyTree, found: PyTree) -> PyTree:
-        """Map ``function(leaf, role, number of the position's leaf or None)`` over leaves."""
-        leaves, treedef = jax.tree.flatten(tree)
-        of_leaves = jax.tree.leaves(found)
-        count, number, mapped = len(self.shapes), 0, []
-        for leaf, role in zip(leaves, of_leaves, strict=True):
-            at = number % count if role.is_like_position else None
-            number += role.is_like_position
-            mapped.append(function(leaf, role, at))
-        return jax.tree.unflatten(treedef, mapped)
-
-    def _spec(self, role: Role, at: int | None) -> P:
+    def _sharding(self, role: Role) -> NamedSharding | None:
+        if self.mesh is None:
+            return None
         lead = [self.chain_axis] if role.has_chains else []
-        return P(*lead, *[None] * role.num_axes, *(() if at is None else self.specs[at]))
+        spec = () if role.leaf is None else self.specs[role.leaf]
+        return NamedSharding(self.mesh, P(*lead, *[None] * role.num_axes, *spec))
 
-    def _constrain(self, leaf: jax.Array, role: Role, at: int | None) -> jax.Array:
-        assert self.mesh is not None
-        sharding = NamedSharding(self.mesh, self._spec(role, at))
-        return jax.lax.with_sharding_constraint(leaf, sharding)
-
-    def _template(self, leaf: Any, role: Role, at: int | None) -> jax.ShapeDtypeStruct:
-        sharding = None if self.mesh is None else NamedSharding(self.mesh, self._spec(role, at))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    def _fill(self, positions: list, leaf: jax.Array, role: Role, at: int | None) -> jax.Array:
-        if at is None or self.rows[at] is None or self.rows[at].num_rows == self.rows[at].num_padded:
+    def _fill(self, positions: list, leaf: jax.Array, role: Role) -> jax.Array:
+        rows = None if role.leaf is None else self.rows[role.leaf]
+        if role.leaf is None or rows is None or rows.num_rows == rows.num_padded:
             return leaf
-        rows = self.rows[at]
         axis = role.has_chains + role.num_axes
         if role.pad is Pad.STAYS and role.has_chains:
             # [chains, 1, ...] where the leaf has further axes before the rows.
-            row = jnp.expand_dims(_last_row(positions[at], 1, rows), tuple(range(1, axis)))
+            row = _last_row(positions[role.leaf], 1, rows)
+            row = jnp.expand_dims(row, tuple(range(1, axis)))
         else:
             row = _last_row(leaf, axis, rows) if role.pad is Pad.COPY else jnp.zeros((), leaf.dtype)
         is_real = jnp.expand_dims(rows.is_real(leaf.ndim - axis), tuple(range(axis)))
@@ -136,14 +127,14 @@ def _last_row(x: jax.Array, axis: int, rows: Any) -> jax.Array:
 def read_layout(
     mesh: Mesh | None, target: Any, position: PyTree, num_chains: int, has_chains: bool
 ) -> Layout:
-    """Read where a position's leaves lie; what no mesh has placed is whole on every device.
+    """Read where a position's leaves lie; a leaf that no mesh has placed is whole on every device.
 
     Leaves that are local to a plate of the target lie where its rows do, and have its pad rows.
 
     Raises
     ------
     ValueError
-        If the mesh does not divide the chains, or a leaf lies on another mesh, or over the chains'.
+        If the mesh does not divide the chains, or a leaf lies on another mesh or over the chain axis.
     """
     if mesh is not None and num_chains % (size := mesh.shape.get(CHAINS, 1)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Rows that no process holds all of: each gives its own, or reads what its devices need."""
+"""Rows that no process holds all of: each process gives its own, or reads what its devices need."""
 
 import math
 from collections import Counter
@@ -23,9 +23,9 @@ Reader = Callable[[int, int], Any]
 
 
 def local_rows(num_rows: int, mesh: Mesh, spec: P) -> slice:
-    """Return which of all rows this process' devices hold, by `place`'s layout.
+    """Return which of all rows the devices of this process hold, in `place`'s layout.
 
-    A process reads these alone, and hands them to `place_local`.
+    A process reads only these, and passes them to `place_local`.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def local_rows(num_rows: int, mesh: Mesh, spec: P) -> slice:
     Raises
     ------
     ValueError
-        If the rows are no one slice: the devices of a process do not lie side by side on the mesh.
+        If the rows are not one slice: the devices of a process do not lie side by side on the mesh.
     """
     mesh = auto_mesh("local_rows: mesh", mesh)
     return _rows_of_process(num_rows, mesh, spec, jax.process_index())
@@ -45,9 +45,9 @@ def local_rows(num_rows: int, mesh: Mesh, spec: P) -> slice:
 
 @on_any_mesh
 def place_local(tree: PyTree, mesh: Mesh, spec: P) -> PyTree:
-    """Lay rows over a mesh of which each process gives its own, `local_rows` of all.
+    """Lay rows over a mesh; each process gives its own, `local_rows` of all rows.
 
-    Nothing is sent: a process' rows stay on its devices.
+    Nothing is sent: the rows of a process stay on its devices.
 
     Parameters
     ----------
@@ -59,13 +59,14 @@ def place_local(tree: PyTree, mesh: Mesh, spec: P) -> PyTree:
     Returns
     -------
     PyTree
-        As `place` returns of all rows together, the first process' first. Processes may give fewer rows
-        at the end, where `Padded` has its pad: they hold copies of the last row.
+        What `place` returns for all rows together, those of the first process first. The last
+        processes may give fewer rows: their devices hold pad, which copies the last row.
 
     Raises
     ------
     ValueError
-        If a process gives other rows than its devices are to hold: the message says what each gave.
+        If a process gives more or fewer rows than its devices are to hold; the message says what each
+        gave.
     ProcessesDisagree
         If leaves, shapes of rows or dtypes differ between processes.
     """
@@ -75,24 +76,22 @@ def place_local(tree: PyTree, mesh: Mesh, spec: P) -> PyTree:
     counts = {name: x.shape[0] if x.ndim else 0 for name, x in named.items()}
     if len(set(counts.values())) != 1:
         raise ValueError(f"place_local: expected leaves with the same rows, got {counts}")
-    given = _agreed_counts(named, mesh, spec)
-    rows = _check_counts(given, mesh, spec)
-    treedef = jax.tree.structure(tree)
-    start = rows[jax.process_index()].start
-    num_rows = max(r.stop for r in rows)
+    rows = _check_counts(_agreed_counts(named, mesh, spec), mesh, spec)
+    start = rows.get(jax.process_index(), slice(0, 0)).start
+    num_rows = max(r.stop for r in rows.values())
     leaves = [_place_rows(name, x, start, num_rows, mesh, spec) for name, x in named.items()]
-    return jax.tree.unflatten(treedef, leaves)
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 @on_any_mesh
 def place_from_reader(reader: Reader, shape: tuple[int, ...], dtype: Any, mesh: Mesh, spec: P) -> Any:
-    """Lay an array over a mesh that is read by parts, so that no process holds all of it.
+    """Lay an array over a mesh that is read in parts, so that no process holds all of it.
 
     Parameters
     ----------
     reader
-        ``reader(start, stop)`` returns those rows. It is called for the rows of this process' devices,
-        once for each device's (and for the last row, where there is pad to copy it).
+        ``reader(start, stop)`` returns those rows. It is called once for the rows of each device of
+        this process, and for the last row where pad copies it.
     shape, dtype
         Of the whole array.
     mesh, spec
@@ -101,7 +100,7 @@ def place_from_reader(reader: Reader, shape: tuple[int, ...], dtype: Any, mesh: 
     Returns
     -------
     jax.Array or Padded
-        As `place` returns of the whole array.
+        What `place` returns for the whole array.
 
     Raises
     ------
@@ -213,28 +212,21 @@ def _agreed_counts(named: dict[str, np.ndarray], mesh: Mesh, spec: P) -> list[in
     return counts_of_all(count)
 
 
-def _check_counts(given: list[int], mesh: Mesh, spec: P) -> list[slice]:
-    """Return the rows of each process, if the rows that all give are those that they are to hold."""
+def _check_counts(given: list[int], mesh: Mesh, spec: P) -> dict[int, slice]:
+    """Return the rows of each process on the mesh, if it gives as many as its devices are to hold."""
     processes = sorted({d.process_index for d in mesh.devices.flat})
-    blocks = [_blocks_of_process(mesh, spec, p) for p in processes]
-    shares = dict(zip(blocks, (given[p] for p in processes), strict=True))
-    num_rows = sum(shares.values())
-    rows = [_rows_of_process(max(num_rows, 1), mesh, spec, p) for p in processes]
-    if num_rows and all(r.stop - r.start == given[p] > 0 for r, p in zip(rows, processes, strict=True)):
-        return _by_process(rows, processes, len(given))
+    # Processes that hold the same blocks give the same rows.
+    num_rows = sum({_blocks_of_process(mesh, spec, p): given[p] for p in processes}.values())
+    rows = {p: _rows_of_process(max(num_rows, 1), mesh, spec, p) for p in processes}
+    if num_rows and all(r.stop - r.start == given[p] > 0 for p, r in rows.items()):
+        return rows
     shown = ", ".join(
-        f"process {p} gave {given[p]} (expected {r.stop - r.start})"
-        for p, r in zip(processes, rows, strict=True)
+        f"process {p} gave {given[p]} (expected {r.stop - r.start})" for p, r in rows.items()
     )
     raise ValueError(
         f"place_local: {num_rows} rows under {spec} on mesh {dict(mesh.shape)}: {shown}. Each process "
         "gives the rows that its devices hold, at least one: rows[local_rows(num_rows, mesh, spec)]"
     )
-
-
-def _by_process(rows: list[slice], processes: list[int], count: int) -> list[slice]:
-    found = dict(zip(processes, rows, strict=True))
-    return [found.get(p, slice(0, 0)) for p in range(count)]
 
 
 def _place_rows(

@@ -1,8 +1,12 @@
-"""What a run was given, in words that processes, and a script that is run again, can compare."""
+"""What a run was given, in words that processes, a later call and a reader of its draws can compare."""
 
 import dataclasses
+import datetime
 import hashlib
-from collections.abc import Iterator
+import importlib.metadata
+import platform
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,15 +19,20 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import require_agreement
-from gspmd_mcmc.multihost.processes import is_local
+from gspmd_mcmc.multihost.processes import is_local, to_host
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.targets.rows import Rows
 from gspmd_mcmc.targets.target import Target
-from gspmd_mcmc.tree import path_str
+from gspmd_mcmc.tree import Role, path_str, roles
 
 PLAIN = (bool, int, float, str, tuple, type(None))
 MOST_LINES = 20
+LIBRARIES = ("gspmd_mcmc", "jax", "jaxlib", "numpy", "tensorstore", "orbax-checkpoint")
 Facts = dict[str, str]
+
+
+class Text(str):
+    """A leaf that is described already."""
 
 
 def require_same_on_processes(
@@ -31,8 +40,8 @@ def require_same_on_processes(
 ) -> None:
     """Raise, on every process, unless all of them were given the same run.
 
-    Arrays that every process holds whole are compared by value, those laid over processes by shape,
-    dtype and spec; functions by name.
+    Arrays that every process holds whole are compared by value, arrays that lie over processes by
+    shape, dtype and spec, functions by name.
 
     Parameters
     ----------
@@ -51,9 +60,10 @@ def require_same_on_processes(
         With each thing that differs, and where.
     """
     facts = {"jax": jax.__version__, "mesh": str(dict(mesh.shape))}
-    facts |= {name: value_text(value) for name, value in settings.items()}
+    facts |= {name: _value(value) for name, value in settings.items()}
     for name, thing in ({"target": target} | given).items():
-        facts |= facts_of(name, thing)
+        # Of a mode or of earlier draws, the position.
+        facts |= _walk(getattr(thing, "position", thing), name, _value)
     require_agreement(call, facts)
 
 
@@ -65,57 +75,161 @@ def facts_of_run(
     layout: Layout,
     counts: dict[str, int],
 ) -> Facts:
-    """Describe a run: what has to be the same for it to be continued, on this mesh or another.
+    """Describe what has to stay the same for a run to be continued, on this mesh or another.
 
-    How many draws are asked for may grow, and where the chains start is in the run already.
+    More draws may be asked for, so ``num_samples`` is left out. Where the chains started is in the
+    run's state. Of the target's arrays only the shapes are described, without pad.
     """
-    facts = {"rng_key": value_text(rng_key)}
+    facts = {"rng_key": _value(rng_key)}
     facts |= {name: str(count) for name, count in counts.items() if name != "num_samples"}
-    for name, thing in (("kernel", kernel), ("warmup", adaptation), ("collect", collect)):
-        facts |= facts_of(name, thing, on_any_mesh=True)
-    return facts | model_facts(kernel.target, layout)
+    given = {"kernel": tree.replace(kernel, target=None), "warmup": adaptation, "collect": collect}
+    for name, thing in given.items():
+        of_leaves = roles(thing, layout.treedef)
+        described = jax.tree.map(partial(_value_on_any_mesh, layout), thing, of_leaves)
+        facts |= _walk(described, name, _value)
+    of_plates = {id(x): p.rows for p in kernel.target.plates for x in jax.tree.leaves(p.data)}
 
+    def real_shape(leaf: Any) -> str:
+        rows = of_plates.get(id(leaf))
+        return f"{leaf.dtype}{list(leaf.shape) if rows is None else [rows.num_rows, *leaf.shape[1:]]}"
 
-def facts_of(name: str, thing: Any, *, on_any_mesh: bool = False) -> Facts:
-    """Describe a position, kernel, adaptation or function: its settings, and its arrays.
-
-    Parameters
-    ----------
-    name
-        The name of the argument.
-    thing
-        The thing. A kernel's target has facts of its own.
-    on_any_mesh
-        Whether what depends on the mesh is left out: the values of arrays that lie over devices.
-    """
-    facts = {name: _kind(thing)}
-    if dataclasses.is_dataclass(thing):
-        # What is not shown, as the meanings of functions, is of this process alone.
-        fields = {f.name: getattr(thing, f.name) for f in dataclasses.fields(thing) if f.repr}
-        settings = {k: v for k, v in fields.items() if k != "target" and not _has_arrays(v)}
-        facts |= {
-            f"{name}.{k}": repr(v) if isinstance(v, PLAIN) else _kind(v) for k, v in settings.items()
-        }
-        thing = tree.replace(thing, target=None) if "target" in fields else thing
-        thing = fields.get("position", thing)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(thing):
-        facts[f"{name} {path_str(path)}"] = value_text(leaf, on_any_mesh=on_any_mesh)
+    facts |= _walk(kernel.target, "target", real_shape, has_values=False)
+    one = jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
+    for path, i in jax.tree_util.tree_leaves_with_path(one):
+        (shape, dtype), rows = layout.shapes[i], layout.rows[i]
+        real = list(shape) if rows is None else [rows.num_rows, *shape[1:]]
+        facts[f"position{path_str(path)}"] = f"{dtype}{real}{'' if rows is None else ' local'}"
     return facts
 
 
-def _has_arrays(value: Any) -> bool:
-    return any(hasattr(x, "dtype") for x in jax.tree.leaves(value))
+def require_same(saved: Facts, given: Facts, path: Any) -> None:
+    """Raise a ValueError that names what differs, unless a folder holds the run that was given."""
+    names = [name for name in saved | given if saved.get(name) != given.get(name)]
+    if not names:
+        return
+    lines = [f"  {n}: saved {saved.get(n, 'nothing')}, given {given.get(n, 'nothing')}" for n in names]
+    more = [f"  and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
+    raise ValueError(
+        f"checkpoint: {path} holds another run. What differs:\n"
+        + "\n".join(lines[:MOST_LINES] + more)
+        + "\nCall sample with the arguments that began that run, or give another folder"
+    )
 
 
-def value_text(leaf: Any, *, on_any_mesh: bool = False) -> str:
-    """Describe a leaf: with a digest of its values, where every process should hold the same."""
+def attributes_of(
+    rng_key: jax.Array,
+    mesh: Mesh | None,
+    kernel: Kernel,
+    warmup: Adaptation,
+    collect: Partial,
+    **counts: int,
+) -> dict[str, Any]:
+    """Return what a store of draws records about its run.
+
+    Names go to strings, numbers and lists of them, so that the store can become netCDF too.
+
+    Parameters
+    ----------
+    rng_key, mesh
+        What `sample` was given.
+    kernel, warmup, collect
+        What ran; their names are recorded.
+    counts
+        Numbers of chains, warm-up steps and draws, and ``thin``.
+    """
+    versions = versions_of_libraries()
+    found = {
+        "creation_library": "gspmd_mcmc",
+        "creation_library_language": "Python",
+        "creation_library_version": versions["gspmd_mcmc"],
+        "inference_library": "gspmd_mcmc",
+        "inference_library_version": versions["gspmd_mcmc"],
+        "created_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": [
+            f"Python {platform.python_version()}",
+            *(f"{name} {version}" for name, version in versions.items()),
+        ],
+        "platform": jax.default_backend(),
+        "num_devices": jax.device_count(),
+        "num_processes": jax.process_count(),
+        "rng_key_data": np.asarray(jax.random.key_data(rng_key)).ravel().tolist(),
+        "rng_key_impl": str(jax.random.key_impl(rng_key)),
+        "kernel": type(kernel).__name__,
+        "note": kernel.note,
+        "draws_momenta": int(kernel.draws_momenta),  # netCDF knows no bool
+        "warmup": type(warmup).__name__,
+        "collect": _kind(collect),
+        **counts,
+    }
+    if kernel.max_tree_depth is not None:
+        found["max_tree_depth"] = kernel.max_tree_depth
+    if mesh is not None:
+        found |= {"mesh_axes": list(mesh.axis_names), "mesh_shape": list(mesh.devices.shape)}
+    return found
+
+
+def versions_of_libraries() -> dict[str, str]:
+    """Return the versions of the libraries that a run depends on, of those that are installed."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def _walk(node: Any, path: str, array: Callable[[Any], str], *, has_values: bool = True) -> Facts:
+    """Describe every part of a tree: functions and classes by name, arrays by ``array(leaf)``.
+
+    Values that are neither may be left out.
+    """
+    facts, children = {}, {}
+    if isinstance(node, Text):
+        facts[path] = str(node)
+    elif isinstance(node, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        facts[path] = array(node)
+    elif isinstance(node, Partial):
+        facts[path] = _kind(node)
+        children = {f"{path}.args": node.args, f"{path}.keywords": node.keywords}
+    elif isinstance(node, Rows):
+        pass  # How they are cut depends on the mesh.
+    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+        facts[path] = _kind(node)
+        # Fields that are not shown, such as the meanings of functions, belong to this process alone.
+        shown = [f.name for f in dataclasses.fields(node) if f.repr]
+        children = {f"{path}.{name}": getattr(node, name) for name in shown}
+    elif isinstance(node, dict):
+        children = {f"{path}[{key!r}]": x for key, x in node.items()}
+    elif isinstance(node, list | tuple):
+        children = {f"{path}[{i}]": x for i, x in enumerate(node)}
+    elif has_values or callable(node):
+        facts[path] = repr(node) if isinstance(node, PLAIN) else _kind(node)
+    for name, child in children.items():
+        facts |= _walk(child, name, array, has_values=has_values)
+    return facts
+
+
+def _value_on_any_mesh(layout: Layout, leaf: Any, role: Role) -> Text:
+    """Describe an array by what no mesh changes: of a leaf like the position, its real rows."""
+    if role.leaf is not None and hasattr(leaf, "dtype"):
+        rows, axis = layout.rows[role.leaf], role.has_chains + role.num_axes
+        leaf = to_host(leaf)
+        if rows is not None:
+            leaf = leaf[(slice(None),) * axis + (slice(rows.num_rows),)]
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+        return Text(f"{leaf.dtype} of {leaf.ndim} axes")
+    return Text(_value(leaf))
+
+
+def _value(leaf: Any) -> str:
+    """Describe a value; of an array that this process can read, with its numbers or their digest."""
     if not hasattr(leaf, "dtype"):
         return repr(leaf) if isinstance(leaf, PLAIN) else _kind(leaf)
     described = f"{leaf.dtype}{list(leaf.shape)}"
-    sharding = getattr(leaf, "sharding", None)
-    if on_any_mesh and isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
-        return f"{leaf.dtype} of {leaf.ndim} axes"
     if not is_local(leaf):
+        sharding = leaf.sharding
         return f"{described} under {sharding.spec if isinstance(sharding, NamedSharding) else sharding}"
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return described
@@ -128,77 +242,7 @@ def value_text(leaf: Any, *, on_any_mesh: bool = False) -> str:
     return f"{described} with digest {digest}"
 
 
-def model_facts(target: Target, layout: Layout) -> Facts:
-    """Describe a model: name of a part of the target to its shape, function or class, and the position.
-
-    Shapes are those of real rows, as pads depend on the mesh. Values are not looked at.
-    """
-    found = {f"target{path}": what for path, what in _parts(target, "", None)}
-    one = jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
-    for path, i in jax.tree_util.tree_leaves_with_path(one):
-        (shape, dtype), rows = layout.shapes[i], layout.rows[i]
-        real = list(shape) if rows is None else [rows.num_rows, *shape[1:]]
-        found[f"position{path_str(path)}"] = f"{dtype}{real}{'' if rows is None else ' local'}"
-    return found
-
-
-def require_same(saved: Facts, given: Facts, path: Any) -> None:
-    """Raise, with each thing that differs, where a folder holds another run.
-
-    Raises
-    ------
-    ValueError
-        If any part differs, is missing, or is new.
-    """
-    names = [name for name in {**saved, **given} if saved.get(name) != given.get(name)]
-    if not names:
-        return
-    lines = [f"  {n}: saved {saved.get(n, 'nothing')}, given {given.get(n, 'nothing')}" for n in names]
-    more = [f"  and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
-    raise ValueError(
-        f"checkpoint: {path} holds another run. What differs:\n"
-        + "\n".join(lines[:MOST_LINES] + more)
-        + "\nCall sample as that run was begun, or give another folder"
-    )
-
-
-def row_cuts(target: Target) -> dict[str, list]:
-    """Return how the rows of each plate are cut: [rows, padded rows, mesh axes, rows of a tile]."""
-    return {
-        f"plate {i}": [p.rows.num_rows, p.rows.num_padded, list(p.rows.axes), p.tile_rows]
-        for i, p in enumerate(target.plates)
-    }
-
-
-def _parts(node: Any, path: str, rows: Rows | None) -> Iterator[tuple[str, str]]:
-    if isinstance(node, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        yield path, _shape(node, rows)
-    elif isinstance(node, Partial):
-        yield path, _kind(node)
-        yield from _parts(node.args, path, rows)
-        yield from _parts(node.keywords, path, rows)
-    elif dataclasses.is_dataclass(node) and not isinstance(node, type | Rows):
-        yield path, _kind(node)
-        own = getattr(node, "rows", None)
-        for field in dataclasses.fields(node):
-            rows_of_field = own if isinstance(own, Rows) else rows
-            yield from _parts(getattr(node, field.name), f"{path}.{field.name}", rows_of_field)
-    elif isinstance(node, dict):
-        for key, child in node.items():
-            yield from _parts(child, f"{path}[{key!r}]", rows)
-    elif isinstance(node, list | tuple):
-        for i, child in enumerate(node):
-            yield from _parts(child, f"{path}[{i}]", rows)
-
-
-def _shape(leaf: Any, rows: Rows | None) -> str:
-    shape = list(leaf.shape)
-    if rows is not None and shape and shape[0] == rows.num_padded:
-        shape[0] = rows.num_rows
-    return f"{leaf.dtype}{shape}"
-
-
 def _kind(thing: Any) -> str:
-    """Name a function or a class; without its module, as a notebook's code may move to a file."""
+    """Name a function or a class, without its module: a notebook's code may move to a file."""
     inner = getattr(thing, "func", thing)  # of a Partial
     return getattr(inner, "__qualname__", type(inner).__qualname__)

@@ -1,4 +1,4 @@
-"""When a run is saved, and how a script that is run again goes on with it."""
+"""When a run is saved, and how a script that is run again continues it."""
 
 import contextlib
 import time
@@ -17,68 +17,57 @@ from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.errors import CheckpointNotSaved, Preempted, SamplingWarning
 from gspmd_mcmc.kernels.kernel import Kernel
-from gspmd_mcmc.multihost.agreement import least, naming_lost
+from gspmd_mcmc.multihost.agreement import least, lost_process_explained
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.layout import Layout
-from gspmd_mcmc.sampling.draws import Draws
-from gspmd_mcmc.sampling.identity import Facts, require_same, row_cuts
+from gspmd_mcmc.sampling.identity import Facts, require_same, versions_of_libraries
 from gspmd_mcmc.sampling.reporting import LOGGER, ChunkReport, Report, marked
 from gspmd_mcmc.sampling.run import Run, Stop, stop_on_interrupt
 from gspmd_mcmc.sampling.run_state import RunState, end_stage, run_roles
 from gspmd_mcmc.sampling.start import init_chains
-from gspmd_mcmc.storage.attributes import version_of
 from gspmd_mcmc.storage.checkpoint import Checkpoints, Damaged
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.tree import PyTree, path_str
 
 DRAWS = "draws"
-LIBRARIES = ("gspmd_mcmc", "jax", "jaxlib", "orbax-checkpoint")
-# What a mesh, or a compiler, may change of a sum of terms: this share of their absolute values, and so
-# many nats. Other data change it by about one part in the square root of their rows.
+# What another mesh or compiler may change of a sum of terms: this share of their absolute values, and
+# so many nats. Other data change it by about one part in the square root of their rows.
 MOST_CHANGE, MOST_NATS = 1e-4, 1e-3
 
 
 @contextlib.contextmanager
-def opened(path: str | Path | None) -> Iterator[Checkpoints | None]:
-    """Hold the folder of a run's checkpoints; None where there is to be none.
+def opened(
+    path: str | Path | None, to: Sink | None
+) -> Iterator[tuple[Checkpoints | None, Sink | None]]:
+    """Hold the folders of a run, from before anything is computed until all is on disk.
+
+    Parameters
+    ----------
+    path
+        The folder of its checkpoints, if it has any. Such a run always writes its draws to disk.
+    to
+        Where draws are written, if the user has said where.
 
     Raises
     ------
-    CheckpointNotSaved
-        If it cannot be written to, or another process that lives writes to it.
+    CheckpointNotSaved, DrawsNotSaved
+        If a folder cannot be written to, another live process writes to it, or it holds something else.
     """
-    if path is None:
-        yield None
-        return
-    checkpoints = Checkpoints(path)
-    try:
-        yield checkpoints
-    finally:
-        checkpoints.close()
+    with contextlib.ExitStack() as stack:
+        checkpoints = None
+        if path is not None:
+            checkpoints = Checkpoints(path)
+            stack.callback(checkpoints.close)
+            to = ZarrSink(checkpoints.path / DRAWS) if to is None else to
+        if to is not None:
+            to.reserve(is_resumed=checkpoints is not None and bool(checkpoints.numbers()))
+            stack.callback(to.close)
+        yield checkpoints, to
 
 
 @contextlib.contextmanager
-def reserved(to: Sink | None, checkpoints: Checkpoints | None) -> Iterator[Sink | None]:
-    """Hold the folder of a sink from before anything is computed until the draws are on disk.
-
-    With checkpoints there is a sink always.
-    """
-    is_resumed = checkpoints is not None and bool(checkpoints.steps())
-    sink = to
-    if to is None and checkpoints is not None:
-        sink = ZarrSink(checkpoints.path / DRAWS)
-    if sink is None:
-        yield None
-        return
-    sink.reserve(is_resumed)
-    try:
-        yield sink
-    finally:
-        sink.close()
-
-
-def carry_out(
+def supervised(
     run: Run,
     checkpoints: Checkpoints | None,
     facts: Facts,
@@ -86,8 +75,13 @@ def carry_out(
     *,
     progress: bool,
     callback: Callable[[ChunkReport], Any] | None,
-) -> Draws:
-    """Run to the end, or to a stop, from the newest checkpoint if there is one; save on the way.
+) -> Iterator[tuple[Report, Stop, Callable[[], None]]]:
+    """Bring a run to its newest checkpoint, if it has any; report, stop and save it as it goes.
+
+    Yields
+    ------
+    report, stop, after
+        What `Run.go` takes.
 
     Raises
     ------
@@ -102,20 +96,20 @@ def carry_out(
     is_shown = progress and not (is_multiprocess and jax.process_index())
     handled = stop_on_interrupt(is_multiprocess, is_kept=checkpoints is not None)
     reporting = Report(is_shown=is_shown, callback=callback)
-    with naming_lost(), handled as stop, reporting as report:
+    with lost_process_explained(), handled as stop, reporting as report:
         if is_multiprocess and run.sink is None:
             run.require_room()
         if checkpoints is None:
-            return run.go(report, stop)
+            yield report, stop, lambda: None
+            return
         saver = Saver(run, checkpoints, facts, every, stop)
-        if checkpoints.steps():
+        if checkpoints.numbers():
             resume(run, checkpoints, facts)
         else:
             saver.begin()
-        draws = run.go(report, stop, saver.after_chunk)
+        yield report, stop, saver.after_chunk
         if not stop.is_asked:
             saver.save()
-        return draws
 
 
 class Saver:
@@ -139,19 +133,13 @@ class Saver:
         self.run, self.checkpoints, self.every, self.stop = run, checkpoints, every, stop
         self._saved_at = time.monotonic()
         self._document = {
-            "versions": {name: version_of(name) for name in LIBRARIES},
+            "versions": versions_of_libraries(),
             "facts": facts,
-            "lies": _lies(run),
+            "placement": _placement(run),
         }
 
     def begin(self) -> None:
-        """Save the run before its first step, and wait for it.
-
-        Raises
-        ------
-        CheckpointNotSaved
-            If that fails.
-        """
+        """Save the run before its first step, and wait; raise CheckpointNotSaved if that fails."""
         try:
             self.checkpoints.save(*self._content())
             self.checkpoints.finish()
@@ -159,17 +147,11 @@ class Saver:
             raise CheckpointNotSaved(f"checkpoint: {self.checkpoints.path}: {error}") from error
 
     def after_chunk(self) -> None:
-        """Save the run if it is time, or it is to end; raise if it was told to end.
-
-        Raises
-        ------
-        Preempted
-            After SIGTERM.
-        """
+        """Save the run if it is time or it is to end; raise Preempted after SIGTERM."""
         if self.stop.is_asked or self.stop.is_preempted or self._is_due():
             self.save()
         if self.stop.is_preempted:
-            self.checkpoints.try_to_finish()
+            self.checkpoints.attempt(self.checkpoints.finish)
             raise Preempted(
                 f"the run was told to end (SIGTERM). It is saved in {self.checkpoints.path}: run the "
                 "script again to continue it"
@@ -180,12 +162,12 @@ class Saver:
         self._saved_at = time.monotonic()
         with marked("I/O"):
             self.run.flush()
-            self.checkpoints.try_to_save(*self._content())
+            self.checkpoints.attempt(lambda: self.checkpoints.save(*self._content()))
         num_steps = int(self.run.done.num_steps)
         LOGGER.info("checkpoint in %s, after %d steps", self.checkpoints.path, num_steps)
 
     def _is_due(self) -> bool:
-        """Tell whether it is time, and the checkpoint before is whole; on every process the same."""
+        """Tell whether it is time and the last checkpoint is whole; the same on every process."""
         is_time = time.monotonic() - self._saved_at >= self.every
         is_due = is_time and not self.checkpoints.is_saving()
         return bool(least(int(is_due))[0]) if self.stop.is_multiprocess else is_due
@@ -194,35 +176,38 @@ class Saver:
         """Return the arrays of a checkpoint, and its document."""
         run = self.run
         saved = jax.tree_util.tree_leaves_with_path(tree.replace(run.state, draws=()))
-        leaves = [
-            {"path": path_str(path), "shape": list(x.shape), "dtype": np.dtype(x.dtype).name}
-            for path, x in saved
-        ]
-        where = {
+        progress = {
             "is_warm": run.is_warm,
             "num_windows": int(run.done.num_windows),
             "num_draws": int(run.done.num_draws),
             "moves": [list(move) for move in run.moves],
+            "leaves": [
+                {"path": path_str(path), "shape": list(x.shape), "dtype": np.dtype(x.dtype).name}
+                for path, x in saved
+            ],
         }
-        return [x for _, x in saved], self._document | where | {"leaves": leaves}
+        return [x for _, x in saved], self._document | progress
 
 
-def _lies(run: Run) -> dict[str, Any]:
-    """Return what makes two meshes the same for a run's arrays."""
+def _placement(run: Run) -> dict[str, Any]:
+    """Return what two meshes must share for a run's arrays to be the same, to the bit, on both."""
     mesh = run.layout.mesh
     devices = jax.devices()[:1] if mesh is None else mesh.devices.ravel()
     return {
         "axes": {} if mesh is None else {name: int(size) for name, size in mesh.shape.items()},
         "platform": devices[0].platform,
         "processes": len({d.process_index for d in devices}),
-        "plates": row_cuts(run.target),
+        "plates": [
+            [p.rows.num_rows, p.rows.num_padded, list(p.rows.axes), p.tile_rows]
+            for p in run.fixed.target.plates
+        ],
     }
 
 
 def resume(run: Run, checkpoints: Checkpoints, facts: Facts) -> None:
     """Bring a run that has taken no step to where its newest checkpoint is.
 
-    Damaged ones are put aside, with a warning.
+    Damaged checkpoints are put aside, with a warning.
 
     Raises
     ------
@@ -230,53 +215,58 @@ def resume(run: Run, checkpoints: Checkpoints, facts: Facts) -> None:
         If none can be read, or they are of another run.
     """
     failures: dict[int, Exception] = {}
-    for number in checkpoints.steps():
+    for number in checkpoints.numbers():
         try:
             _resume_from(run, checkpoints, number, facts)
         except (Damaged, OSError) as error:
             failures[number] = error
             continue
-        _put_aside(checkpoints, failures)
+        for bad, error in failures.items():
+            checkpoints.put_aside(bad)
+            warnings.warn(
+                f"checkpoint {bad} in {checkpoints.path} is damaged: {error}. It was put aside, and "
+                f"the run continues from checkpoint {number}",
+                SamplingWarning,
+                stacklevel=4,
+            )
         return
     shown = "\n".join(f"  {number}: {error}" for number, error in failures.items())
-    raise ValueError(f"checkpoint: none in {checkpoints.path} can be read:\n{shown}")
-
-
-def _put_aside(checkpoints: Checkpoints, failures: dict[int, Exception]) -> None:
-    for number, error in failures.items():
-        checkpoints.put_aside(number)
-        warnings.warn(
-            f"checkpoint {number} in {checkpoints.path} is damaged: {error}. It was put aside, and the "
-            "run continues from the one before",
-            SamplingWarning,
-            stacklevel=5,
-        )
+    raise ValueError(
+        f"checkpoint: none in {checkpoints.path} can be read:\n{shown}\nThe draws in it are whole "
+        "(gspmd_mcmc.open_draws); begin a new run in another folder"
+    )
 
 
 def _resume_from(run: Run, checkpoints: Checkpoints, number: int, facts: Facts) -> None:
-    document = checkpoints.read(number)
-    require_same(document["facts"], facts, checkpoints.path)
+    document, path = checkpoints.read(number), checkpoints.path
+    require_same(document["facts"], facts, path)
     num_draws, num_samples = document["num_draws"], run.plan.num_samples
     if num_samples < num_draws:
         raise ValueError(
-            f"num_samples: the run in {checkpoints.path} has {num_draws} draws already; expected no "
-            f"fewer, got {num_samples}"
+            f"num_samples: the run in {path} has {num_draws} draws already; expected at least as many, "
+            f"got {num_samples}"
         )
-    is_moved = document["lies"] != _lies(run)
+    is_moved = document["placement"] != _placement(run)
     stage = run.stage_of(document["num_windows"], document["is_warm"])
     adaptation = run.stages[stage].adaptation
     template = _template(run, stage)
     of_leaves = run_roles(adaptation, template, run.layout)
-    wanted = run.layout.templates(template, of_leaves)
-    _check_leaves(document, template, of_leaves, checkpoints.path, is_moved=is_moved)
-    shapes = _as_saved(document, wanted, of_leaves, is_moved=is_moved)
+    shapes = _shapes_to_read(
+        document["leaves"], run.layout, template, of_leaves, path, is_moved=is_moved
+    )
     read = checkpoints.restore(number, shapes)
     state = jax.tree.unflatten(jax.tree.structure(template), read)
-    run.continue_from(
-        _continued(run, state, adaptation, checkpoints.path, is_moved=is_moved),
-        [Move(*move) for move in document["moves"]],
-        is_warm=document["is_warm"],
-    )
+    full = _filled(adaptation, state, layout=run.layout) if is_moved else state
+    states = recomputed_states(run.fixed.kernel(full), full.states, run.layout)
+    require_same_density(f"checkpoint: the run in {path} cannot be continued", state.states, states)
+    if is_moved:
+        states = jax.tree.map(
+            lambda role, new, old: new if role.is_derived else old,
+            *(of_leaves.states, states, full.states),
+        )
+        state = tree.replace(full, states=states)
+    moves = [Move(*move) for move in document["moves"]]
+    run.continue_from(state, moves, is_warm=document["is_warm"])
 
 
 def _template(run: Run, last: int) -> RunState:
@@ -292,63 +282,44 @@ def _template(run: Run, last: int) -> RunState:
     return template
 
 
-def _check_leaves(
-    document: dict[str, Any], template: RunState, of_leaves: RunState, path: Any, *, is_moved: bool
-) -> None:
-    """Raise where the arrays of a checkpoint are not those of the run."""
-    found = jax.tree_util.tree_leaves_with_path(template)
-    saved = {x["path"]: x for x in document["leaves"]}
-    if list(saved) != [path_str(p) for p, _ in found]:
-        differs = sorted(saved.keys() ^ {path_str(p) for p, _ in found})
-        raise ValueError(
-            f"checkpoint: {path} holds arrays of another kind of run; {', '.join(differs[:3])} "
-            "are in one of the two alone. Give another folder"
-        )
-    for (leaf_path, leaf), role in zip(found, jax.tree.leaves(of_leaves), strict=True):
-        name, has = path_str(leaf_path), saved[path_str(leaf_path)]
-        if has["dtype"] != np.dtype(leaf.dtype).name:
-            raise ValueError(
-                f"checkpoint: {name} in {path} was computed in {has['dtype']}, and now is "
-                f"{leaf.dtype}: set jax_enable_x64 as it was"
-            )
-        may_differ = is_moved and (role.is_derived or role.is_like_position)
-        if tuple(has["shape"]) != leaf.shape and not may_differ:
-            raise ValueError(
-                f"checkpoint: {name} in {path} has shape {has['shape']}, and here {list(leaf.shape)}. "
-                "Where an array of a kernel or a warm-up has the rows of the position, its field says "
-                "so by gspmd_mcmc.like_position()"
-            )
-
-
-def _as_saved(
-    document: dict[str, Any], wanted: RunState, of_leaves: RunState, *, is_moved: bool
+def _shapes_to_read(
+    leaves: list[dict[str, Any]],
+    layout: Layout,
+    template: RunState,
+    of_leaves: RunState,
+    folder: Path,
+    *,
+    is_moved: bool,
 ) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes to read; of terms that another mesh has cut otherwise those that were saved."""
+    """Return the shapes and shardings to read a checkpoint's leaves in; raise if they do not fit.
 
-    def one(x, role, has):
-        is_cut = is_moved and role.is_derived and not role.is_like_position
-        return jax.ShapeDtypeStruct(tuple(has["shape"]), x.dtype) if is_cut else x
-
-    return list(map(one, jax.tree.leaves(wanted), jax.tree.leaves(of_leaves), document["leaves"]))
-
-
-def _continued(
-    run: Run, state: RunState, adaptation: Adaptation, path: Any, *, is_moved: bool
-) -> RunState:
-    """Return the state that was read; on another mesh filled up, and evaluated anew."""
-    layout = run.layout
-    kept = _filled(adaptation, state, layout=layout) if is_moved else state
-    kernel = tree.replace(state.kernel, target=run.target)
-    fresh = evaluated_anew(kernel, kept.states, layout)
-    what = f"checkpoint: the run in {path} cannot be continued"
-    require_same_density(what, state.states, fresh)
-    if not is_moved:
-        return state
-    of_states = run_roles(adaptation, kept, layout).states
-    states = jax.tree.map(
-        lambda role, new, old: new if role.is_derived else old, of_states, fresh, kept.states
-    )
-    return tree.replace(kept, states=states)
+    On another mesh, terms that it cuts otherwise are read as they were saved; they are computed anew.
+    """
+    wanted = jax.tree_util.tree_leaves_with_path(layout.templates(template, of_leaves))
+    theirs, ours = [x["path"] for x in leaves], [path_str(path) for path, _ in wanted]
+    if theirs != ours:
+        differs = sorted(set(theirs) ^ set(ours)) or ["their order"]
+        raise ValueError(
+            f"checkpoint: {folder} holds the arrays of another kind of run; what differs: "
+            f"{', '.join(differs[:3])}. Give another folder"
+        )
+    shapes = []
+    for (path, x), role, saved in zip(wanted, jax.tree.leaves(of_leaves), leaves, strict=True):
+        if saved["dtype"] != np.dtype(x.dtype).name:
+            raise ValueError(
+                f"checkpoint: {path_str(path)} in {folder} was computed in {saved['dtype']}, and is "
+                f"{x.dtype} now: set jax_enable_x64 as it was"
+            )
+        is_like_position = is_moved and role.leaf is not None
+        is_cut = is_moved and role.is_derived and role.leaf is None
+        if tuple(saved["shape"]) != x.shape and not is_like_position and not is_cut:
+            raise ValueError(
+                f"checkpoint: {path_str(path)} in {folder} has shape {saved['shape']}, and here "
+                f"{list(x.shape)}. Where an array of a kernel or a warm-up has the rows of the "
+                "position, its field says so by gspmd_mcmc.like_position()"
+            )
+        shapes.append(jax.ShapeDtypeStruct(tuple(saved["shape"]), x.dtype) if is_cut else x)
+    return shapes
 
 
 @partial(jax.jit, static_argnames="layout")
@@ -360,37 +331,37 @@ def _filled(adaptation: Adaptation, state: RunState, *, layout: Layout) -> RunSt
     return layout.filled(state, of_leaves, positions)
 
 
-def evaluated_anew(kernel: Kernel, states: Any, layout: Layout) -> Any:
-    """Return the states that the kernel begins with where chains stand."""
-    # What a chain begins with does not depend on the metric, which each may have one of its own.
+def recomputed_states(kernel: Kernel, states: Any, layout: Layout) -> Any:
+    """Return the states with which a kernel would start where the chains are."""
+    # A first state does not depend on the metric, which may differ between chains.
     kernel = tree.replace(kernel, inverse_mass_matrix=None)
     return init_chains(kernel, states.position, layout=layout)
 
 
-def require_same_density(what: str, earlier: Any, anew: Any) -> None:
-    """Raise where states and those `evaluated_anew` have other log densities, by leaves of the terms.
+def require_same_density(what: str, earlier: Any, now: Any) -> None:
+    """Raise unless states and their `recomputed_states` have the same log density, term by term.
 
     Raises
     ------
     ValueError
-        If the sums of a leaf's terms differ by more than rounding, or are not finite any more.
+        If the sums of a leaf's terms differ by more than rounding, or are no longer finite.
     """
-    olds, news = (to_host(_sums(states.terms)) for states in (earlier, anew))
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(anew.terms)]
+    olds, news = (to_host(_sums(states.terms)) for states in (earlier, now))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(now.terms)]
     for path, (old, size), (new, _) in zip(paths, olds, news, strict=True):
         bad = np.flatnonzero(~(np.abs(new - old) <= MOST_CHANGE * size + MOST_NATS))
         if bad.size:
             raise ValueError(
-                f"{what}: the target is another one than the chains were drawn from. Where "
-                f"chain {bad[0]} stands, the terms {path_str(path)} of its log density add up to "
-                f"{new[bad[0]]:.7g}, and did to {old[bad[0]]:.7g}: its data, or what its functions "
-                "read, have changed. Give the target that the run was begun with; to sample this one, "
-                "begin a new run, at gspmd_mcmc.per_chain(position) of the last draws if you like"
+                f"{what}: the target is not the one that the chains were drawn from. Where chain "
+                f"{bad[0]} is, the terms {path_str(path)} of its log density add up to "
+                f"{new[bad[0]]:.7g}, and added up to {old[bad[0]]:.7g}: its data, or what its "
+                "functions read, have changed. Give the target that the run began with; to sample this "
+                "one, begin a new run, at gspmd_mcmc.per_chain(position) of the last draws if you like"
             )
 
 
 @jax.jit
 def _sums(terms: PyTree) -> list[tuple[jax.Array, jax.Array]]:
-    """Return of each leaf [chains, ...] the sums of its terms and of their sizes, each [chains]."""
+    """Return the sums of the terms of each leaf [chains, ...] and of their sizes, each [chains]."""
     flat = [x.reshape(len(x), -1) for x in jax.tree.leaves(terms)]
     return [(jnp.sum(x, axis=1), jnp.sum(jnp.abs(x), axis=1)) for x in flat]

@@ -190,7 +190,7 @@ class Run:
         )
         self.done: Counters = to_host(self.state.counters)  # the state's, on the host
 
-    def go(self, report: Report, stop: Stop, after: Callable[[], None] = lambda: None) -> Draws:
+    def go(self, report: Report, stop: Stop, after: Callable[[], None]) -> Draws:
         """Run to the end, or to a stop; call ``after`` when a chunk has ended.
 
         Returns
@@ -291,7 +291,8 @@ class Run:
     def warmup_summary(self) -> dict[str, Any]:
         """Return what `Draws.warmup` holds."""
         count = int(self.done.num_warmup)
-        traces = {k: np.asarray(to_host(x))[..., :count] for k, x in self.state.traces.items()}
+        by_name = self.state.traces["chains"] | self.state.traces["kernel"]
+        traces = {name: np.asarray(to_host(x))[..., :count] for name, x in by_name.items()}
         return traces | {
             "num_divergent": np.asarray(self.done.warmup_divergent),
             "leapfrogs": int(np.asarray(self.done.leapfrogs, np.int64).sum()),
@@ -381,7 +382,7 @@ class WarmUp:
         run, count = self.run, int(self.run.done.num_warmup)
         if run.state.kernel.is_per_chain or count == run.plan.num_warmup or run.stop.is_asked:
             return
-        rates = to_host(run.state.traces["acceptance_rate"])[:, :count]
+        rates = to_host(run.state.traces["chains"]["acceptance_rate"])[:, :count]
         before = to_host(run.state.states.log_density)
         is_stuck = are_stuck_below(rates, before)
         if is_stuck.any():

@@ -18,14 +18,12 @@ from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.targets.local import is_row_values, unwrap
 from gspmd_mcmc.targets.target import Target
-from gspmd_mcmc.tree import PyTree, Role, pytree, roles
+from gspmd_mcmc.tree import PyTree, pytree, roles
 
 # Folded into a step's key, so that what happens between steps does not share the step's two keys.
 BEGIN, HELP = 2, 3
 # The window before the one that begins: there was none, its metric was held, or it was learned.
 NONE, HELD, LEARNED = range(3)
-# Traces with an axis of chains; the others are numbers of the kernel.
-OF_CHAINS = ("acceptance_rate", "log_density")
 
 
 @pytree
@@ -68,8 +66,8 @@ class RunState:
     tuning
         The state of the adaptation.
     traces
-        Traces of warm-up by name, [steps] or [chains, steps]; the last place takes what later steps
-        write.
+        Traces of warm-up, whose last place takes what later steps write: ``"chains"``, by name
+        [chains, steps], and ``"kernel"``, its numbers by name, [steps] or [chains, steps].
     counters
         Where the run is.
     draws
@@ -79,7 +77,7 @@ class RunState:
     kernel: Kernel
     states: Any
     tuning: Any
-    traces: dict[str, jax.Array]
+    traces: dict[str, dict[str, jax.Array]]
     counters: Counters
     draws: PyTree
 
@@ -202,23 +200,22 @@ class Fixed:
 def run_roles(adaptation: Adaptation, run: RunState, layout: Layout) -> Any:
     """Return what each array of a run is, as its parts declare it: a tree of roles like the run."""
     found = partial(roles, position=layout.treedef)
-    kernel, of_kernel = found(run.kernel), Role()
-    if run.kernel.is_per_chain:
-        of_kernel, metric = Role(has_chains=True), run.kernel.inverse_mass_matrix
-        like_position = Role(is_like_position=True)
-        kernel = tree.replace(
-            kernel,
-            step_size=found(run.kernel.step_size, of_each_chain=True),
-            inverse_mass_matrix=found(metric, role=like_position, of_each_chain=True),
-        )
+    kernel, is_per_chain = found(run.kernel), run.kernel.is_per_chain
+    if is_per_chain:
+        own = found(run.kernel, of_each_chain=True)
+        tuned = {"step_size": own.step_size, "inverse_mass_matrix": own.inverse_mass_matrix}
+        kernel = tree.replace(kernel, **tuned)
     return tree.replace(
         run,
         kernel=kernel,
         states=found(run.states, of_each_chain=True),
         tuning=found(run.tuning, of_each_chain=adaptation.is_per_chain),
-        traces={name: Role(has_chains=True) if name in OF_CHAINS else of_kernel for name in run.traces},
+        traces={
+            "chains": found(run.traces["chains"], of_each_chain=True),
+            "kernel": found(run.traces["kernel"], of_each_chain=is_per_chain),
+        },
         counters=found(run.counters),
-        draws=jax.tree.map(lambda _: Role(has_chains=True), run.draws),
+        draws=found(run.draws, of_each_chain=True),
     )
 
 
@@ -257,14 +254,16 @@ def set_up(
     kernel = adaptation.prepare(kernel, states)
     zero, per_chain = jnp.zeros((), jnp.int32), jnp.zeros(fixed.layout.num_chains, jnp.int32)
     num_steps = jnp.asarray(first_step, jnp.int32)
-    traced = {name: getattr(kernel, name) for name in adaptation.traced}
-    traced |= dict.fromkeys(OF_CHAINS, states.log_density)
+    traced = {
+        "chains": dict.fromkeys(("acceptance_rate", "log_density"), states.log_density),
+        "kernel": {name: getattr(kernel, name) for name in adaptation.traced},
+    }
     run = RunState(
         # Copies: a program that is given the run takes its buffers over, and these may be a user's.
         kernel=jax.tree.map(jnp.copy, tree.replace(kernel, target=None)),
         states=states,
         tuning=first.init(kernel, states),
-        traces={name: jnp.zeros((*x.shape, size + 1), x.dtype) for name, x in traced.items()},
+        traces=jax.tree.map(lambda x: jnp.zeros((*x.shape, size + 1), x.dtype), traced),
         counters=Counters(num_steps, zero, zero, zero, per_chain, per_chain, per_chain),
         draws=(),
     )
@@ -460,14 +459,17 @@ def _over_steps(so_far, info: Info, is_first, thin) -> tuple[dict, dict]:
     return carried | {"log_density": so_far["log_density"]}, stats
 
 
-def _traced(run: RunState, states, info: Info, is_warmup) -> dict[str, jax.Array]:
-    of_chains = {"acceptance_rate": info.acceptance_rate, "log_density": states.log_density}
-    traces = {}
-    for name, trace in run.traces.items():
-        value = of_chains[name] if name in of_chains else getattr(run.kernel, name)
+def _traced(run: RunState, states, info: Info, is_warmup) -> dict[str, dict[str, jax.Array]]:
+    values = {
+        "chains": {"acceptance_rate": info.acceptance_rate, "log_density": states.log_density},
+        "kernel": {name: getattr(run.kernel, name) for name in run.traces["kernel"]},
+    }
+
+    def write(trace, value):
         at = jnp.where(is_warmup, run.counters.num_warmup, trace.shape[-1] - 1)
-        traces[name] = _write(trace, value, axis=trace.ndim - 1, at=at)
-    return traces
+        return _write(trace, value, axis=trace.ndim - 1, at=at)
+
+    return jax.tree.map(write, run.traces, values)
 
 
 def _counted(counters: Counters, info: Info, is_warmup, is_kept) -> Counters:

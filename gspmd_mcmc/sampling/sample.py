@@ -26,7 +26,6 @@ from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.sampling.reporting import ChunkReport, warn_of_run, warn_of_small_data
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.run_state import keep_position
-from gspmd_mcmc.storage.attributes import attributes_of
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.functions import as_partial
@@ -220,8 +219,7 @@ def sample(
         jax.numpy_dtype_promotion("standard"),  # ours rely on it; a user's may be strict
         traced_with(kernel, adaptation),
         explained(target) as known,
-        resumption.opened(checkpoint) as checkpoints,
-        resumption.reserved(to, checkpoints) as sink,
+        resumption.opened(checkpoint, to) as (checkpoints, sink),
     ):
         layout, states = _start(kernel, rng_key, initial_position, mesh, num_chains)
         independence.check_rows(target, states.position, chain=0)
@@ -233,12 +231,13 @@ def sample(
         facts = identity.facts_of_run(rng_key, kernel, adaptation, collect, layout, counts)
         about = counts
         if sink is not None:
-            about = attributes_of(rng_key, mesh, kernel, adaptation, collect, **counts)
+            about = identity.attributes_of(rng_key, mesh, kernel, adaptation, collect, **counts)
         plan = Plan(adaptation, collect, num_warmup, num_samples, thin, device_bytes, about)
         run = known.run = Run(plan, kernel, states, rng_key, layout, sink, earlier)
-        draws = resumption.carry_out(
+        with resumption.supervised(
             run, checkpoints, facts, every, progress=progress, callback=callback
-        )
+        ) as supervision:
+            draws = run.go(*supervision)
         warn_of_run(draws, num_samples, keeps_positions=collect.func is keep_position)
     return draws
 
@@ -286,7 +285,7 @@ def _start(
         return starts.start(kernel, rng_key, initial, mesh, num_chains)
     states = starts.copied(initial.state)
     layout = read_layout(mesh, kernel.target, states.position, num_chains, has_chains=True)
-    anew = resumption.evaluated_anew(kernel, states, layout)
+    anew = resumption.recomputed_states(kernel, states, layout)
     what = "initial_position: these draws cannot be continued"
     resumption.require_same_density(what, states, anew)
     return layout, states

@@ -1,7 +1,7 @@
-"""Checkpoints on disk: a document and arrays, written by Orbax while the run goes on.
+"""Checkpoints on disk: a document and arrays, which Orbax writes while the run continues.
 
-A folder holds the newest two, each in a folder of its own that appears whole or not at all; checksums
-of their files, which tell one that was damaged later; and the lock of the process that writes.
+A folder holds the newest two checkpoints, each in a folder of its own that appears whole or not at all;
+checksums of their files, which reveal later damage; and the lock of the process that writes.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import json
 import shutil
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from gspmd_mcmc.multihost.agreement import on_first
 from gspmd_mcmc.storage.lock import FolderLock, Locked
 
 NUM_KEPT = 2
-FORMAT = 4  # leaves of a run in the order of its template
+FORMAT = 4  # the leaves of a run in the order of its template
 STEPS, SUMS, DAMAGED = "steps", "checksums", "damaged"
 
 
@@ -34,17 +34,17 @@ class Damaged(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints of one run in a folder, held by one process from `__init__` to `close`.
+    """The checkpoints of one run in a folder, which one process holds from `__init__` to `close`.
 
     Parameters
     ----------
     path
-        The folder; made if there is none.
+        The folder; it is made if there is none.
 
     Raises
     ------
     CheckpointNotSaved
-        If the folder cannot be written to, or another process that lives writes to it.
+        If the folder cannot be written to, or another live process writes to it.
     ImportError
         Without the extra ``checkpoint``.
     """
@@ -54,10 +54,10 @@ class Checkpoints:
         self._orbax = need("orbax.checkpoint", "checkpoint")
         self._lock = FolderLock(self.path)
         self._manager: Any = None
-        self._unsummed: int | None = None
+        self._without_sums: int | None = None
         self._has_warned = False
         on_first(
-            self._take, CheckpointNotSaved("checkpoint: process 0 cannot use the folder; it says why")
+            self._take, CheckpointNotSaved("checkpoint: process 0 cannot use the folder; see its error")
         )
         self._pool = ThreadPoolExecutor(1, "checksums")
 
@@ -69,70 +69,58 @@ class Checkpoints:
         except (OSError, Locked) as error:
             raise CheckpointNotSaved(f"checkpoint: {error}") from error
 
-    def steps(self) -> list[int]:
-        """Return the numbers of the checkpoints there are, the newest first."""
-        return sorted(
-            (int(p.name) for p in (self.path / STEPS).iterdir() if p.name.isdigit()), reverse=True
-        )
+    def numbers(self) -> list[int]:
+        """Return the numbers of the checkpoints in the folder, the newest first."""
+        names = (path.name for path in (self.path / STEPS).iterdir())
+        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     def save(self, arrays: Sequence[Any], document: dict[str, Any]) -> None:
-        """Begin to write a checkpoint; what is on the devices is copied before this returns."""
+        """Begin to write a checkpoint; arrays on the devices are copied before this returns."""
         self.finish()
-        number = max(self.steps(), default=0) + 1
+        number = max(self.numbers(), default=0) + 1
         args = self._orbax.args
         written = {str(i): _to_write(x) for i, x in enumerate(arrays) if np.size(x)}
-        document = document | {"format": FORMAT}
         self._open().save(
             number,
             args=args.Composite(
-                arrays=args.StandardSave(written), document=args.JsonSave(_with_sum(document))
+                arrays=args.StandardSave(written),
+                document=args.JsonSave(_with_sum(document | {"format": FORMAT})),
             ),
         )
-        self._unsummed = number
-
-    def try_to_save(self, arrays: Sequence[Any], document: dict[str, Any]) -> None:
-        """Begin to write a checkpoint; warn, once, where that or the last one's end failed."""
-        try:
-            self.save(arrays, document)
-        except Exception as error:  # Orbax raises whatever its threads met.
-            self.give_up(error)
-
-    def give_up(self, error: Exception) -> None:
-        """Warn, once, that checkpoints are not written; a next one is begun afresh."""
-        self._manager, self._unsummed = None, None
-        if not self._has_warned:
-            self._has_warned = True
-            newest = "the newest that is whole" if self.steps() else "none"
-            warnings.warn(
-                f"checkpoint: {self.path} could not be written to: {_first_line(error)}. The run goes "
-                f"on, and tries again; until then it can be resumed from {newest}",
-                SamplingWarning,
-                stacklevel=2,
-            )
+        self._without_sums = number
 
     def is_saving(self) -> bool:
-        """Tell whether a checkpoint is being written; sum up one that has been."""
+        """Tell whether a checkpoint is being written; begin the checksums of one that is whole."""
         if self._manager is None or self._manager.is_saving_in_progress():
             return self._manager is not None
-        if self._unsummed is not None:
-            number, self._unsummed = self._unsummed, None
+        if self._without_sums is not None:
+            number, self._without_sums = self._without_sums, None
             if jax.process_index() == 0:
                 self._pool.submit(self._write_sums, number)
         return False
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is whole on disk; raise if it failed."""
+        """Wait until the checkpoint under way is whole on disk; raise if it failed."""
         if self._manager is not None:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
             self.is_saving()
 
-    def try_to_finish(self) -> None:
-        """Wait as `finish` does; warn, once, where it failed."""
+    def attempt(self, act: Callable[[], None]) -> None:
+        """Call ``act``, which saves or finishes; where it fails, warn once and start anew."""
         try:
-            self.finish()
+            act()
         except Exception as error:  # Orbax raises whatever its threads met.
-            self.give_up(error)
+            self._manager, self._without_sums = None, None
+            if not self._has_warned:
+                self._has_warned = True
+                newest = "the newest whole checkpoint" if self.numbers() else "no checkpoint"
+                warnings.warn(
+                    f"checkpoint: {self.path} could not be written to: {_first_line(error)}. The run "
+                    f"continues and will try again; until then the folder holds {newest}",
+                    SamplingWarning,
+                    stacklevel=3,
+                )
 
     def read(self, number: int) -> dict[str, Any]:
         """Return the document of a checkpoint whose files are as they were written.
@@ -141,27 +129,29 @@ class Checkpoints:
         ------
         Damaged, OSError
             If it cannot be read, or is not what was written.
+        ValueError
+            If it has another format.
         """
         self._check_sums(number)
         try:
-            document = json.loads(
-                (self.path / STEPS / str(number) / "document" / "metadata").read_text()
-            )
+            path = self.path / STEPS / str(number) / "document" / "metadata"
+            document = json.loads(path.read_text())
         except ValueError as error:
-            raise Damaged(f"its document is no JSON: {error}") from error
+            raise Damaged(f"its document is not JSON: {error}") from error
         if not isinstance(document, dict) or _with_sum(document) != document:
             raise Damaged("its document is not what was written")
         if document["format"] != FORMAT:
             raise ValueError(
                 f"checkpoint: {self.path} has format {document['format']}, of gspmd_mcmc "
-                f"{document['versions']['gspmd_mcmc']}; this version reads format {FORMAT}"
+                f"{document['versions']['gspmd_mcmc']}; this version reads format {FORMAT}. Continue "
+                "the run with that version, or give another folder"
             )
         return document
 
     def restore(self, number: int, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
-        """Read the arrays of a checkpoint in these shapes and shardings; zeros where they are longer.
+        """Read the arrays of a checkpoint in these shapes and shardings, zeros where they are longer.
 
-        Those without a sharding come back as arrays that no device is bound to.
+        Arrays without a sharding are bound to no device.
         """
         args = self._orbax.args
         wanted = {str(i): s for i, s in enumerate(shapes) if np.prod(s.shape)}
@@ -170,7 +160,7 @@ class Checkpoints:
                 number, args=args.Composite(arrays=args.StandardRestore(wanted, strict=False))
             )["arrays"]
         except Exception as error:
-            # Files that are as they were written give no such error by themselves.
+            # Files that are as they were written cause no such error.
             if self._sums_of(number).exists():
                 raise
             raise Damaged(_first_line(error)) from error
@@ -182,18 +172,19 @@ class Checkpoints:
 
     def put_aside(self, number: int) -> None:
         """Move a damaged checkpoint to a folder of its own, so that it is not taken for the newest."""
-        on_first(lambda: self._put_aside(number), RuntimeError("process 0 could not move a checkpoint"))
 
-    def _put_aside(self, number: int) -> None:
-        aside = self.path / DAMAGED
-        aside.mkdir(exist_ok=True)
-        shutil.rmtree(aside / str(number), ignore_errors=True)
-        (self.path / STEPS / str(number)).rename(aside / str(number))
-        self._sums_of(number).unlink(missing_ok=True)
+        def act() -> None:
+            aside = self.path / DAMAGED
+            aside.mkdir(exist_ok=True)
+            shutil.rmtree(aside / str(number), ignore_errors=True)
+            (self.path / STEPS / str(number)).rename(aside / str(number))
+            self._sums_of(number).unlink(missing_ok=True)
+
+        on_first(act, RuntimeError("process 0 could not move a checkpoint; see its error"))
 
     def close(self) -> None:
-        """Wait for what is being written, and let go of the folder."""
-        self.try_to_finish()
+        """Wait for the checkpoint under way, and release the folder."""
+        self.attempt(self.finish)
         if self._manager is not None:
             self._manager.close()
         self._manager = None
@@ -212,8 +203,8 @@ class Checkpoints:
         return self.path / SUMS / f"{number}.json"
 
     def _write_sums(self, number: int) -> None:
-        """Note checksums of a checkpoint that is whole; those of others that are no more go."""
-        kept = {f"{n}.json" for n in self.steps()}
+        """Write the checksums of a whole checkpoint; remove those of checkpoints that are gone."""
+        kept = {f"{n}.json" for n in self.numbers()}
         for path in (self.path / SUMS).iterdir():
             if path.name not in kept:
                 path.unlink(missing_ok=True)
@@ -222,7 +213,7 @@ class Checkpoints:
         temporary.rename(self._sums_of(number))
 
     def _check_sums(self, number: int) -> None:
-        # A run that was killed between the two has left a checkpoint that is whole, and no sums of it.
+        # A run that was killed between the two has left a whole checkpoint without checksums.
         if not self._sums_of(number).exists():
             return
         try:
@@ -257,11 +248,12 @@ def _with_sum(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_write(array: Any) -> Any:
-    """Return what Orbax can write: of what each process has by itself, that of the first."""
+    """Return what Orbax can write: where each process has an array of its own, that of the first."""
     if jax.process_count() == 1 or isinstance(getattr(array, "sharding", None), NamedSharding):
         return array
     return np.asarray(array)
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

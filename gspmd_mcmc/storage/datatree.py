@@ -1,4 +1,4 @@
-"""Draws as an xarray ``DataTree``: what its arrays are called, and the part that one process holds."""
+"""Draws as an xarray ``DataTree``: the names of its arrays, and the part that one process holds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +18,14 @@ ARVIZ_NAMES = {"is_divergent": "diverging", "log_density": "lp"}
 
 
 def to_datatree(position: PyTree, stats: dict[str, Any], padded_rows: dict[str, int]) -> Any:
-    """Return a ``DataTree`` of draws in memory; of several processes, of this process' part.
+    """Return a ``DataTree`` of draws in memory; on several processes, of the part that this one holds.
 
     Parameters
     ----------
     position, stats
         Tree of draws, leaves [chains, draws, ...], and name to array [chains, draws].
     padded_rows
-        Of leaves with pad at the end of axis 2, by name, the number of their real rows.
+        The number of real rows of each leaf, by name, that has pad at the end of axis 2.
     """
     arviz_base = need("arviz_base", "arviz")
     stats = {ARVIZ_NAMES.get(name, name): np.asarray(x) for name, x in stats.items()}
@@ -48,9 +48,9 @@ def _on_host(leaf: Any) -> np.ndarray:
 def process_part(
     named: dict[str, jax.Array], stats: dict[str, np.ndarray], padded_rows: dict[str, int]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return what this process holds of draws that lie over several; ``stats`` are whole.
+    """Return what this process holds of draws that lie over several; the ``stats`` given are whole.
 
-    Of posterior and stats, and the coordinates: of each dimension the places of entries in the whole.
+    Returned are posterior, stats, and as coordinates the place of each entry in the whole.
     """
     parts = {name: local_part(leaf) for name, leaf in named.items()}
     first = max(starts[0] for _, starts in parts.values())
@@ -67,7 +67,7 @@ def process_part(
 
 
 def tree_names(names: list[str]) -> list[str]:
-    """Return a name in a ``DataTree`` for each leaf: none is that of a coordinate, or taken twice.
+    """Return a name in a ``DataTree`` for each leaf: no coordinate's, and none of them twice.
 
     Coordinates are ``chain``, ``draw``, and ``w_dim_0`` beside a leaf ``w``.
     """
@@ -75,16 +75,16 @@ def tree_names(names: list[str]) -> list[str]:
 
 
 def disk_names(names: list[str]) -> list[str]:
-    """Return a name on disk for each leaf: as `tree_names`, and no folder of its own.
+    """Return a name on disk for each leaf: as `tree_names`, and one that a folder can have.
 
-    Names that differ in case alone are one name on some file systems.
+    Names that differ only in case are one name on some file systems.
     """
     plain = [name.replace("/", "_").lstrip("._") or "x" for name in names]
     return _free_names(plain, str.casefold)
 
 
 def _free_names(names: list[str], key: Callable[[str], str]) -> list[str]:
-    """Lengthen names that are a coordinate's, or another's by the key."""
+    """Lengthen names that a coordinate has, or another leaf as compared by the key."""
     taken = {"chain", "draw", *(key(name) for name in names if _leaf_of_axis(name) in names)}
     found = []
     for name in names:
@@ -96,6 +96,6 @@ def _free_names(names: list[str], key: Callable[[str], str]) -> list[str]:
 
 
 def _leaf_of_axis(name: str) -> str:
-    """Return the leaf whose axis has this name, ``w`` of ``w_dim_0``; empty if it is no axis' name."""
+    """Return the leaf whose axis has this name, ``w`` for ``w_dim_0``; empty if it names no axis."""
     leaf, _, number = name.rpartition("_dim_")
     return leaf if number.isdigit() else ""

@@ -1,6 +1,7 @@
-"""One run to a folder: a lock file that names the process which writes there."""
+"""One run to a folder: a lock file that its writer holds, and that names the writer."""
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -11,109 +12,67 @@ NAME = ".lock"
 
 
 class Locked(RuntimeError):
-    """A process that lives, or may live, writes to the folder."""
+    """Another process writes to the folder, or may."""
 
 
 class FolderLock:
     """The lock file of a folder, held from `take` to `free`.
 
-    It holds the writer's host, process number, and when host and process began, so that neither a
-    number that is used again nor a host of the same name passes for a writer that has died.
+    The system lets go of it when its process ends, however it ends. The file names the writer too: on a
+    file system whose locks other hosts do not see, the file of another host's writer still refuses.
     """
 
     def __init__(self, folder: Path):
         self.path = folder / NAME
-        self.is_held = False
+        self._file: int | None = None
 
     def take(self) -> None:
-        """Take the lock; one left behind by a process that has died is taken over.
+        """Take the lock; one that a process of this host left behind when it died is taken over.
 
         Raises
         ------
         Locked
-            If its process lives, or is of another host, where nobody here can tell.
+            If another process holds it, or the file is of a writer on another host.
         """
-        while not self._create():
-            owner = _read(self.path)
-            if owner is not None and may_live(owner):
-                raise Locked(_refusal(self.path, owner))
-            self._put_aside(owner)
-        self.is_held = True
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        owner = _read(self.path)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise Locked(self._refusal(owner)) from None
+        try:
+            is_gone = os.stat(self.path).st_ino != os.fstat(file).st_ino
+        except FileNotFoundError:
+            is_gone = True
+        if is_gone or owner.get("host", socket.gethostname()) != socket.gethostname():
+            os.close(file)
+            if not is_gone:
+                raise Locked(self._refusal(owner))
+            return self.take()  # The writer before has just removed it.
+        os.ftruncate(file, 0)
+        os.write(file, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+        self._file = file
+        return None
 
     def free(self) -> None:
         """Remove the lock file, if this object holds it."""
-        if self.is_held:
+        if self._file is not None:
             self.path.unlink(missing_ok=True)
-            self.is_held = False
+            os.close(self._file)
+            self._file = None
 
-    def _create(self) -> bool:
-        """Write the file if there is none; it appears with its content, by a link."""
-        own = self.path.with_name(f"{NAME}.{os.getpid()}")
-        own.write_text(json.dumps(this_process()))
-        try:
-            os.link(own, self.path)
-        except FileExistsError:
-            return False
-        finally:
-            own.unlink()
-        return True
-
-    def _put_aside(self, dead: dict[str, Any] | None) -> None:
-        """Remove the file of a dead process; give it back where another has taken it meanwhile."""
-        aside = self.path.with_name(f"{NAME}.{os.getpid()}.dead")
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.path, aside)
-            if _read(aside) != dead:
-                os.rename(aside, self.path)
-            aside.unlink(missing_ok=True)
+    def _refusal(self, owner: dict[str, Any]) -> str:
+        return (
+            f"{self.path.parent}: process {owner.get('pid')} on host {owner.get('host')} writes here. "
+            "Give another path, or wait until it has ended; if it has, and ran on another host, remove "
+            f"{self.path.name}"
+        )
 
 
-def this_process() -> dict[str, Any]:
-    """Return what a lock file says of the process that writes it."""
-    pid = os.getpid()
-    return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "began": _began(pid)}
-
-
-def may_live(owner: dict[str, Any]) -> bool:
-    """Tell whether the process of a lock file lives, as far as this host can know."""
-    if owner["host"] != socket.gethostname():
-        return True
-    if owner["boot"] != _boot():
-        return False
-    try:
-        os.kill(owner["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return owner["began"] == _began(owner["pid"])
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """Read a lock file; None where there is none, or it is not one of ours."""
-    try:
+def _read(path: Path) -> dict[str, Any]:
+    """Read a lock file; empty where it is not one of ours, or its writer was killed as it wrote."""
+    with contextlib.suppress(OSError, ValueError):
         owner = json.loads(path.read_text())
-        return owner if {"host", "boot", "pid", "began"} <= set(owner) else None
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _refusal(path: Path, owner: dict[str, Any]) -> str:
-    return (
-        f"{path.parent}: process {owner['pid']} on host {owner['host']} writes here. Give another "
-        f"path, or wait until it has ended; if it has, and ran on another host, remove {path.name}"
-    )
-
-
-def _boot() -> str:
-    """Name this boot of the machine, where the system tells it."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
-def _began(pid: int) -> str:
-    """Tell when a process began, in ticks of its machine, where the system tells it."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
+        return owner if isinstance(owner, dict) else {}
+    return {}

@@ -1,4 +1,4 @@
-"""Draws that are on disk: read when they are asked for, and only what is asked for."""
+"""Draws on disk, of which only what is asked for is read."""
 
 import json
 import math
@@ -21,7 +21,7 @@ Document = dict[str, Any]
 
 
 class NotOurStore(ValueError):
-    """A folder holds no draws that this library has written, or their document is damaged."""
+    """A folder holds no draws that this library wrote, or their document is damaged."""
 
 
 def read_root(folder: Path) -> Document:
@@ -42,8 +42,8 @@ def read_root(folder: Path) -> Document:
         _, attributes = nodes_of(root), root["attributes"]
         if attributes["draws_format"] != VERSION:
             raise NotOurStore(
-                f"{folder} has draws in format {attributes['draws_format']}; this library reads format "
-                f"{VERSION}"
+                f"{folder} has draws in format {attributes['draws_format']}; this version reads format "
+                f"{VERSION}. Open it with xarray, or with the version that wrote it"
             )
         _ = attributes["num_draws"], attributes["position"]
     except (KeyError, TypeError) as error:
@@ -59,7 +59,7 @@ def nodes_of(root: Document) -> dict[str, Document]:
 
 
 def open_array(where: Path, document: Document, context: Any = None) -> Any:
-    """Open an array in TensorStore by the document given, whatever its own says of its length."""
+    """Open an array in TensorStore by the document given, whatever length its own has."""
     spec = {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": f"{where}/"},
@@ -75,7 +75,7 @@ class SavedArray:
     Attributes
     ----------
     shape, dtype, ndim, size, nbytes
-        As of a NumPy array.
+        As for a NumPy array.
     """
 
     def __init__(self, where: Path, document: Document):
@@ -94,8 +94,8 @@ class SavedArray:
         return np.asarray(self[...], dtype)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Read a part, by an index that NumPy takes; no more is read than the chunks it touches."""
-        shape = np.broadcast_to(np.zeros((), np.int8), self.shape)[index].shape  # NumPy's own errors.
+        """Read a part, by any index that NumPy takes; only the chunks that it touches are read."""
+        shape = np.broadcast_to(np.zeros((), np.int8), self.shape)[index].shape  # raises NumPy's errors
         if 0 in shape:
             return np.zeros(shape, self.dtype)
         if self._store is None:
@@ -107,10 +107,9 @@ class SavedArray:
 
 
 def _from_zero(index: Any, shape: tuple[int, ...]) -> tuple:
-    """Write a NumPy index with an item for each axis, and all of its numbers counted from zero.
+    """Write a NumPy index with an item for each axis, all of its numbers counted from zero.
 
-    TensorStore takes negative numbers as they are, and cuts no slice to the axis; zarr-python takes no
-    negative step.
+    TensorStore does not count negative numbers from the end, nor cut slices to the axis.
     """
     items = list(index) if isinstance(index, tuple) else [index]
     at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
@@ -119,7 +118,7 @@ def _from_zero(index: Any, shape: tuple[int, ...]) -> tuple:
     lengths = iter(shape)
     found = [None if item is None else _of_axis(item, next(lengths)) for item in items]
     if any(isinstance(item, np.ndarray) for item in found):
-        # Beside arrays NumPy takes an integer as an array too.
+        # Beside arrays, NumPy treats an integer as an array too.
         found = [np.asarray(item) if isinstance(item, np.integer) else item for item in found]
     return tuple(found)
 
@@ -134,7 +133,7 @@ def _of_axis(item: Any, length: int) -> Any:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class SavedDraws(Draws):
-    """Draws in a Zarr store: leaves of ``position`` and ``stats`` are read when they are asked for.
+    """Draws in a Zarr store; the leaves of ``position`` and ``stats`` are read when asked for.
 
     ``draws.position["w"][:, -100:]`` reads the last hundred draws, ``np.asarray(...)`` all of them.
 
@@ -150,7 +149,7 @@ class SavedDraws(Draws):
     attributes: dict[str, Any]
 
     def to_datatree(self):
-        """Open the store as an xarray ``DataTree``, whose values are read when they are asked for.
+        """Open the store as an xarray ``DataTree``, whose values are read when asked for.
 
         Needs the extra ``storage``.
         """
@@ -171,7 +170,7 @@ class SavedDraws(Draws):
 
 
 def open_draws(path: str | Path) -> SavedDraws:
-    """Open the draws that `ZarrSink` has written, of a run that has ended or goes on.
+    """Open the draws that `ZarrSink` has written, of a run that has ended or is under way.
 
     Parameters
     ----------
@@ -181,8 +180,8 @@ def open_draws(path: str | Path) -> SavedDraws:
     Returns
     -------
     SavedDraws
-        Of the draws that were whole on disk at this moment; open again to see more. Tuples and classes
-        of the position are lists and dicts, ``kernel`` and ``state`` are None.
+        The draws that are whole on disk at this moment; open again to see more. Tuples and classes of
+        the position become lists and dicts; ``kernel`` and ``state`` are None.
 
     Raises
     ------

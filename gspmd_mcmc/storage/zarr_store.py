@@ -1,10 +1,10 @@
-"""Draws to disk as they are made: a Zarr v3 store, and one file that says how many draws it has.
+"""Draws written to disk as they are made: a Zarr v3 store, and one file that says how many it has.
 
 A store has the arrays ``posterior/NAME`` [chain, draw, ...] and ``sample_stats/NAME`` [chain, draw].
-zarr-python makes the documents of arrays and groups, TensorStore writes chunks. ``zarr.json`` at the
-root holds the attributes and, as consolidated metadata, all documents: replacing that one file is what
-makes draws count, in every array at once. Chunks that it does not cover yet are on disk, and nobody
-sees them.
+zarr-python makes the documents of arrays and groups; TensorStore writes chunks. ``zarr.json`` at the
+root holds the attributes and, as consolidated metadata, all documents: replacing that one file makes
+draws count, in every array at once. Chunks that it does not cover yet are on disk, but no reader sees
+them.
 """
 
 import concurrent.futures
@@ -26,7 +26,7 @@ import numpy as np
 from jax.tree_util import SequenceKey
 
 from gspmd_mcmc.diagnostics.table import named_leaves
-from gspmd_mcmc.extras import need
+from gspmd_mcmc.extras import need, require
 from gspmd_mcmc.multihost.agreement import of_all, on_first
 from gspmd_mcmc.storage.datatree import ARVIZ_NAMES, POSTERIOR, STATS, disk_names
 from gspmd_mcmc.storage.lock import NAME as LOCK
@@ -53,7 +53,7 @@ COORDINATE_ROWS = 2**16
 
 
 class DrawsNotSaved(RuntimeError):
-    """Draws cannot be written; the message says why, and how many are safe on disk.
+    """Draws cannot be written; the message says why, and how many draws are safe on disk.
 
     Attributes
     ----------
@@ -69,38 +69,39 @@ class DrawsNotSaved(RuntimeError):
 class ZarrSink(Sink):
     """A Zarr v3 store that `sample` writes its draws to as they are made.
 
-    The run needs memory for two chunks of draws, however many there are: while one fills on the
-    devices, the other is copied to the host and written, every process its own shards. The store can
-    be opened at any time, during the run too, by ``xarray.open_datatree(path, engine="zarr")``, by
-    ArviZ and by `open_draws`: groups ``posterior`` and ``sample_stats`` with dims (chain, draw, ...),
-    as `Draws.to_datatree` has them. A reader sees whole draws, as many in every array; of a run that
-    was killed, those that were written by then, at most ``flush_seconds`` and a write behind.
+    However many draws there are, the run needs memory for two buffers of them: while one fills on the
+    devices, the other is copied to the host and written, by every process its own shards. The store
+    can be opened at any time, also during the run, by ``xarray.open_datatree(path, engine="zarr")``, by
+    ArviZ and by `open_draws`. It has the groups ``posterior`` and ``sample_stats`` with dims
+    (chain, draw, ...), as `Draws.to_datatree` does. Readers see whole draws, as many in every array.
+    After a kill they see those that were written by then, at most ``flush_seconds`` and a write behind.
 
-    Needs the extra ``storage``. Two more ways to keep little of large latents: ``sample(collect=...)``
-    keeps functions of the position alone, and ``gspmd_mcmc.diagnostics`` has streaming moments.
+    Needs the extra ``storage``. There are two more ways to keep little of large latents:
+    ``sample(collect=...)`` keeps functions of the position, and ``gspmd_mcmc.diagnostics`` has
+    streaming moments.
 
     Parameters
     ----------
     path
-        A folder that does not exist yet; of several processes, on a file system that all of them share.
+        A folder that does not exist yet. Several processes must share its file system.
     leaves
         Which leaves of the draws are kept: names as in `Draws.summary`, or beginnings of names. A
         name that a leaf has stands for that leaf alone. All by default.
     dtype
         "float16", "float32" or "float64" for the floats among the leaves, or a dict of names to such;
-        by default as they were drawn, bfloat16 as float32. float16 holds three digits, to 65504. Stats
-        keep theirs.
+        by default as they were drawn, bfloat16 as float32. float16 holds three digits, up to 65504.
+        Stats keep their dtypes.
     compression
-        Level of zstd, 1 to 9; 0 for none: then a file has its full size from its first draw on.
+        Level of zstd, 1 to 9; with 0, for none, a file has its full size from its first draw on.
     chunk_bytes
-        Bytes of a buffer of draws, of each process.
+        Bytes of a buffer of draws, on each process.
     flush_seconds
-        Draws are written when a buffer is full, and at least so often.
+        Draws are written when a buffer is full, and at least this often.
 
     Raises
     ------
     ValueError
-        For settings that do not fit, or names that no leaf has.
+        For settings out of their range, or names that no leaf has.
     """
 
     def __init__(
@@ -131,13 +132,13 @@ class ZarrSink(Sink):
         Raises
         ------
         ValueError, TypeError
-            For a name that no leaf has, or a leaf that is not of numbers.
+            For a name that no leaf has, or a leaf that does not hold numbers.
         """
-        names = list(named_leaves(collected))
-        chosen("leaves", self.leaves, names)
+        named = named_leaves(collected)
+        chosen("leaves", self.leaves, list(named))
         if isinstance(self.dtype, Mapping):
-            chosen("dtype", self.dtype, names)
-        for name, leaf in named_leaves(collected).items():
+            chosen("dtype", self.dtype, list(named))
+        for name, leaf in named.items():
             if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
                 raise TypeError(
                     f"collect: leaf {name} is of dtype {leaf.dtype}; draws on disk are numbers"
@@ -149,7 +150,9 @@ class ZarrSink(Sink):
         return max(1, int(self.chunk_bytes * jax.process_count() // max(draw, 1)))
 
     def reserve(self, is_resumed: bool = False) -> None:
-        """Make the folder and lock it; draws may be there already only if the run is resumed.
+        """Make the folder and lock it; draws may be in it already only if the run is resumed.
+
+        The libraries that write, which take up to a second to import, are imported in the background.
 
         Raises
         ------
@@ -158,10 +161,12 @@ class ZarrSink(Sink):
         ImportError
             Without the extra ``storage``.
         """
-        need("tensorstore", "storage")
-        need("zarr", "storage")
+        require("tensorstore", "zarr", extra="storage")
         self._on_first(lambda: self._reserve(is_resumed))
         self._is_reserved = True
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="draws")
+        for module in ("tensorstore", "zarr"):
+            self._thread.submit(need, module, "storage")
 
     def begin(
         self,
@@ -172,7 +177,7 @@ class ZarrSink(Sink):
         first_draw: int = 0,
         is_resumed: bool = False,
     ) -> None:
-        """Create the store, or cut that of a run which goes on.
+        """Create the store, or cut that of the run that continues.
 
         Parameters
         ----------
@@ -181,11 +186,11 @@ class ZarrSink(Sink):
         num_samples
             Draws that are asked for, those on disk included.
         attributes
-            What the run is; a store of another ``rng_key_data`` is not gone on with.
+            What the store records about the run; a store with another ``rng_key_data`` is refused.
         first_draw
-            Draws on disk to keep; what is beyond will be written again.
+            Draws on disk to keep. Those beyond will be written again.
         is_resumed
-            Whether the run goes on with the store that is there; so it does after ``first_draw``.
+            Whether the run continues the store that is there, as it does after ``first_draw``.
 
         Raises
         ------
@@ -197,26 +202,27 @@ class ZarrSink(Sink):
             self.reserve(is_resumed)
         steps, self._treedef = jax.tree_util.tree_flatten_with_path(buffers[0], is_leaf=is_row_values)
         names = list(named_leaves(buffers[0], is_leaf=is_row_values))
-        kept, arrays = chosen("leaves", self.leaves, names), disk_names(names)
+        kept, on_disk = chosen("leaves", self.leaves, names), disk_names(names)
+        # Of each leaf its path in the store, None for one that is not kept; then those of the stats.
         self._paths = [
             f"{POSTERIOR}/{array}" if name in kept else None
-            for name, array in zip(names, arrays, strict=True)
+            for name, array in zip(names, on_disk, strict=True)
         ] + [f"{STATS}/{ARVIZ_NAMES.get(name, name)}" for name in sorted(buffers[1])]
         position = [
-            {"array": array, "path": [_step(key) for key in path]}
-            for (path, _), name, array in zip(steps, names, arrays, strict=True)
+            {"array": array, "path": [_json_step(key) for key in path]}
+            for (path, _), name, array in zip(steps, names, on_disk, strict=True)
             if name in kept
         ]
-        self.attributes = attributes | {"position": json.dumps(position), "draws_format": VERSION}
-        self._on_first(lambda: self._prepare(buffers, num_samples, first_draw, is_resumed))
+        about = attributes | {"position": json.dumps(position), "draws_format": VERSION}
+        self._on_first(lambda: self._prepare(buffers, num_samples, about, first_draw, is_resumed))
         self._root = cut(read_root(self.path), num_samples)
+        self.attributes = self._root["attributes"] = about
         self._arrays = {
             path: open_array(self.path / path, nodes_of(self._root)[path], _few_threads())
             for path in self._paths
             if path is not None
         }
         self.num_saved = self._num_given = first_draw
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="draws")
         self._written_at = time.monotonic()
 
     def is_due(self) -> bool:
@@ -226,7 +232,7 @@ class ZarrSink(Sink):
         return bool(of_all(is_due).any())
 
     def write(self, buffers: PyTree, count: int, start: int = 0) -> None:
-        """Write ``count`` draws of the buffers, from draw ``start``; return while that goes on.
+        """Begin to write ``count`` draws of the buffers, from draw ``start``.
 
         One write is under way at most: the one before is waited for. Until the next call the buffers
         must stay as they are.
@@ -236,7 +242,7 @@ class ZarrSink(Sink):
         DrawsNotSaved
             If the write before has failed.
         """
-        self._settle()
+        self.flush()
         if not count:
             return
         first, self._num_given = self._num_given, self._num_given + count
@@ -244,18 +250,33 @@ class ZarrSink(Sink):
         self._written_at = time.monotonic()
 
     def flush(self) -> int:
-        """Wait until all draws given are on disk and seen; return how many.
+        """Wait until all draws given are on disk and count; return how many.
 
         Raises
         ------
         DrawsNotSaved
-            If they could not be written.
+            On every process, if one of them could not write.
         """
-        self._settle()
+        if self._pending is None:
+            return self.num_saved
+        pending, self._pending = self._pending, None
+        error = pending.exception()
+        failed = of_all(error is not None)
+        if failed.any():
+            why = f"process {np.argmax(failed)} failed"
+            why = why if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+            raise DrawsNotSaved(
+                f"{self.path}: draws could not be written, {why}. {self.num_saved} draws of each chain "
+                "are safe there: gspmd_mcmc.open_draws reads them",
+                self.num_saved,
+            ) from error
+        if jax.process_count() > 1:
+            self._on_first(lambda: publish(self.path, self._root, self._num_given))
+            self.num_saved = self._num_given
         return self.num_saved
 
     def close(self) -> None:
-        """Wait for the write under way, and free the folder; draws on disk stay. Never raises."""
+        """Wait for the write under way, and release the folder; draws on disk stay. Never raises."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = self._pending = None
@@ -285,39 +306,43 @@ class ZarrSink(Sink):
                 f"{self.path}: no draws can be written there, {error}; give a folder that this process "
                 "may write to"
             ) from error
-        # TensorStore writes to such a file, then renames it; into one that a killed writer has left it
-        # writes without cutting what is longer, and the chunk cannot be read any more.
+        # TensorStore writes to such a file, then renames it. If a killed writer has left one, a shorter
+        # chunk would keep the end of the old one, and could not be read any more.
         for left in self.path.rglob("*.__lock"):
             left.unlink()
-        if not is_resumed and any(path.name != LOCK for path in self.path.iterdir()):
-            self._lock.free()
-            raise DrawsNotSaved(f"{self.path} exists already and {self._what_is_there()}")
-
-    def _what_is_there(self) -> str:
+        if is_resumed or all(path.name == LOCK for path in self.path.iterdir()):
+            return
+        self._lock.free()
         try:
             count = read_root(self.path)["attributes"]["num_draws"]
-        except NotOurStore:
-            return "holds other files; give ZarrSink another path"
-        return (
-            f"holds {count} draws of another run (gspmd_mcmc.open_draws reads them); give ZarrSink "
-            "another path, or remove that folder"
+        except NotOurStore as error:
+            raise DrawsNotSaved(
+                f"{self.path} exists already and holds other files; give ZarrSink another path"
+            ) from error
+        raise DrawsNotSaved(
+            f"{self.path} exists already and holds {count} draws of another run "
+            "(gspmd_mcmc.open_draws reads them); give ZarrSink another path, or remove that folder"
         )
 
-    def _prepare(self, buffers: PyTree, num_samples: int, first_draw: int, is_resumed: bool) -> None:
+    def _prepare(
+        self, buffers: PyTree, num_samples: int, about: dict, first_draw: int, is_resumed: bool
+    ) -> None:
         """Create the store, or cut the one that is there."""
         root = self._plan(buffers, num_samples)
         if is_resumed and (self.path / ROOT).exists():
-            root = cut(self._there(root, first_draw), num_samples)
+            there = _require_same_run(self.path, root, about, first_draw)
+            root = cut(there, num_samples)
         elif first_draw:
             raise DrawsNotSaved(
-                f"{self.path}: {first_draw} draws were to be there, and it has no store"
+                f"{self.path}: the run has {first_draw} draws, and there is no store of them; give the "
+                "path that the run began with"
             )
         try:
             for path, document in nodes_of(root).items():
                 if path.endswith(("/chain", "/draw")):
                     store = open_array(self.path / path, document, _few_threads())
                     store.write(np.arange(document["shape"][0])).result()
-            publish(self.path, root | {"attributes": self.attributes}, first_draw)
+            publish(self.path, root | {"attributes": about}, first_draw)
         except (OSError, ValueError) as error:
             raise DrawsNotSaved(f"{self.path}: the store cannot be made, {error}") from error
 
@@ -353,25 +378,6 @@ class ZarrSink(Sink):
         found = chosen("dtype", self.dtype, names)
         return [self.dtype[found[name]] if name in found else None for name in names] + stats
 
-    def _there(self, planned: Document, first_draw: int) -> Document:
-        """Read the store on disk; raise unless it is of this run and has the draws to keep."""
-        try:
-            root = read_root(self.path)
-        except NotOurStore as error:
-            raise DrawsNotSaved(f"{error}; give the path that the run began with") from error
-        theirs, ours = (found.get("rng_key_data") for found in (root["attributes"], self.attributes))
-        differs = _difference(root, planned)
-        if theirs != ours:
-            differs = f"its rng_key_data is {theirs}, this run's {ours}"
-        if differs:
-            raise DrawsNotSaved(f"{self.path} holds draws of another run: {differs}")
-        count = root["attributes"]["num_draws"]
-        if count < first_draw:
-            raise DrawsNotSaved(
-                f"{self.path} has {count} draws; the run goes on from {first_draw}", count
-            )
-        return root
-
     def _save(self, buffers: PyTree, start: int, count: int, first: int) -> None:
         """Write draws, and let them count where no other process is to be waited for."""
         with jax.profiler.TraceAnnotation("gspmd_mcmc I/O"):
@@ -379,36 +385,11 @@ class ZarrSink(Sink):
                 if path is not None:
                     write_shards(self._arrays[path], buffer, start, count, first)
         if jax.process_count() == 1:
-            self._publish(first + count)
-
-    def _publish(self, num_draws: int) -> None:
-        publish(self.path, self._root | {"attributes": self.attributes}, num_draws)
-        self.num_saved = num_draws
-
-    def _settle(self) -> None:
-        """Wait for the write under way; raise on every process if one of them has failed."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        error = pending.exception()
-        failed = of_all(error is not None)
-        if failed.any():
-            raise self._failure(int(np.argmax(failed)), error) from error
-        if jax.process_count() > 1:
-            self._on_first(lambda: self._publish(self._num_given))
-            self.num_saved = self._num_given
-
-    def _failure(self, process: int, error: BaseException | None) -> DrawsNotSaved:
-        why = f"process {process} failed" if error is None else f"{type(error).__name__}: {error}"
-        return DrawsNotSaved(
-            f"{self.path}: draws could not be written, {why.splitlines()[0]}. {self.num_saved} draws "
-            "of each chain are safe there: gspmd_mcmc.open_draws reads them",
-            self.num_saved,
-        )
+            publish(self.path, self._root, first + count)
+            self.num_saved = first + count
 
     def _on_first(self, act: Callable[[], Any]) -> None:
-        message = f"{self.path}: process 0 could not write there; its own error says why"
-        on_first(act, DrawsNotSaved(message))
+        on_first(act, DrawsNotSaved(f"{self.path}: process 0 could not write there; see its error"))
 
 
 def _check_settings(dtype: Any, compression: int, chunk_bytes: float, flush_seconds: float) -> None:
@@ -425,12 +406,12 @@ def _check_settings(dtype: Any, compression: int, chunk_bytes: float, flush_seco
 
 
 def chosen(argument: str, asked: Iterable[str] | None, names: list[str]) -> dict[str, str]:
-    """Return the names that are asked for, each with what asked for it: a name or its beginning.
+    """Return the names that are asked for, each with the item that asks: a name or its beginning.
 
     Raises
     ------
     ValueError
-        If something asks for no leaf.
+        If one of them matches no leaf.
     """
     if asked is None:
         return {name: name for name in names}
@@ -455,7 +436,7 @@ def _leaves(buffers: PyTree, is_leaf: Callable | None = is_row_values) -> list:
     return [*jax.tree.leaves(collected, is_leaf=is_leaf), *(stats[name] for name in sorted(stats))]
 
 
-def _step(key: Any) -> Any:
+def _json_step(key: Any) -> Any:
     """Write a step of a leaf's path for JSON: ``"w"`` of a dict or class, ``[0]`` of a list."""
     if isinstance(key, SequenceKey):
         return [key.idx]
@@ -464,7 +445,7 @@ def _step(key: Any) -> Any:
 
 
 def disk_dtype(dtype: Any, asked: str | None) -> np.dtype:
-    """Return the dtype of a leaf on disk: floats as asked; as float32 what NumPy does not know."""
+    """Return the dtype of a leaf on disk: floats as asked, and as float32 those unknown to NumPy."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return np.dtype(dtype)
     return np.dtype(asked or (np.float32 if np.dtype(dtype).kind == "V" else dtype))
@@ -478,8 +459,8 @@ def chunk_shape(shard: tuple[int, ...], rows: int, num_rows: int, itemsize: int)
     shard
         Shape of one device's shard of a buffer, [chains, draws, ...].
     rows
-        Draws of a buffer. A chunk has as many, so that a full buffer writes whole chunks, or a multiple
-        where that would make a small file.
+        Draws of a buffer. A chunk has as many, so that a full buffer writes whole chunks, or a
+        multiple where the file would be small.
     num_rows
         Draws that are asked for.
     itemsize
@@ -506,7 +487,7 @@ def _pieces(chunks: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 def _create_array(
     root: Any, path: str, leaf: Any, num_samples: int, dtype: str | None, compression: int
 ) -> None:
-    """Create the array of a leaf in a group of zarr-python: a chunk is of one device's shard alone."""
+    """Create the array of a leaf in a group of zarr-python; each chunk is of one device's shard."""
     array = leaf.values if is_row_values(leaf) else leaf
     chains, rows, *rest = array.shape
     if is_row_values(leaf):
@@ -532,10 +513,10 @@ def _create_array(
 
 
 def write_shards(array: Any, buffer: jax.Array, start: int, count: int, first: int) -> None:
-    """Write ``count`` draws of a buffer from its draw ``start`` on, as draws ``first`` and on.
+    """Write ``count`` draws of a buffer, from its draw ``start`` on, as draws ``first`` and on.
 
-    Each shard goes to its place in an array of TensorStore; of shards that are copies of each other one
-    process writes one. What is beyond the array is a pad, and is left out.
+    Each shard goes to its place in an array of TensorStore; of shards that are copies, one is written.
+    What is beyond the array is pad, and is left out.
     """
     under_way: list = []
     for shard in buffer.addressable_shards:
@@ -557,10 +538,10 @@ def write_shards(array: Any, buffer: jax.Array, start: int, count: int, first: i
 
 @functools.cache
 def _few_threads() -> Any:
-    """Return the context of all writes: a thread that packs and a thread that writes.
+    """Return the context of all writes: one thread that packs and one that writes.
 
-    Writes go beside the run, and have its time. Each further thread would keep memory of its own for
-    good, as C's allocator gives it: about 20 MB, which grow in the first thousands of writes.
+    That is fast enough beside a run. Each further thread would keep memory of its own for good, as C's
+    allocator gives it: about 20 MB, which grow during the first thousands of writes.
     """
     limits = {name: {"limit": 1} for name in ("data_copy_concurrency", "file_io_concurrency")}
     return need("tensorstore", "storage").Context(limits)
@@ -576,23 +557,39 @@ def cut(root: Document, num_draws: int) -> Document:
     return root
 
 
-def _difference(there: Document, here: Document) -> str:
-    """Tell what differs between the arrays of two stores but for their chunks; empty if nothing."""
-    theirs, ours = nodes_of(cut(there, 0)), nodes_of(cut(here, 0))
+def _require_same_run(
+    folder: Path, planned: Document, about: dict[str, Any], first_draw: int
+) -> Document:
+    """Read the store on disk; raise unless it is of this run and has the draws to keep.
+
+    Its arrays must be those that are planned, but for their chunks, which follow the mesh.
+    """
+    try:
+        root = read_root(folder)
+    except NotOurStore as error:
+        raise DrawsNotSaved(f"{error}; give the path that the run began with") from error
+    theirs, ours = (found.get("rng_key_data") for found in (root["attributes"], about))
+    differs = [] if theirs == ours else [f"its rng_key_data is {theirs}, this run's {ours}"]
+    theirs, ours = nodes_of(cut(root, 0)), nodes_of(cut(planned, 0))
     for path in sorted(theirs.keys() ^ ours.keys()):
-        return f"{path} is in {'the store' if path in theirs else 'this run'} alone"
-    for path, node in theirs.items():
+        differs.append(f"only {'the store' if path in theirs else 'this run'} has {path}")
+    for path in sorted(theirs.keys() & ours.keys()):
         for key in ("shape", "data_type", "dimension_names"):
-            if node.get(key) != ours[path].get(key):
-                return f"{path} has {key} {node.get(key)} there and {ours[path].get(key)} in this run"
-    return ""
+            if (there := theirs[path].get(key)) != (here := ours[path].get(key)):
+                differs.append(f"{path} has {key} {there} in the store and {here} in this run")
+    if differs:
+        raise DrawsNotSaved(f"{folder} holds draws of another run: {'; '.join(differs[:3])}")
+    count = root["attributes"]["num_draws"]
+    if count < first_draw:
+        raise DrawsNotSaved(f"{folder} has {count} draws; the run continues from {first_draw}", count)
+    return root
 
 
 def publish(folder: Path, root: Document, num_draws: int) -> None:
     """Make so many draws count, in every array at once, by replacing the root's document.
 
-    The arrays' own documents go first, for readers that know no consolidated metadata: what they tell
-    is on disk by then.
+    The arrays' own documents go first, for readers that ignore consolidated metadata: the draws that
+    they cover are on disk by then.
     """
     root = cut(root, num_draws)
     root["attributes"]["num_draws"] = num_draws
@@ -605,7 +602,7 @@ def publish(folder: Path, root: Document, num_draws: int) -> None:
 
 
 def replace_file(path: Path, document: Document) -> None:
-    """Write a JSON file so that at any time, and after any end, the old or the new one is there."""
+    """Replace a JSON file; whenever the process may end, the old or the new one is there."""
     draft = path.with_name(path.name + ".partial")
     try:
         with open(draft, "w") as file:
@@ -616,11 +613,7 @@ def replace_file(path: Path, document: Document) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
