@@ -4,7 +4,8 @@
 with checkpoints and a sink is ended after a random time, by SIGKILL or SIGTERM; the same call continues
 it in a new process, which is ended again, and so on. A run that reaches its end first is followed by a
 new one in another folder. Every run's draws are compared with those of a run that nothing interrupted:
-none may be missing, doubled, or different in a single bit.
+none may be missing, doubled, or different in a single bit. A second process that calls the same while
+the first lives must be refused.
 
 This process imports all and starts no backend of JAX; each attempt is a fork of it, with programs from
 one persistent cache. So an attempt costs what the run itself costs.
@@ -38,7 +39,7 @@ NUM_WARMUP, NUM_SAMPLES, CHAINS = 200, 1000, 4
 EVERY, CHUNK = 0.1, 20
 # Kills of which one counts its time from the start of the process; the others from the first chunk.
 EARLY = 5
-PREEMPTED = 75
+PREEMPTED, REFUSED = 75, 76
 WAIT = 300.0  # seconds, for an attempt that does not end
 
 
@@ -140,6 +141,8 @@ def fork(work: Callable[[], None]) -> tuple[int, int]:
         code = 0
     except gm.Preempted:
         code = PREEMPTED
+    except gm.CheckpointNotSaved:
+        code = REFUSED
     except BaseException:
         traceback.print_exc()
     finally:
@@ -203,6 +206,18 @@ def end(work: Callable[[], None], seconds: float, number: int, *, is_early: bool
     return code
 
 
+def second_is_refused(work: Callable[[], None]) -> bool:
+    """Begin some work; tell whether another process that does the same meanwhile is refused."""
+    pid, ready = fork(work)
+    os.read(ready, 1)
+    os.close(ready)
+    os.kill(pid, signal.SIGSTOP)  # so that it does not end first
+    code = end(work, WAIT, int(signal.SIGKILL), is_early=True)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return code == REFUSED
+
+
 def draws_on_disk(folder: Path) -> int | None:
     """Return how many draws a store shows; None where there is no store yet."""
     try:
@@ -230,6 +245,7 @@ def survive(folder: Path, signals: list[int], rng: np.random.Generator) -> dict[
     # Once with checkpoints, for the cache, and to learn how long chunks go on.
     first = folder / "run_0"
     length = do(in_jax(attempt, first), "the first run")
+    is_refused = second_is_refused(in_jax(attempt, folder / "run_of_two"))
     results, log, run = [finish(first)], [], folder / "run_1"
     while len(log) < len(signals):
         seconds, number = float(rng.uniform(0, length)), signals[len(log)]
@@ -244,11 +260,12 @@ def survive(folder: Path, signals: list[int], rng: np.random.Generator) -> dict[
             results.append(finish(run))
             run = run.with_name(f"run_{len(results)}")
     results.append(finish(run))
-    return {"length": length, "ends": log, "runs": results}
+    results.append(finish(folder / "run_of_two"))
+    return {"length": length, "ends": log, "runs": results, "second_is_refused": is_refused}
 
 
 def main(argv: list[str]) -> int:
-    """Kill, continue, compare; 1 if a draw is missing, doubled or different."""
+    """Kill, continue, compare; 1 if a draw is missing, doubled or different, or two runs meet."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks survival", description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--terms", type=int, default=0)
@@ -265,10 +282,11 @@ def main(argv: list[str]) -> int:
     Console().print(
         f"{options.kills} x SIGKILL and {options.terms} x SIGTERM in {len(record['runs'])} runs of "
         f"{NUM_SAMPLES} draws: {in_warmup} before the first draw was on disk, {saved} times SIGTERM "
-        f"saved the run; draws missing, doubled or different in {len(bad)} runs {bad or ''}"
+        f"saved the run; draws missing, doubled or different in {len(bad)} runs {bad or ''}; a second "
+        f"process was {'' if record['second_is_refused'] else 'NOT '}refused"
     )
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         about = {"seed": options.seed} | environment.record()
         options.out.write_text(json.dumps(about | record, indent=1))
-    return int(bool(bad))
+    return int(bool(bad) or not record["second_is_refused"])

@@ -86,6 +86,7 @@ from gspmd_mcmc.placement.local_rows import local_rows, place_from_reader, place
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Transition, Window
+from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.tree import Pad, derived, each_chain, like_position, over_steps, pytree, shared, static
 
 # isort: on
@@ -184,6 +185,7 @@ __all__ = [
     "Info",
     "Kernel",
     "Pad",
+    "Sink",
     "Stage",
     "Target",
     "Transition",

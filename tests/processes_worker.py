@@ -141,6 +141,8 @@ def of_two():
         "effect": tree.posterior.effect_dim_0.values.tolist(),
         "lp": list(tree.sample_stats.lp.shape),
     }
+    by_rows = model.sampled(gm.make_mesh(data=-1), gm.HMC, num_warmup=0, num_samples=1)
+    found["part_of_rows"] = by_rows.to_datatree().posterior.effect_dim_0.values.tolist()
     values = model.values_of(draws) | {"part": tree.posterior.effect.values}
     np.savez(out / f"values{process}.npz", allow_pickle=False, **values)
     np.savez(out / f"further{process}.npz", allow_pickle=False, **model.further(mesh, draws))
@@ -148,26 +150,6 @@ def of_two():
     found["pad_copies"] = bool(pad_copies(draws.position["effect"]))
     found["errors"] = errors(mesh)
     found["stopped"] = stopped_at(gm.make_mesh(data=-1))
-    write(found)
-
-
-def of_four():
-    """Rows over the processes."""
-    join(1)
-    mesh = gm.make_mesh(data=-1)
-    found: dict[str, Any] = {"placement": check_placement(mesh)}
-    draws = model.sampled(mesh, gm.HMC, num_warmup=0)
-    part = draws.to_datatree().posterior
-    found["part"] = {"effect": part.effect_dim_0.values.tolist()}
-    values = {k: gm.to_host(x) for k, x in draws.position.items()}
-    values["part"] = part.effect.values
-    np.savez(out / f"values{process}.npz", allow_pickle=False, **values)
-    some = gm.make_mesh(data=-1, devices=jax.devices()[:2])
-    found["errors"] = {
-        "some": error_of(gm.place, np.zeros(8), some, P("data")),
-        "rows": error_of(gm.place_local, np.zeros((3 + process, 2)), mesh, P("data")),
-        "settings": error_of(model.sampled, mesh, num_samples=5 + (process == 2)),
-    }
     write(found)
 
 
@@ -232,7 +214,6 @@ def alone():
 
 CASES = {
     "two": of_two,
-    "four": of_four,
     "killed": lambda: dies("killed"),
     "raised": lambda: dies("raised"),
     "continued": continued,

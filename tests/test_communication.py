@@ -221,12 +221,6 @@ def test_a_step_of_five_leapfrogs_reduces_five_times(hmc_report):
     assert step.sent_bytes() == 5 * 16 * 4 + 2 * 4  # a two-float sum of the terms
 
 
-def test_a_step_of_ten_gradients_of_mams_reduces_ten_times():
-    step = of_a_step(gm.MAMS(plate_of_rows(), 0.1, 0.5)).with_trips(leapfrog=9)
-    assert step.runs("all-reduce") == 10
-    assert step.sent_bytes() == 10 * 16 * 4 + 2 * 4
-
-
 def test_a_step_on_mnist_sends_its_gradient_once_a_leapfrog():
     """Of 60,000 images, as shapes: nothing of their size is made."""
 

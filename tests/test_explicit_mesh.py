@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gspmd_mcmc.sampling.warnings_of_runs import warn_of_small_data
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,6 +18,7 @@ import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics import energy, ess, streaming, streaming_ess
 from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.placement.explicit import on_any_mesh
+from gspmd_mcmc.sampling.reporting import warn_of_small_data
 
 AUTO = gm.make_mesh(chains=2, data=4)
 EXPLICIT = jax.make_mesh((2, 4), ("chains", "data"))

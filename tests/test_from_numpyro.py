@@ -87,33 +87,21 @@ class Case:
 # Models.
 
 
-def logistic(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-    b = numpyro.sample("b", dist.Normal(0, 2))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w + b), obs=y)
-
-
-def logistic_half_the_scale(x, y):
-    """Wrong on purpose: the prior of w is narrower."""
-    w = numpyro.sample("w", dist.Normal(0, 0.5).expand([x.shape[1]]).to_event(1))
-    b = numpyro.sample("b", dist.Normal(0, 1))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w + b), obs=y)
-
-
-def logistic_of_fixed_size(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    b = numpyro.sample("b", dist.Normal(0, 2))
-    with numpyro.plate("rows", 61):
-        numpyro.sample("y", dist.BernoulliLogits(x @ w + b), obs=y)
+def logistic(x, y, num_rows=None, scale=1.0, offset=0.0):
+    """``scale`` multiplies the scales of the priors: another one is wrong on purpose."""
+    w = numpyro.sample("w", dist.Normal(0, scale).expand([3]).to_event(1))
+    b = numpyro.sample("b", dist.Normal(0, 2 * scale))
+    with numpyro.plate("rows", num_rows or x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ w + b + offset), obs=y)
 
 
 def logistic_of_a_dict(data, num_rows):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    b = numpyro.sample("b", dist.Normal(0, 2))
-    with numpyro.plate("rows", num_rows):
-        numpyro.sample("y", dist.Bernoulli(logits=data["of"]["x"] @ w + b), obs=data["y"])
+    logistic(data["of"]["x"], data["y"], num_rows)
+
+
+def positional(x, y=None, *more, **named):
+    assert len(more) == 1 and named.keys() == {"offset"}
+    logistic(x, y, scale=more[0], **named)
 
 
 def linear_predictor(x, offset, scale):
@@ -295,7 +283,7 @@ MASKED = {"x": X, "is_seen": labels(13, 61).astype(bool)}
 CASES = {
     "logistic": Case(logistic, {"x": X, "y": Y}),
     "logistic, float labels": Case(logistic, {"x": X, "y": Y.astype(np.float64)}),
-    "logistic, plate of a fixed size": Case(logistic_of_fixed_size, {"x": X, "y": Y}),
+    "logistic, plate of a fixed size": Case(logistic, {"x": X, "y": Y}, constants={"num_rows": 61}),
     "logistic, plate not sharded": Case(logistic, {"x": X, "y": Y}, plates={}),
     "logistic, unplaced": Case(logistic, {"x": X, "y": Y}, specs=None),
     "logistic, a dict and a number": Case(
@@ -447,17 +435,9 @@ def test_terms_and_gradient_alone_are_those_of_one_pass(name):
         )
 
 
-def positional(x, y=None, *more, **named):
-    assert len(more) == 1 and named.keys() == {"offset"}
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    b = numpyro.sample("b", dist.Normal(0, more[0]))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w + b + named["offset"]), obs=y)
-
-
 def test_arguments_may_be_positional_and_variadic():
     x, y, offset = gm.place((X, Y, np.zeros(61)), mesh_of("8"), ROWS)
-    target = gm.from_numpyro(positional, x, y, 2, plates={"rows": "data"}, offset=offset)
+    target = gm.from_numpyro(positional, x, y, 1.0, plates={"rows": "data"}, offset=offset)
     check_density("logistic", "8", is_double=False, target=target)
 
 
@@ -504,7 +484,7 @@ def test_counting_pad_rows_is_rejected():
 
 def test_another_prior_is_rejected():
     with jax.enable_x64(True):
-        rejects("logistic", replace(CASES["logistic"], model=logistic_half_the_scale).target("8"))
+        rejects("logistic", replace(CASES["logistic"], constants={"scale": 0.5}).target("8"))
 
 
 # Sampled means. 4 standard errors a quantity, some 120 quantities in all: were all of them independent,
@@ -570,7 +550,7 @@ def test_means_are_those_of_nuts(name):
 
 @pytest.mark.statistical
 def test_means_under_another_prior_are_rejected():
-    wrong = run(replace(CASES["logistic"], model=logistic_half_the_scale).target("2"))
+    wrong = run(replace(CASES["logistic"], constants={"scale": 0.5}).target("2"))
     with pytest.raises(AssertionError, match="standard errors"):
         check_means(wrong, nuts_draws("logistic"))
 

@@ -145,15 +145,6 @@ def test_log_density_and_gradient_are_those_of_all_users_at_once(name, tile_rows
         check_against_exact(name, factorisation(name, tile_rows=tile_rows), start(), tolerance)
 
 
-def test_elements_of_a_position_are_counted_without_the_pad():
-    one = start(chains=())
-    sizes = {
-        local.num_elements(factorisation(name), local.lay_out(factorisation(name), one))
-        for name in ("1", "8", "7")
-    }
-    assert sizes == {sum(np.size(x) for x in jax.tree.leaves(one))}
-
-
 def counts_pad_rows(target):
     (plate,) = target.plates
     rows = replace(plate.rows, num_rows=plate.rows.num_padded)
@@ -221,10 +212,13 @@ def of_nested(x):
 NO = {"V": False, "v": False, "scale": False}
 WAYS = {
     "names": (("U", "u"), flat, flat),
+    "list": (["u", "U"], flat, flat),
     "set": ({"u", "U"}, flat, flat),
     "prefix": ({"U": True, "u": np.True_} | NO, flat, flat),
     "field": ("users", as_fields, of_fields),
+    "prefix of fields": (Fields(True, False, False), as_fields, of_fields),  # pyright: ignore
     "prefix of a tuple": ((False, True, False), as_tuple, of_tuple),
+    "whole tree of a tuple": ((False, [True, True], (False, False)), as_tuple, of_tuple),
     "name of nested": ("users", as_nested, of_nested),
     "prefix of nested": (
         {"users": {"U": True, "more": True}, "V": False, "rest": False},
@@ -236,6 +230,15 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_local_may_be_said_in_several_ways(way):
+    said, pack, _ = WAYS[way]
+    x = pack(start(chains=()))
+    rows = gm.Plate(log_likelihood, {"watched": views()}, local=said).local_rows(x)
+    is_of_users = [leaf.shape[:1] == (USERS,) for leaf in jax.tree.leaves(x)]
+    assert [r is not None for r in rows] == is_of_users
+
+
+@pytest.mark.parametrize("way", ["names", "field", "prefix of a tuple", "prefix of nested"])
+def test_densities_and_gradients_are_those_of_any_tree(way):
     said, pack, unpack = WAYS[way]
     seen_by_prior = []
 

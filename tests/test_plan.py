@@ -315,9 +315,11 @@ def test_the_rule_predicts_2048_devices_from_64_and_512():
 
 
 @pytest.mark.parametrize("sizes", [(64, 512, 2048), (512, 1024, 2048)])
-def test_the_rule_says_how_far_it_is_off(sizes):
+def test_the_rule_says_how_far_it_is_off(sizes, monkeypatch):
     reports = [movielens_on(n) for n in sizes]
-    _, rule = PLAN._rule_applied(reports, "data", sizes, make_abstract_mesh(data=8192))
+    monkeypatch.setattr(PLAN, "smaller_sizes", lambda mesh: ("data", sizes))
+    monkeypatch.setattr(PLAN, "compile_ahead", lambda function, args, mesh: movielens_on(mesh.size))
+    _, rule = extrapolate(movielens, make_abstract_mesh(data=8192))
     off = []
     for name in ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes"):
         first, second, last = (getattr(report, name) for report in reports)
@@ -464,19 +466,6 @@ def test_a_plan_is_drawn_in_100_columns(movielens_plan):
 # Data that are whole on every device.
 
 CELLS = np.random.default_rng(0).normal(size=(5000, 100)).astype(np.float32)
-
-
-def test_data_that_no_spec_lays_out_are_named():
-    def build(mesh):
-        data = {"cells": S((50_000, 16), F32), "seen": S((50_000,), F32)}
-        placed = gm.place(data, mesh, {"cells": P(), "seen": P("data")})
-        return lambda data, w: sum_of_squares(data["cells"] @ w), placed, on(mesh, 16, spec=P())
-
-    planned = plan(build, data=8)
-    assert planned.report.whole == ("argument [0]['cells'] float32[50000, 16], 3.2 MB",)
-    assert "whole on each of 8 devices:\n  argument [0]['cells']" in str(planned)
-    with pytest.raises(BudgetExceeded, match=re.escape("argument [0]['cells']")):
-        planned.report.check(whole_bytes=1e6)
 
 
 def test_data_that_a_function_closes_over_are_named():

@@ -128,11 +128,6 @@ def test_autocorrelation_and_bfmi_have_no_unit(unit):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_autocorrelation_of_an_autoregression():
-    found = chain_comparison.autocorrelation(correlated(50, 4000, 0.8)).mean(axis=0)
-    np.testing.assert_allclose(found[:6], 0.8 ** np.arange(6), atol=0.02)
-
-
 def test_chains_that_do_not_vary_have_no_autocorrelation_and_no_bfmi():
     trace = normal(4, 20)
     trace[1], trace[2, 5], trace[3, 7] = 3.0, np.nan, np.inf
@@ -150,11 +145,6 @@ def test_bfmi_is_its_formula_and_that_of_arviz():
     np.testing.assert_allclose(chain_comparison.energy_fractions(energy), by_hand, rtol=1e-6)
     theirs = array_stats.bfmi(energy, chain_axis=0, draw_axis=1)  # it divides by n - 1 at one place
     np.testing.assert_allclose(theirs, by_hand, rtol=0.02)
-
-
-def test_ranks_are_those_of_scipy():
-    trace = normal(4, 25)
-    np.testing.assert_array_equal(chain_comparison.ranks(trace).ravel(), rankdata(trace))
 
 
 def test_ties_are_ranked_at_random_within_what_they_share():
@@ -424,24 +414,6 @@ def test_a_trace_shows_the_draws(run):
     assert figure.get_suptitle() == "traces: 4 chains x 80 draws"
 
 
-def test_what_collect_returned_is_drawn(run):
-    """A tree of other leaves than the position's, one of them of flags."""
-    kept = gm.sample(
-        jax.random.key(1),
-        run.kernel.target,
-        run,
-        num_samples=60,
-        num_warmup=0,
-        progress=False,
-        collect=largest,
-    )
-    assert list(panels(plots.trace(kept))) == ["log_density", "0", "1_is_positive"]
-
-
-def largest(position, info):
-    return jnp.max(position["w"]), {"is_positive": position["b"] > 0}
-
-
 def test_divergences_and_values_that_are_not_finite_are_marked():
     x = normal(3, 40)
     x[1, 5], x[2, 7], x[0, 9] = np.nan, np.inf, -np.inf
@@ -493,12 +465,6 @@ def test_a_colour_is_the_same_chain_all_over_an_overview():
     assert [label for label, _ in named] == sorted(
         t for t in legend_of(figure) if t.startswith("chain")
     )
-
-
-def test_up_to_eight_chains_have_a_colour_each():
-    assert len(set(plots_panels.COLORS)) == 8
-    figure = plots.trace(made(8, 30))
-    assert legend_of(figure) == [f"chain {i}" for i in range(8)]
 
 
 def test_a_rank_panel_names_the_chain_that_is_elsewhere():

@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import jax
 import numpy as np
@@ -17,7 +19,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.multihost.agreement import MESSAGE_BYTES
+from gspmd_mcmc.multihost.agreement import disagreement
+from gspmd_mcmc.multihost.processes import spans_processes
 
 WORKER = Path(__file__).parent / "processes_worker.py"
 TIMEOUT = 500  # of a busy machine; a quiet one needs a tenth
@@ -73,11 +76,6 @@ def two(folder_of_two):
     return results_of("two", 2, folder_of_two)
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return results_of("four", 4, tmp_path_factory.mktemp("four"))
-
-
 def apart(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
@@ -112,47 +110,20 @@ def test_two_processes_go_on_plot_climb_and_take_a_numpyro_model_as_one_does(two
     assert apart(expected["more"], expected["numpyro"]) > 1e-2
 
 
-def test_four_processes_draw_what_one_process_draws(four):
-    _, values, _ = four
-    mesh = gm.make_mesh(data=4, devices=jax.devices()[:4])
-    expected = model.sampled(mesh, gm.HMC, num_warmup=0)
-    assert np.asarray(expected.stats["is_accepted"]).mean() > 0.3
-    for found in values:
-        found = {**found, "effect": found["effect"][:, :, : model.NUM_ROWS]}
-        for name, leaf in expected.position.items():
-            assert apart(found[name], np.asarray(leaf)) < 1e-5, name
-
-
-def test_each_process_holds_its_share_of_the_rows_alone(two, four):
+def test_each_process_holds_and_reads_its_share_of_the_rows_alone(two):
     bytes_of_row = 4 * 4  # x of three numbers, and y; as float32
-    for found in (two[0], four[0]):
-        for process in found:
-            assert process["placement"]["held"] == 24 * bytes_of_row // len(found)
-    # Where the processes lie over the chains each needs every row, and that is seen.
-    for process in two[0]:
-        assert process["over_chains"]["held"] == 22 * bytes_of_row
-
-
-def test_rows_of_its_own_are_laid_out_as_place_lays_all(two, four):
-    for found in (two[0], four[0]):
-        for placed in (p["placement"] for p in found):
-            assert placed["local_is_equal"] and placed["read_is_equal"] and placed["unpadded"]
-            assert placed["num_rows"] == [model.NUM_ROWS] * 3
-        rows = [p["placement"]["rows"] for p in found]
-        assert rows[0][0] == 0 and rows[-1][1] == model.NUM_ROWS
-        assert [r[1] for r in rows[:-1]] == [r[0] for r in rows[1:]]
-        # The last process has fewer rows: the pad is there.
-        assert rows[-1][1] - rows[-1][0] < rows[0][1] - rows[0][0]
-
-
-def test_a_reader_is_asked_for_the_rows_of_its_process_alone(two, four):
-    for found in (two[0], four[0]):
-        for placed in (p["placement"] for p in found):
-            first, last = placed["rows"]
-            assert placed["asked"][0][0] == first and placed["asked"][-1][1] == last
-            assert all(first <= a < b <= last for a, b in placed["asked"])
-    # Devices that share rows share one read.
-    assert all(len(p["over_chains"]["asked"]) == 2 for p in two[0])
+    rows = [process["placement"]["rows"] for process in two[0]]
+    assert rows == [[0, 12], [12, model.NUM_ROWS]]  # the pad is on the last process
+    for process, (first, last) in zip(two[0], rows, strict=True):
+        placed, over_chains = process["placement"], process["over_chains"]
+        assert placed["local_is_equal"] and placed["read_is_equal"] and placed["unpadded"]
+        assert placed["num_rows"] == [model.NUM_ROWS] * 3
+        assert placed["held"] == 24 * bytes_of_row // 2
+        assert placed["asked"][0][0] == first and placed["asked"][-1][1] == last
+        assert all(first <= a < b <= last for a, b in placed["asked"])
+        # Where the processes lie over the chains, each needs every row; devices share one read.
+        assert over_chains["held"] == 22 * bytes_of_row
+        assert len(over_chains["asked"]) == 2
 
 
 def test_processes_that_are_given_different_things_say_which(two):
@@ -166,19 +137,11 @@ def test_processes_that_are_given_different_things_say_which(two):
         assert "process 0 has int32 rows" in found["dtype"]
         assert "rng_key: process 0 has threefry2x32 key [0, 0]; process 1" in found["key"]
         assert "num_samples: process 0 has 5; process 1 has 6" in found["settings"]
-        assert "initial_position ['effect']" in found["position"]
+        assert "initial_position['effect']: process 0 has" in found["position"]
         assert "slope" not in found["position"]  # which is the same
         assert "process 0 gave 3 (expected 2)" in found["rows"]
         assert "called twice; this is process" in found["twice"]
         assert found["room"].startswith("ValueError: num_samples=6: draws of several processes stay")
-
-
-def test_four_processes_are_told_apart(four):
-    for process in four[0]:
-        found = process["errors"]
-        assert "processes 0, 1, 3 have 5; process 2 has 6" in found["settings"]
-        assert "process 0 gave 3" in found["rows"] and "process 3 gave 6" in found["rows"]
-        assert "processes [0, 1] of 4" in found["some"]
 
 
 def test_an_interrupt_of_one_process_stops_all_at_the_same_chunk(two):
@@ -194,19 +157,15 @@ def test_process_0_alone_shows_progress(two):
     assert "leapfrogs/s" not in second
 
 
-def test_a_process_shows_its_draws_and_holds_its_part(two, four):
+def test_a_process_shows_its_draws_and_holds_its_part(two):
     found, values, _ = two
     assert found[0]["repr"].startswith("Draws(2 chains x 6 draws")
     for i, process in enumerate(found):
-        assert process["part"]["chain"] == [i]
-        assert process["part"]["effect"] == list(range(model.NUM_ROWS))
-        assert process["part"]["lp"] == [1, 6]
+        assert process["part"] == {"chain": [i], "effect": list(range(model.NUM_ROWS)), "lp": [1, 6]}
         np.testing.assert_array_equal(values[i]["part"], values[i]["effect"][i : i + 1])
-    found, values, _ = four
-    rows = [process["part"]["effect"] for process in found]
-    assert sum(rows, []) == list(range(model.NUM_ROWS))
-    parts = np.concatenate([v["part"] for v in values], axis=2)
-    np.testing.assert_array_equal(parts, values[0]["effect"][:, :, : model.NUM_ROWS])
+        # Where rows lie over the processes, each has its own.
+        first, last = process["placement"]["rows"]
+        assert process["part_of_rows"] == list(range(first, last))
 
 
 def test_pad_of_draws_copies_the_last_row(two):
@@ -251,13 +210,30 @@ def test_a_run_continues_from_what_a_killed_process_of_two_has_left(ended):
         assert process["equal"] == {"slope": True, "spread": True, "effect": True}
         assert process["disagree"].startswith("ProcessesDisagree: sample: ")
         assert "num_samples: process 0 has 121; process 1 has 122" in process["disagree"]
-        assert "part0; process 1 has" in process["elsewhere"]
+        assert "part0'; process 1 has" in process["elsewhere"]
     mesh = gm.make_mesh(data=2, devices=jax.devices()[:2])
     alone = model.long_run(mesh, checkpoint=copied)
     assert alone.num_draws == num_draws
     for name, expected in values[0].items():
         assert apart(np.asarray(alone.position[name]), expected) < 1e-3, name
     assert apart(values[0]["slope"][0], values[0]["slope"][1]) > 1e-2  # another chain's, so measured
+
+
+def test_more_than_two_processes_are_told_apart():
+    stated = [{"call": "sample", "num_samples": str(5 + (i == 2))} for i in range(4)]
+    message = disagreement("sample", stated)
+    assert "num_samples: processes 0, 1, 3 have 5; process 2 has 6" in message
+    assert "call" not in message
+
+
+def test_a_mesh_of_some_processes_is_refused(monkeypatch):
+    devices = np.array([types.SimpleNamespace(process_index=i) for i in range(2)])
+    mesh = create_autospec(jax.sharding.Mesh, instance=True, devices=devices)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert spans_processes(mesh)
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(ValueError, match=r"it lies on processes \[0, 1\] of 4"):
+        spans_processes(mesh)
 
 
 def test_a_process_alone_stays_alone(tmp_path):
@@ -321,7 +297,3 @@ def test_a_reader_that_returns_other_rows_is_told(shape, says):
 def test_leaves_of_other_rows_are_told():
     with pytest.raises(ValueError, match="place_local: expected leaves with the same rows"):
         gm.place_local({"x": np.zeros(8), "y": np.zeros(9)}, gm.make_mesh(data=-1), P("data"))
-
-
-def test_a_message_holds_a_digest_and_four_numbers():
-    assert MESSAGE_BYTES == 32

@@ -204,10 +204,6 @@ def test_html_leaves_the_ink_of_the_page_alone_outside_of_cells():
     assert any("color:inherit" in style for style in styles if style)
 
 
-def test_html_of_an_empty_tree():
-    assert parsed(visualize({})).texts == ["an empty tree: no leaves"]
-
-
 # Severe protanopia, deuteranopia and tritanopia on linear RGB: Machado, Oliveira and Fernandes (2009).
 # Rows of the matrices, nine numbers each.
 DEFICIENCIES = {
@@ -241,11 +237,6 @@ def test_the_test_of_colours_can_fail():
     red, green = "#C44E52", "#7B8B3F"
     distance = [np.linalg.norm(seen(red, m) - seen(green, m)) for m in DEFICIENCIES.values()]
     assert min(distance) < 20 < distance[-1]
-
-
-def test_a_gradient_grows_lighter():
-    lights = [luminance(color) for color in gradient(range(64)).values()]
-    assert all(np.diff(lights) > 0)
 
 
 @pytest.mark.parametrize("color", [*OKABE_ITO, *VIRIDIS, WHOLE, *gradient(range(100)).values()])

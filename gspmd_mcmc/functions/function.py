@@ -11,7 +11,7 @@ from jax.tree_util import Partial, register_pytree_node
 from gspmd_mcmc import tree
 from gspmd_mcmc.functions.contents import unboxed
 from gspmd_mcmc.functions.meaning import Look
-from gspmd_mcmc.functions.modules import call_module, call_of, called_class, is_module, without_arrays
+from gspmd_mcmc.functions.modules import call_module, call_of, is_module, without_arrays
 from gspmd_mcmc.placement.numbers import check_leaves
 from gspmd_mcmc.tree import PyTree
 
@@ -179,7 +179,7 @@ def run(function: Function, *args: PyTree) -> PyTree:
 def name_of_function(function: Callable) -> str:
     """Return what a function, or the one that a `Partial` binds, is called; of a module its class."""
     inner = getattr(function, "func", function)
-    inner = called_class(function) if inner is call_module else inner
+    inner = type(function.args[0]) if inner is call_module else inner
     return getattr(inner, "__name__", repr(inner))
 
 

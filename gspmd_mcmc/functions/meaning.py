@@ -29,7 +29,6 @@ from gspmd_mcmc.functions.contents import (
 )
 from gspmd_mcmc.functions.reads import (
     MISSING,
-    Names,
     Read,
     attributes_of,
     is_constant,
@@ -171,7 +170,8 @@ class _Walk:
         if isinstance(node, jax.Array):
             return of_jax_array(node)
         if isinstance(node, types.ModuleType):
-            return self._module(where, node, number)
+            self._by_name += [] if is_constant(node.__name__) else [(where, node, number, set())]
+            return ("module", node.__name__)
         if isinstance(node, type):
             return self._class(where, node, number)
         if isinstance(node, enum.Enum):
@@ -187,7 +187,10 @@ class _Walk:
             what = ("function", function.__code__)
         else:
             what = ("function", key_of(function.__code__))
-            self._use(names_of(function.__code__))
+            names = names_of(function.__code__)
+            self.has_users_code = True
+            self._names |= names.attributes
+            self._is_dynamic |= names.is_dynamic
             for part in ("__code__", "__defaults__"):
                 read = Read("", function, partial(getattr, function), part)
                 self.alive.append(read.value)
@@ -195,11 +198,6 @@ class _Walk:
             self._by_name += [("", function, number, set())] if vars(function) else []
         refs = [(r.key, self._read(r, watch=r.holder is not function)) for r in reads_of(function)]
         return (*what, *refs)
-
-    def _use(self, names: Names) -> None:
-        self.has_users_code = True
-        self._names |= names.attributes
-        self._is_dynamic |= names.is_dynamic
 
     def _array(self, where: str, node: Any) -> tuple:
         if type(node) is not np.ndarray and not isinstance(node, np.generic):
@@ -211,18 +209,15 @@ class _Walk:
         digest = self._watch(partial(digest_of, node), where, node)
         return ("ignored",) if (id(node), None) in self._ignored else digest
 
-    def _module(self, where: str, node: types.ModuleType, number: int) -> tuple:
-        if not is_constant(node.__name__):
-            self._by_name.append((where, node, number, set()))
-        return ("module", node.__name__)
-
     def _class(self, where: str, node: type, number: int) -> tuple:
         if is_library(node):
             return (Same(node),)
         self.has_users_code = True
         self._by_name.append((where, node, number, set()))
         is_all = self._with_methods
-        called = [n for n, x in vars(node).items() if (is_all or _is_dunder(n)) and is_code(x)]
+        called = [
+            n for n, x in vars(node).items() if (is_all or n[:2] == n[-2:] == "__") and is_code(x)
+        ]
         methods = [self._read(Read(f"{where}.{n}", node, vars(node).get, n)) for n in called]
         if node in self._of_leaves:
             self._of_leaves.update(node.__bases__)
@@ -296,8 +291,3 @@ class _Walk:
             return Same(node)
         found = self._watch(partial(pickle_of, node), where, node)
         return "ignored" if (id(node), None) in self._ignored else found
-
-
-def _is_dunder(name: str) -> bool:
-    """Tell whether Python itself looks a method up."""
-    return name.startswith("__") and name.endswith("__")

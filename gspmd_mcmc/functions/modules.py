@@ -10,7 +10,40 @@ import jax
 import numpy as np
 from jax.tree_util import Partial
 
-from gspmd_mcmc.tree import PyTree, pytree, static
+from gspmd_mcmc.placement.padding import is_padded, real_rows
+from gspmd_mcmc.tree import PyTree
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """Something that is no array, such as a number that shapes depend on, kept out of the leaves."""
+
+    value: Any
+
+    def _key(self) -> Any:
+        is_plain = isinstance(self.value, bool | int | float | complex | str | np.generic)
+        return (type(self.value), self.value) if is_plain else id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+def hold(thing: PyTree) -> PyTree:
+    """Return a pytree whose leaves are its arrays; all else is metadata."""
+    return jax.tree.map(lambda x: x if _is_array(x) else Constant(x), thing, is_leaf=is_padded)
+
+
+def release(held: PyTree) -> PyTree:
+    """Undo `hold`, and cut the pad off `Padded` arrays."""
+    return jax.tree.map(
+        lambda x: x.value if isinstance(x, Constant) else real_rows(x),
+        held,
+        is_leaf=lambda x: isinstance(x, Constant) or is_padded(x),
+    )
 
 
 def is_module(thing: Any) -> bool:
@@ -22,15 +55,12 @@ def is_module(thing: Any) -> bool:
 
 def call_of(module: PyTree) -> Partial:
     """Return a module's call as a function whose arrays enter programs as arguments."""
-    leaves, treedef = jax.tree.flatten(module)
-    arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
-    rest = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
-    return Partial(call_module, _Parts(arrays, rest, treedef))
+    return Partial(call_module, hold(module))
 
 
-def called_class(call: Any) -> type:
-    """Return the class of the module whose call, as `call_of` gives it, this is."""
-    return call.args[0].treedef.node_data()[0]
+def call_module(held: PyTree, /, *args: Any, **keywords: Any) -> Any:
+    """Call a module; what is held of it is the first argument."""
+    return release(held)(*args, **keywords)
 
 
 def without_arrays(module: PyTree) -> PyTree:
@@ -38,24 +68,6 @@ def without_arrays(module: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: None if _is_array(leaf) else leaf, module)
 
 
-@pytree
-@dataclass(frozen=True, eq=False)
-class _Parts:
-    """A module's leaves: arrays, and what is no array and is part of the program."""
-
-    arrays: list
-    rest: tuple = static()
-    treedef: Any = static()
-
-    def joined(self) -> PyTree:
-        leaves = [b if a is None else a for a, b in zip(self.arrays, self.rest, strict=True)]
-        return self.treedef.unflatten(leaves)
-
-
-def call_module(parts: _Parts, /, *args: Any, **keywords: Any) -> Any:
-    """Put a module together and call it."""
-    return parts.joined()(*args, **keywords)
-
-
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    """Tell arrays, and shapes that stand for them, from numbers, on which shapes may depend."""
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) or is_padded(leaf)

@@ -24,7 +24,7 @@ from gspmd_mcmc.models.joint_parts import (
     check_name,
     check_part,
     checked_mesh,
-    hold,
+    held_part,
     in_order,
     name_of_part,
     num_taken,
@@ -218,7 +218,7 @@ class JointDistributionSequential(_Joint):
                 raise ValueError(
                     f"part {i} takes {required(part)}, but there are only {i} parts before it"
                 )
-        set_fields(self, parts=tuple(map(hold, parts)), mesh=checked_mesh(mesh))
+        set_fields(self, parts=tuple(map(held_part, parts)), mesh=checked_mesh(mesh))
 
     def visit_parts(self, visit: Visit) -> None:
         """Go through the list."""
@@ -268,7 +268,7 @@ class JointDistributionNamed(_Joint):
         order = in_order({name: taken_by(part, parts) for name, part in parts.items()})
         set_fields(
             self,
-            parts=tuple(hold(parts[name]) for name in order),
+            parts=tuple(held_part(parts[name]) for name in order),
             order=order,
             written=tuple(parts),
             mesh=checked_mesh(mesh),
@@ -336,11 +336,11 @@ class JointDistributionCoroutine(_Joint):
     def __init__(self, model: Callable, *args: Any, mesh: Mesh | None = None):
         bound = as_partial(model)
         bound = Function(bound.reading, *bound.args, *args, **bound.keywords)
-        set_fields(self, model=hold(bound), mesh=checked_mesh(mesh))
+        set_fields(self, model=held_part(bound), mesh=checked_mesh(mesh))
 
     def visit_parts(self, visit: Visit) -> None:
         """Run the generator, and send it the value of each part that it yields."""
-        generator = self.model()
+        generator: Any = self.model()
         if not inspect.isgenerator(generator):
             raise TypeError(
                 f"{name_of_function(self.model)}: expected a generator function, which yields its "

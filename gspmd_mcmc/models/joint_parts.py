@@ -3,18 +3,17 @@
 import inspect
 import keyword
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.functions.function import as_partial
+from gspmd_mcmc.functions.modules import hold, release
 from gspmd_mcmc.models.sharded import Sharded, check_value, draw_part, is_distribution, shown
 from gspmd_mcmc.placement.mesh import auto_mesh
-from gspmd_mcmc.placement.padding import is_padded, real_rows
+from gspmd_mcmc.placement.padding import real_rows
 
 
 def run(joint: Any, visit: Callable[[int, str, Any], Any]) -> None:
@@ -34,12 +33,8 @@ def run(joint: Any, visit: Callable[[int, str, Any], Any]) -> None:
         seen.append(name)
         return visit(len(seen) - 1, name, part)
 
-    def released(x: Any) -> Any:
-        return x.value if isinstance(x, Constant) else real_rows(x)
-
     seen: list[str] = []
-    held = jax.tree.map(released, joint, is_leaf=lambda x: is_padded(x) or isinstance(x, Constant))
-    held.visit_parts(checked)
+    release(joint).visit_parts(checked)
     if not seen:
         raise ValueError("the joint distribution has no parts")
 
@@ -62,38 +57,6 @@ def trace(joint: Any, observed: dict[str, Any], fact: Callable) -> dict[str, Any
     return found
 
 
-# What a joint distribution holds: arrays are leaves, all else is metadata of the pytree.
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True, eq=False)
-class Constant:
-    """Something that is no array, such as a number that shapes depend on, kept out of the leaves."""
-
-    value: Any
-
-    def _key(self) -> Any:
-        is_plain = isinstance(self.value, bool | int | float | complex | str | np.generic)
-        return (type(self.value), self.value) if is_plain else id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-
-def hold(part: Any) -> Any:
-    """Return a part as a pytree whose leaves are its arrays."""
-
-    def held(x: Any) -> Any:
-        is_array = hasattr(x, "dtype") and not isinstance(x, np.generic)
-        return x if is_padded(x) or is_array else Constant(x)
-
-    part = part if is_distribution(part) else as_partial(part)
-    return jax.tree.map(held, part, is_leaf=is_padded)
-
-
 # The parts as they are written: checks, names, and what functions take.
 
 
@@ -102,6 +65,11 @@ def checked_mesh(mesh: Mesh | None) -> Mesh | None:
     if mesh is not None:
         auto_mesh("mesh", mesh)
     return mesh
+
+
+def held_part(part: Any) -> Any:
+    """Return a part as a pytree whose leaves are its arrays."""
+    return hold(part if is_distribution(part) else as_partial(part))
 
 
 def check_part(what: str, part: Any) -> None:

@@ -41,16 +41,16 @@ def from_numpyro(
     model
         A function with NumPyro's primitives.
     args, kwargs
-        What it is called with. Arrays with the rows of a sharded plate are placed over its mesh axis by
-        `place` (`Padded` where the mesh does not divide them); the model sees blocks of their rows.
+        The model's arguments. `place` arrays with the rows of a sharded plate over its mesh axis first
+        (they are `Padded` if the mesh does not divide them); the model sees blocks of their rows.
     plates
-        Name of a plate to the mesh axis, or axes, that its rows lie over. Latents inside it live with
-        their rows, observations inside it are streamed. A plate whose rows are coupled (a latent of one
-        row is read in another, or outside of the plate) is evaluated at once, with a warning.
+        Maps the name of a plate to the mesh axis, or axes, that its rows lie over. Latents inside it
+        lie with their rows, observations inside it are streamed. A plate with coupled rows (a latent of
+        one row is read in another, or outside the plate) is evaluated at once, with a warning.
     check
-        Whether to compare at once (None: yes): some rows of each plate in blocks of several kinds, as
-        `sample` does too (``x - x.mean()`` couples rows), and log density and gradient with NumPyro's
-        own, of everything at one point, which takes the memory that NumPyro takes.
+        Whether to check the target now (None: yes). Some rows of each plate are evaluated in several
+        blocks, as `sample` does too (``x - x.mean()`` couples rows). Log density and gradient at one
+        point are compared with NumPyro's own, which takes as much memory as NumPyro does.
 
     Returns
     -------

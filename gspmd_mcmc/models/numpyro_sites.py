@@ -293,7 +293,7 @@ def log_prob(distribution: Any, value: jax.Array) -> jax.Array:
         return bernoulli_logits(jnp.asarray(distribution.logits), jnp.asarray(value))
     if kind is dist.CategoricalLogits:
         return _categorical(jnp.asarray(distribution.logits), jnp.asarray(value))
-    base = getattr(distribution, "base_dist", None)
+    base: Any = getattr(distribution, "base_dist", None)
     if kind is dist.Independent:
         inner = log_prob(base, value)
         axes = tuple(range(inner.ndim - distribution.reinterpreted_batch_ndims, inner.ndim))

@@ -1,7 +1,7 @@
 """Distributions over the rows of a mesh axis: every device holds its rows of a sample.
 
-One `Sharded` is the whole distribution, not a device's part of it: its sample is one global array, and
-its log probability is the sum over all rows. The compiler puts in the reduction.
+A `Sharded` is the whole distribution, not a device's part of it. A sample is one global array, and the
+log probability is the sum over all rows; the compiler inserts the reduction.
 """
 
 import inspect
@@ -46,11 +46,11 @@ class Sharded(OnMesh):
     axis
         Name of the mesh axis that the rows lie over, or names.
     mesh
-        The mesh, of Auto axes (`make_mesh`). To sample takes one; joint distributions lend theirs.
+        The mesh, needed for sampling. Parts of a joint distribution use that of the joint.
     num_rows
-        How many rows, drawn independently: a sample is [num_rows, ...] with the shape of the
-        distribution's own sample behind. None where the distribution has its rows itself: they are the
-        first axis of its batch shape, or, if that is empty, of whatever is sampled.
+        How many rows are drawn independently: a sample is [num_rows, ...], followed by the shape of the
+        distribution's own sample. None if the distribution has the rows itself: they are the first axis
+        of its batch shape or, if that is empty, of the sample.
     name
         What a joint distribution calls it.
 

@@ -47,7 +47,7 @@ def require_agreement(call: str, facts: dict[str, str]) -> None:
     if len(set(digests)) == 1:
         return
     stated = [json.loads(x) for x in _exchange_text(text)]
-    raise ProcessesDisagree(_message(call, stated))
+    raise ProcessesDisagree(disagreement(call, stated))
 
 
 def least(*numbers: int) -> tuple[int, ...]:
@@ -116,7 +116,8 @@ def _exchange_text(text: bytes) -> list[bytes]:
     return [x.tobytes() for x in found]
 
 
-def _message(call: str, stated: list[dict[str, Any]]) -> str:
+def disagreement(call: str, stated: list[dict[str, Any]]) -> str:
+    """Say which facts differ, and which processes state each of their values."""
     names = sorted({name for facts in stated for name in facts})
     lines = []
     for name in names:

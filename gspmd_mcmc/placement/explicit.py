@@ -59,9 +59,9 @@ def on_any_mesh(function: F, like: Callable | None = None) -> F:
     function
         Any function or method.
     like
-        Inside a program a result has to say how it lies. ``like(out, *args)`` has its structure, with
-        an array in the place of each leaf that lies as that array does, a `PartitionSpec`, or `WHOLE`
-        for what is whole on every device, as all is if there is no ``like``.
+        How a result lies, which has to be stated inside a program. ``like(out, *args)`` has the
+        structure of the result; for each leaf it has an array that lies alike, a `PartitionSpec`, or
+        `WHOLE` if the leaf is whole on every device. None: every leaf is.
     """
 
     @wraps(function)
@@ -188,19 +188,16 @@ def _to_auto(x: Any) -> Any:
 
 def _relabelled(x: Any, mesh: AnyMesh) -> Any:
     """Return an array, a shape or a sharding of the same parts on the same devices of another mesh."""
-    sharding = x if isinstance(x, NamedSharding) else x.sharding
-    if sharding.mesh == mesh:
-        return x
-    parts = tuple(sharding.spec)
-    if x is not sharding:
-        # As programs write them, so that what they return is not another type: on Auto axes P("data"),
-        # on others P("data", None).
-        parts += (None,) * (x.ndim - len(parts))
-        while is_auto(mesh) and parts and parts[-1] is None:
-            parts = parts[:-1]
-    sharding = NamedSharding(mesh, P(*parts), memory_kind=sharding.memory_kind)
     if isinstance(x, NamedSharding):
-        return sharding
+        return x if x.mesh == mesh else NamedSharding(mesh, x.spec, memory_kind=x.memory_kind)
+    if x.sharding.mesh == mesh:
+        return x
+    # As programs write them, so that what they return is not another type: on Auto axes P("data"), on
+    # others P("data", None).
+    parts = tuple(x.sharding.spec) + (None,) * (x.ndim - len(x.sharding.spec))
+    while is_auto(mesh) and parts and parts[-1] is None:
+        parts = parts[:-1]
+    sharding = NamedSharding(mesh, P(*parts), memory_kind=x.sharding.memory_kind)
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return jax.device_put(x, sharding)

@@ -23,8 +23,8 @@ from gspmd_mcmc.tree import PyTree, path_str
 def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree = None) -> PyTree:
     """Lay a tree of arrays over a mesh.
 
-    On a mesh of several processes each gives the same whole arrays, and its devices take their parts;
-    for rows of its own see `place_local`, and `place_from_reader`.
+    On a mesh of several processes, each process passes the same whole arrays and its devices take their
+    parts. For rows that one process alone holds see `place_local` and `place_from_reader`.
 
     Parameters
     ----------
@@ -32,8 +32,8 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
         NumPy arrays (memory-mapped ones are read shard by shard), jax arrays, scalars, or
         ``jax.ShapeDtypeStruct``, of which nothing is made.
     mesh
-        The mesh, of `make_mesh` or `jax.make_mesh`, or an abstract one; or one sharding for every leaf,
-        a ``NamedSharding`` or a `PositionalSharding`, which says mesh, spec and kind of memory.
+        A mesh (`make_mesh`, `jax.make_mesh`, or an abstract one), or one sharding for all leaves, a
+        ``NamedSharding`` or a `PositionalSharding`, which states mesh, spec and kind of memory.
     specs
         A `PartitionSpec`, or a prefix tree of them: one spec serves the whole subtree below it. None:
         whole on every device.
@@ -41,10 +41,9 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
     Returns
     -------
     PyTree
-        The same tree of jax arrays with a `NamedSharding` each; of ``ShapeDtypeStruct`` with one
-        where the leaf was none but a shape, or the mesh is abstract. A leaf whose leading axis the
-        mesh does not divide comes back as `Padded`: rows at its end copy its last row, and `Plate`
-        masks them.
+        The same tree of jax arrays, each with a `NamedSharding`; of ``ShapeDtypeStruct`` if a leaf was
+        only a shape, or the mesh is abstract. A leaf whose leading axis the mesh does not divide comes
+        back as `Padded`: rows at its end copy its last row, and `Plate` masks them.
 
     Raises
     ------

@@ -44,7 +44,7 @@ from gspmd_mcmc.sampling.run_state import (
     set_up,
 )
 from gspmd_mcmc.storage.saved_draws import SavedDraws
-from gspmd_mcmc.storage.zarr_store import ZarrSink
+from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets.local import fill_pad, is_row_values, unwrap
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree
@@ -161,7 +161,7 @@ class Run:
         states: Any,
         rng_key: jax.Array,
         layout: Layout,
-        sink: ZarrSink | None = None,
+        sink: Sink | None = None,
         earlier: Draws | None = None,
     ):
         self.plan, self.sink, self.layout = plan, sink, layout

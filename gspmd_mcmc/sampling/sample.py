@@ -27,7 +27,7 @@ from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.sampling.reporting import ChunkReport, warn_of_run, warn_of_small_data
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.run_state import keep_position
-from gspmd_mcmc.storage.zarr_store import ZarrSink
+from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, path_str
@@ -84,7 +84,7 @@ def sample(
     max_tree_depth: int | None = None,
     metric: Any = None,
     collect: Callable = keep_position,
-    to: ZarrSink | None = None,
+    to: Sink | None = None,
     device_bytes: int | None = None,
     checkpoint: str | Path | None = None,
     every: float = 60.0,
@@ -194,7 +194,7 @@ def sample(
     counts = {name: int(count) for name, count in counts.items()}
     num_chains, num_warmup, num_samples, thin = counts.values()
     if to is not None:
-        checks.require_kind("to", to, ZarrSink, 'ZarrSink("draws.zarr")')
+        checks.require_kind("to", to, Sink, 'ZarrSink("draws.zarr")')
     _check_key(rng_key)
     mesh = _common_mesh(mesh, target)
     earlier = initial_position if isinstance(initial_position, Draws) else None

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.explicit import no_context_mesh, on_any_mesh, whole
 from gspmd_mcmc.placement.padding import is_padded
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree
 
 __all__ = ["no_context_mesh", "on_any_mesh"]  # for kernels, which import of targets alone
@@ -34,7 +35,7 @@ def terms_and_grad_anywhere(method: Callable) -> Callable:
     return on_any_mesh(method, like=lambda out, target, position, *rest: (whole(out[0]), position))
 
 
-def _like(target: Any, position: PyTree, state: Any) -> Any:
+def _like(target: Target, position: PyTree, state: Any) -> Any:
     """Say how a first state lies: as the position, rows and sums over rows with their plates."""
     leaves, treedef = jax.tree.flatten(position, is_leaf=is_padded)
     found = target.local_rows(position)

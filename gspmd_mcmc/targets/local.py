@@ -15,7 +15,7 @@ import numpy as np
 
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.padding import Padded, is_padded, num_real_rows, values_of
-from gspmd_mcmc.targets.streaming.rows import Rows
+from gspmd_mcmc.targets.streaming.rows import HasLocalRows, Rows
 from gspmd_mcmc.tree import PyTree, is_traced, name_of, path_str, pytree, static
 
 
@@ -141,12 +141,12 @@ def _strip(node: PyTree, marks: PyTree) -> PyTree:
     return {key: _strip(child, marks[key]) for key, child in kept.items()}
 
 
-def rows_of(target: Any, position: PyTree) -> list[Rows | None]:
+def rows_of(target: HasLocalRows, position: PyTree) -> list[Rows | None]:
     """Return for each leaf the rows that it is local to, or None."""
     return target.local_rows(position)
 
 
-def lay_out(target: Any, position: PyTree, what: str = "position") -> PyTree:
+def lay_out(target: HasLocalRows, position: PyTree, what: str = "position") -> PyTree:
     """Turn leaves into arrays; pad local ones and lay them over their rows' mesh axes.
 
     Raises
@@ -182,17 +182,17 @@ def _lay_out_leaf(name: str, leaf: Any, rows: Rows | None) -> Any:
     return rows.lay(array)
 
 
-def zero_pad(target: Any, momentum: PyTree) -> PyTree:
+def zero_pad(target: HasLocalRows, momentum: PyTree) -> PyTree:
     """Set the pad of local leaves to zero: what does not exist does not move."""
     return _map_padded(target, momentum, lambda x, rows: jnp.where(rows.is_real(x.ndim), x, 0))
 
 
-def cut(target: Any, position: PyTree) -> PyTree:
+def cut(target: HasLocalRows, position: PyTree) -> PyTree:
     """Cut the pad of local leaves off, inside a program or outside."""
     return _map_padded(target, position, lambda x, rows: cut_rows(x, rows, 0))
 
 
-def _map_padded(target: Any, tree: PyTree, function: Callable) -> PyTree:
+def _map_padded(target: HasLocalRows, tree: PyTree, function: Callable) -> PyTree:
     """Apply ``function(leaf, rows)`` to the local leaves that have a pad."""
     leaves, treedef = jax.tree.flatten(tree)
     mapped = [
@@ -208,9 +208,3 @@ def cut_rows(array: jax.Array, rows: Rows, axis: int) -> Any:
         return array
     real = (*(slice(None),) * axis, slice(rows.num_rows))
     return array[real] if is_traced(array) else np.asarray(to_host(array))[real]
-
-
-def num_elements(target: Any, position: PyTree) -> int:
-    """Return how many numbers a position has, the pad of local leaves left out."""
-    pairs = zip(jax.tree.leaves(position), rows_of(target, position), strict=True)
-    return sum(x.size if r is None else x.size // r.num_padded * r.num_rows for x, r in pairs)

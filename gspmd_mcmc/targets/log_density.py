@@ -24,14 +24,14 @@ class LogDensity(Target):
     ----------
     fn
         ``fn(position, *data)`` -> a scalar, or a tree of summands whose elements add up to the log
-        density. Summands kept apart (one per observation, say) keep energy differences exact where a
+        density. Separate summands (one per observation, say) keep energy differences exact where a
         float32 scalar would be rounded: at 4e6 it resolves a quarter of a nat.
     data
-        Trees of arrays, as `place` lays them out. They enter programs as arguments. They are seen as
-        they are: rows that `place` had to pad are refused, as nothing would mask them.
+        Trees of arrays, as `place` lays them out, which enter programs as arguments. `Padded` arrays
+        are refused, as nothing would mask their pad.
     bijections
-        A tree of NumPyro bijections for latents that are constrained, as `Posterior` takes it: ``fn``
-        and `Draws` see constrained values, positions are unconstrained, and the Jacobians are added.
+        A tree of NumPyro bijections for constrained latents, as for `Posterior`: ``fn`` and `Draws` see
+        constrained values, positions are unconstrained, and the Jacobians are added.
     """
 
     fn: Partial
@@ -44,23 +44,11 @@ class LogDensity(Target):
         set_fields(self, fn=as_partial(fn), data=data, bijections=bijections)
 
     @on_any_mesh
-    def params(self, position: PyTree) -> PyTree:
-        """Return the constrained values at a position."""
-        return self._constrained(position)[0]
-
-    @on_any_mesh
-    def unconstrain(self, params: PyTree) -> PyTree:
-        """Return the position of constrained values, by the inverse of the bijections."""
-        return bijective.unconstrain(self.bijections, params)
-
-    def kept(self, position: PyTree) -> PyTree:
-        """Return what `Draws` keep of a position: constrained values."""
-        return self.params(position)
-
-    @on_any_mesh
     def terms(self, position: PyTree) -> PyTree:
         """Return the summands of the log density."""
-        params, log_jacobians = self._constrained(position)
+        bijective.check(self.bijections, position)
+        everywhere = [True] * len(jax.tree.leaves(position))
+        params, log_jacobians = bijective.constrain(self.bijections, position, everywhere)
         with noting_shapes(self.fn, position=params):
             value = self.fn(params, *self.data)
         terms = summands(self.fn, value)
@@ -72,12 +60,6 @@ class LogDensity(Target):
     def densities(self, terms: PyTree) -> PyTree:
         """Return the summands without Jacobians."""
         return terms if self.bijections is None else terms["fn"]
-
-    def _constrained(self, position: PyTree) -> tuple[PyTree, list[jax.Array]]:
-        if self.bijections is None:
-            return position, []
-        bijective.check(self.bijections, position)
-        return bijective.constrain(self.bijections, position, [True] * len(jax.tree.leaves(position)))
 
     def __repr__(self) -> str:
         return f"LogDensity({name_of_function(self.fn)})"

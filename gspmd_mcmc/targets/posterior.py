@@ -34,23 +34,23 @@ class Posterior(Target):
     ----------
     log_prior
         ``log_prior(params) -> summands``: a tree of arrays whose elements add up to the log prior of
-        the shared parameters; local ones (`Plate`) are not in ``params``. An array the shape of a
-        latent (best: differences are then taken element by element), or scalars. None where all
-        latents are local; a flat prior is said, ``lambda params: jnp.zeros(())``.
+        the shared parameters; local ones (`Plate`) are not in ``params``. An array of a latent's shape
+        is best, as differences are then taken element by element; scalars serve too. None if all
+        latents are local. Write a flat prior as ``lambda params: jnp.zeros(())``.
     plates
         One `Plate` or more.
     transform
         ``transform(position) -> params``: a reparameterization, applied once per gradient, before the
-        rows are streamed. It must preserve volume (a rotation, a shift): no Jacobian is added. Pass
-        arrays that it needs through ``jax.tree_util.Partial``. Local leaves keep their rows.
+        rows are streamed. It must preserve volume (a rotation, a shift), as no Jacobian is added. Bind
+        arrays that it needs with ``jax.tree_util.Partial``. Local leaves keep their rows.
     bijections
-        Or a tree of NumPyro bijections (``numpyro.distributions.biject_to(support)``) for latents
-        that are constrained, at the places that those have in the position; the others need no entry.
-        Positions are then unconstrained, parameters and `Draws` constrained, and the Jacobians are
-        added. A local latent's bijection acts within rows.
+        Alternatively, a tree of NumPyro bijections (``numpyro.distributions.biject_to(support)``) for
+        the constrained latents, each at its latent's place in the position; other latents need no
+        entry. Positions are then unconstrained, parameters and `Draws` are constrained, and the
+        Jacobians are added. The bijection of a local latent acts within a row.
     derived
-        ``derived(params) -> dict``: what `Draws` keep of a draw besides its parameters, which are a
-        dict too. It sees all of them, whole.
+        ``derived(params) -> dict``: what `Draws` keep of a draw in addition to its parameters, which
+        must be a dict too. It sees all parameters, whole.
     """
 
     readers: ClassVar[str] = "neither log_prior nor a plate"
@@ -93,20 +93,7 @@ class Posterior(Target):
         """Return the position after the reparameterization, before bijections."""
         return position if self.transform is None else self.transform(position)
 
-    @on_any_mesh
-    def params(self, position: PyTree) -> PyTree:
-        """Return the parameters at a position."""
-        if self.bijections is None:
-            return self.transformed(position)
-        everywhere = [True] * len(jax.tree.leaves(position))
-        return bijective.constrain(self.bijections, position, everywhere)[0]
-
-    @on_any_mesh
-    def unconstrain(self, params: PyTree) -> PyTree:
-        """Return the position of parameters, by the inverse of the bijections."""
-        return bijective.unconstrain(self.bijections, params)
-
-    def local_rows(self, params: PyTree) -> list[Rows | None]:
+    def local_rows(self, position: PyTree) -> list[Rows | None]:
         """Return for each leaf the rows of the plate that it is local to, or None.
 
         Raises
@@ -114,10 +101,10 @@ class Posterior(Target):
         ValueError
             If a plate names a leaf that is not there, or two plates of other rows name one leaf.
         """
-        paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)
+        paths = jax.tree_util.tree_leaves_with_path(position, is_leaf=is_padded)
         found: list[Rows | None] = [None] * len(paths)
         for plate in self.plates:
-            for i, rows in enumerate(plate.local_rows(params)):
+            for i, rows in enumerate(plate.local_rows(position)):
                 other = found[i]
                 if rows is not None and other is not None and not other.is_same(rows):
                     raise ValueError(
@@ -166,11 +153,10 @@ class Posterior(Target):
 
     def _shared_params(self, position: PyTree) -> tuple[PyTree, list[jax.Array]]:
         """Return parameters, local ones unconstrained yet: those are constrained a tile at a time."""
-        if self.bijections is None:
-            return self.transformed(position), []
-        bijective.check(self.bijections, position)
-        is_shared = [rows is None for rows in self.local_rows(position)]
-        return bijective.constrain(self.bijections, position, is_shared)
+        params = self.transformed(position)
+        bijective.check(self.bijections, params)
+        is_shared = [rows is None for rows in self.local_rows(params)]
+        return bijective.constrain(self.bijections, params, is_shared)
 
     def _prior_and_grad(self, params: PyTree) -> tuple[PyTree, PyTree]:
         prior, pullback = jax.vjp(self._prior, params)
@@ -247,6 +233,6 @@ def _no_prior(params: PyTree) -> PyTree:
     names = (tree.path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
     raise ValueError(
         f"log_prior: it is None, but rows share the latents {', '.join(names)}, which would be flat, "
-        "and perhaps improper. Write their log prior; where flat is meant, say so: "
+        "and perhaps improper. Write their log prior; if a flat one is meant, write "
         "log_prior=lambda params: jnp.zeros(())"
     )

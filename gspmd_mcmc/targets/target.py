@@ -2,17 +2,18 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath, Partial
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.placement.explicit import SameObject, whole
+from gspmd_mcmc.placement.explicit import SameObject, on_any_mesh, whole
 from gspmd_mcmc.placement.padding import is_padded
+from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.nonfinite import blame_summand
-from gspmd_mcmc.targets.streaming.rows import Rows
+from gspmd_mcmc.targets.streaming.rows import HasLocalRows, Rows
 from gspmd_mcmc.tree import PyTree
 
 
@@ -94,15 +95,27 @@ class Target(SameObject, ABC):
         """Return the position after a reparameterization, before bijections."""
         return position
 
+    @on_any_mesh
+    def params(self, position: PyTree) -> PyTree:
+        """Return the parameters at a position: constrained values."""
+        params = self.transformed(position)
+        everywhere = [True] * len(jax.tree.leaves(params))
+        return bijective.constrain(self.bijections, params, everywhere)[0]
+
+    @on_any_mesh
+    def unconstrain(self, params: PyTree) -> PyTree:
+        """Return the position of constrained values, by the inverse of the bijections."""
+        return bijective.unconstrain(self.bijections, params)
+
     def kept(self, position: PyTree) -> PyTree:
-        """Return what `Draws` keep of a position."""
-        return position
+        """Return what `Draws` keep of a position: the parameters."""
+        return self.params(position)
 
     def local_rows(self, position: PyTree) -> list[Rows | None]:
         """Return for each leaf the rows of the plate that it is local to, or None."""
         return [None] * len(jax.tree.leaves(position, is_leaf=is_padded))
 
-    def hidden_from(self, plate: Any, params: PyTree) -> list[bool]:
+    def hidden_from(self, plate: HasLocalRows, params: PyTree) -> list[bool]:
         """Mark the leaves that are local to other plates only: no function of the plate sees those."""
         of_any, own = self.local_rows(params), plate.local_rows(params)
         return [a is not None and b is None for a, b in zip(of_any, own, strict=True)]

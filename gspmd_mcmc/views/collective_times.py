@@ -71,7 +71,7 @@ def halving_doubling_all_reduce(num_bytes: float, n: int, link: Interconnect) ->
     """Seconds of Rabenseifner's all-reduce: recursive halving, then recursive doubling.
 
     Devices beyond a power of two hand their whole buffer to a partner first, and get it back last.
-    On a torus partners are not neighbours: ValueError.
+    On a torus partners are not neighbors: ValueError.
     """
     _needs_switch("halving_doubling_all_reduce", link)
     power = 1 << (n.bit_length() - 1)
@@ -100,7 +100,7 @@ def pairwise_all_to_all(num_bytes: float, n: int, link: Interconnect) -> float:
 
 
 def permute(num_bytes: float, n: int, link: Interconnect) -> float:
-    """Seconds for each device to send its buffer to one other; on a torus, to a neighbour."""
+    """Seconds for each device to send its buffer to one other; on a torus, to a neighbor."""
     links = 2 * link.torus_axes or 1
     return (n > 1) * (link.latency + num_bytes * links / link.bandwidth)
 

@@ -117,19 +117,22 @@ def read_report(
         Sizes of the mesh's axes.
     """
     program = hlo.read_program(text)
-    num_devices = _num_devices(text, mesh)
-    constants = _constants(program)
+    numbers = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
+    num_devices = next((int(n) for n in numbers if int(n) > 1), math.prod(mesh.values()))
+    operations = itertools.chain.from_iterable(program.computations.values())
+    found = [(num_bytes_of(o.shape), _bare(o.shape)) for o in operations if o.opcode == "constant"]
+    largest = sorted(found, key=lambda pair: -pair[0])
     return Communication(
         num_devices=num_devices,
         mesh=mesh,
         collectives=_collectives(program, mesh, num_devices),
         unknown=_unknown(program),
-        constants=constants[:MOST_CONSTANTS],
+        constants=tuple(Constant(shape, size) for size, shape in largest[:MOST_CONSTANTS]),
         arguments=arguments,
         argument_bytes=memory.get("argument", 0),
         output_bytes=memory.get("output", 0),
         temporary_bytes=memory.get("temporary", 0),
-        constant_bytes=sum(c.num_bytes for c in constants),
+        constant_bytes=sum(size for size, _ in found),
         alias_bytes=memory.get("alias", 0),
         loop_nests=program.loop_nests(),
     )
@@ -208,24 +211,9 @@ def _unknown(program: hlo.Program) -> tuple[str, ...]:
     return (*program.unread, *(o.line for o, _ in operations if hlo.is_unknown(o)), *lost)
 
 
-def _constants(program: hlo.Program) -> tuple[Constant, ...]:
-    """Find all constants, the largest first."""
-    operations = (o for computation in program.computations.values() for o in computation)
-    found = [
-        Constant(_bare(o.shape), num_bytes_of(o.shape)) for o in operations if o.opcode == "constant"
-    ]
-    return tuple(sorted(found, key=lambda c: -c.num_bytes))
-
-
 def _bare(shape: str) -> str:
     """Write a shape without its layout: f32[8,16], and several of them one after the other."""
     return ", ".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in shapes_of(shape))
-
-
-def _num_devices(text: str, mesh: dict[str, int]) -> int:
-    head = text.partition("\n")[0]
-    numbers = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)
-    return next((int(n) for n in numbers if int(n) > 1), math.prod(mesh.values()))
 
 
 def describe_argument(path: str, leaf: Any, sharding: Any) -> Argument:

@@ -150,7 +150,7 @@ def figure(prediction: "Prediction") -> "Figure":
         + f"No overlap, no contention. All-reduce: {_algorithm(model)}. "
         + "print(prediction) lists all that is assumed."
     )
-    drawing.supxlabel(footnote, fontsize=8, color=_FAINT)
+    drawing.supxlabel(textwrap.fill(footnote, 160), fontsize=8, color=_FAINT)
     return drawing
 
 
@@ -177,8 +177,8 @@ def _draw_efficiency(axes: "Axes", prediction: "Prediction") -> None:
     axes.set(ylim=(0, 1.08), ylabel="efficiency")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     _device_axis(axes, n, "Efficiency of weak and strong scaling")
-    sentence = textwrap.fill(f"Weak scaling: {crossing(weak)}", 34)
-    axes.text(0.02, 0.06, sentence, transform=axes.transAxes, va="bottom", fontsize=9, bbox=_PAPER)
+    sentence = textwrap.fill(f"weak scaling: {crossing(weak)}", 60)
+    axes.set_xlabel(f"devices\n{sentence}")
 
 
 def _device_axis(axes: "Axes", n: np.ndarray, title: str) -> None:
@@ -199,6 +199,8 @@ def _draw_crossing(axes: "Axes", scaling: "Scaling") -> None:
     sentence = textwrap.fill(place, 32) + (f"\n({about}" if about else "")
     style = {"ha": "right", "va": "top", "fontsize": 9, "color": VERMILION, "bbox": _PAPER}
     corner = {"xytext": (0.98, 0.97), "textcoords": axes.transAxes}
+    low, high = np.log(axes.get_ylim())
+    axes.set_ylim(top=np.exp(high + 0.25 * (high - low)))  # the sentence hides no line
     if scaling.crossover is None:
         axes.text(0.98, 0.97, sentence, transform=axes.transAxes, **style)
         return

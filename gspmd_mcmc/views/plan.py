@@ -23,7 +23,7 @@ from gspmd_mcmc.views.chips import Accelerator
 from gspmd_mcmc.views.communication import describe_argument
 from gspmd_mcmc.views.notation import bytes_text
 from gspmd_mcmc.views.program.compile_ahead import MOST_DEVICES, build_program, compile_ahead, shapes_of
-from gspmd_mcmc.views.program.report import Argument, Collective, Communication
+from gspmd_mcmc.views.program.report import Collective, Communication
 from gspmd_mcmc.views.program.report_views import draw_report, plain
 from gspmd_mcmc.views.visualize import LayoutView, visualize
 
@@ -32,14 +32,14 @@ _MEMORY = ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes"
 
 @dataclass(frozen=True)
 class Rule:
-    """How a report was made from those of smaller meshes.
+    """How a report was extrapolated from those of smaller meshes.
 
-    Bytes on a device are taken as a + b/n over n devices along the axis: what is whole on each, and a
-    share of what is laid over it. Collectives are the same ones. Two sizes give a and b. Arguments are
-    counted from their shapes on the whole mesh instead. Of outputs and temporaries the rule is short by
-    the pad of rows that the mesh does not divide: less than a row a device. Temporaries that a tile
-    bounds on the smaller meshes only are not of this law: ``error`` tells where that ends among the
-    three; where it ends beyond them, the rule says too much.
+    Bytes on a device are taken as a + b/n for n devices along the axis: arrays that are whole on each,
+    and a share of those that are laid over it. Two sizes give a and b. The collectives are the same.
+    Arguments are counted from their shapes on the whole mesh instead. For outputs and temporaries the
+    rule leaves out the padding of rows that the mesh does not divide, less than a row a device.
+    Temporaries that are bounded by a tile on the smaller meshes only do not follow this law: ``error``
+    shows it if the bound ends among the three sizes; if it ends beyond them, the rule says too much.
 
     Attributes
     ----------
@@ -66,22 +66,22 @@ class Rule:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """What a program would send and hold on a mesh.
+    """What a program would send and hold on a mesh; what `plan` returns.
 
     Attributes
     ----------
     mesh
-        The mesh, of no device.
+        The mesh, an abstract one.
     report
-        As `communication` gives it.
+        The report of `communication`.
     layout
-        Where the arguments would lie, those that the program uses; printing it draws them.
+        Where the arguments that the program uses would lie; printing it draws them.
     accelerator
-        The kind of device that it is held against, if one was named.
+        The kind of device to fit, if one was named.
     rule
-        How the report was extrapolated; None if the compiler made it.
+        How the report was extrapolated; None if the program was compiled for the whole mesh.
     seconds
-        What tracing and compiling took.
+        Time that tracing and compiling took.
     """
 
     mesh: AbstractMesh
@@ -99,30 +99,22 @@ class MeshPlan:
         return self.report.peak_bytes <= self.accelerator.usable_bytes
 
     def __rich__(self) -> Group:
-        """Draw the layout, the collectives, the memory."""
-        how = (
-            str(self.rule)
-            if self.rule
-            else f"compiled in {self.seconds:.1f} s, for virtual CPU devices"
-        )
-        return Group(
-            self.layout, draw_report(self.report), Text(self._verdict()), Text(how, style="dim")
-        )
+        """Draw the layout, the collectives, the memory, and whether they fit."""
+        needed = f"at most {bytes_text(self.report.peak_bytes)}"
+        verdict = f"needs {needed} on each of {self.mesh.size:,} devices"
+        if self.accelerator is not None:
+            usable = self.accelerator.usable_bytes
+            fits, share = "fits" if self.fits else "DOES NOT FIT", self.report.peak_bytes / usable
+            device = f"that JAX has of a {self.accelerator.name} ({share:.1%})"
+            verdict = f"{fits}: {needed} of the {bytes_text(usable)} {device}"
+        compiled = f"compiled in {self.seconds:.1f} s, for virtual CPU devices"
+        how = Text(str(self.rule or compiled), style="dim")
+        return Group(self.layout, draw_report(self.report), Text(verdict), how)
 
     def __str__(self) -> str:
         return plain(self)
 
     __repr__ = __str__
-
-    def _verdict(self) -> str:
-        needed = self.report.peak_bytes
-        at_most = f"at most {bytes_text(needed)}"
-        if self.accelerator is None:
-            return f"needs {at_most} on each of {self.mesh.size:,} devices"
-        there, name = self.accelerator.usable_bytes, self.accelerator.name
-        fits = "fits" if self.fits else "DOES NOT FIT"
-        share = f"{needed / there:.1%}"
-        return f"{fits}: {at_most} of the {bytes_text(there)} that JAX has of a {name} ({share})"
 
 
 def plan(
@@ -136,11 +128,11 @@ def plan(
 ) -> MeshPlan:
     """Compile a program for a mesh that is not there, before anyone pays for it.
 
-    No array is made and no device is needed. Up to 2,048 devices the program is compiled, in a process
-    of its own, for as many virtual CPU devices; beyond, it is compiled for three smaller meshes and
-    extrapolated by a rule that is checked on them (`Rule`). Collectives are those that the compiler's
-    partitioner puts in; it is the same for all backends, though a backend may still split or fuse
-    them. Temporaries are those of the CPU's compiler: expect another size on an accelerator.
+    No array is made and no device is needed. For up to 2,048 devices the program is compiled, in a
+    process of its own, for as many virtual CPU devices. For more, it is compiled for three smaller
+    meshes and extrapolated by a rule that is checked on them (`Rule`). The compiler's partitioner puts
+    in the collectives; it is the same for all backends, though a backend may still split or fuse them.
+    Temporaries are those of the CPU's compiler: expect another size on an accelerator.
 
     Parameters
     ----------
@@ -212,7 +204,12 @@ def extrapolate(build: Callable, mesh: AbstractMesh) -> tuple[Communication, Rul
         smaller = make_abstract_mesh(**{**mesh.shape, axis: size})
         function, args = build_program(build, smaller)
         reports.append(compile_ahead(function, args, smaller))
-    return _rule_applied(reports, axis, sizes, mesh)
+    _require_same(reports, sizes, axis)
+    first, second, last = reports
+    predicted = predict_report(first, second, sizes[0], sizes[1], axis, sizes[2])
+    rule = Rule(axis, sizes, relative_error(predicted, last))
+    report = predict_report(second, last, sizes[1], sizes[2], axis, mesh.shape[axis])
+    return replace(report, num_devices=mesh.size, mesh=dict(mesh.shape)), rule
 
 
 def smaller_sizes(mesh: dict[str, int]) -> tuple[str, tuple[int, int, int]]:
@@ -225,17 +222,6 @@ def smaller_sizes(mesh: dict[str, int]) -> tuple[str, tuple[int, int, int]]:
             f"whole that leaves {most} along {axis!r}; make them smaller"
         )
     return axis, (most // 4, most // 2, most)
-
-
-def _rule_applied(
-    reports: list[Communication], axis: str, sizes: tuple[int, ...], mesh: AbstractMesh
-) -> tuple[Communication, Rule]:
-    first, second, last = reports
-    _require_same(reports, sizes, axis)
-    predicted = predict_report(first, second, sizes[0], sizes[1], axis, sizes[2])
-    rule = Rule(axis, sizes, relative_error(predicted, last))
-    report = predict_report(second, last, sizes[1], sizes[2], axis, mesh.shape[axis])
-    return replace(report, num_devices=mesh.size, mesh=dict(mesh.shape)), rule
 
 
 def predict_report(
@@ -284,21 +270,21 @@ def relative_error(predicted: Communication, true: Communication) -> float:
 
 
 def on_whole_mesh(report: Communication, args: tuple, mesh: AbstractMesh) -> Communication:
-    """Give a report's arguments the shapes that they have on a mesh, under the same specs."""
+    """Give a report's arguments the shapes that they have on a mesh, under the same specs.
+
+    An argument lies whole where the mesh does not divide its axes.
+    """
     leaves = {path_str(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
-    arguments = tuple(_laid(a, leaves[a.path], mesh) for a in report.arguments)
-    return replace(
-        report, arguments=arguments, argument_bytes=sum(a.bytes_per_device for a in arguments)
-    )
-
-
-def _laid(known: Argument, leaf: Any, mesh: AbstractMesh) -> Argument:
-    """Lay an argument out as on a smaller mesh; whole, where this one does not divide its axes."""
-    sharding = None if known.spec is None else NamedSharding(mesh, known.spec)
-    try:
-        return describe_argument(known.path, leaf, sharding)
-    except ValueError:
-        return describe_argument(known.path, leaf, NamedSharding(mesh, P()))
+    arguments = []
+    for known in report.arguments:
+        leaf, spec = leaves[known.path], known.spec
+        try:
+            sharding = None if spec is None else NamedSharding(mesh, spec)
+            arguments.append(describe_argument(known.path, leaf, sharding))
+        except ValueError:
+            arguments.append(describe_argument(known.path, leaf, NamedSharding(mesh, P())))
+    num_bytes = sum(a.bytes_per_device for a in arguments)
+    return replace(report, arguments=tuple(arguments), argument_bytes=num_bytes)
 
 
 def _require_same(reports: list[Communication], sizes: tuple[int, ...], axis: str) -> None:

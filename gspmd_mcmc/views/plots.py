@@ -24,7 +24,7 @@ def trace(draws: Any, names: Names = None, *, max_panels: int = 12, axes: Any = 
     """Draw values over draws, a line for each chain.
 
     Divergent transitions are ticks at the bottom, values that are not finite crosses at the top. Of
-    more than 8 chains, the 3 whose means are furthest off are coloured, the others grey. Of more than
+    more than 8 chains, the 3 whose means are furthest off are colored, the others grey. Of more than
     2000 draws, the lowest and the highest in every thousandth part are drawn. A panel says so where
     chains have not mixed (R-hat above 1.05, or 1 + 5 / draws), and which of them still rise or fall.
 
@@ -66,7 +66,7 @@ def rank(draws: Any, names: Names = None, *, max_panels: int = 12, axes: Any = N
     2022): of 100 panels one shows a chain outside by chance. The band is for independent draws; where
     draws are correlated, one in several is ranked, and the title says so. The halves of a single chain
     are compared with each other. Of more than 8 chains, the 3 with the
-    largest differences are coloured.
+    largest differences are colored.
 
     Parameters and errors are those of `trace`.
 
@@ -89,7 +89,7 @@ def autocorrelation(
 
     Of independent draws 95% of the lags lie in the band, ±1.96 over the square root of the number of
     draws (Brockwell and Davis 1991, "Time Series: Theory and Methods", section 7.2). Of more than 8
-    chains, the 3 with the largest autocorrelations are coloured.
+    chains, the 3 with the largest autocorrelations are colored.
 
     Other parameters and errors are those of `trace`.
     """
@@ -162,7 +162,7 @@ def overview(draws: Any, names: Names = None):
 
     Above the log density from the first step on, and step size and acceptance rate over warm-up; then
     traces of four elements; below energies, BFMI, and ranks and autocorrelation of the log density. Of
-    more than 8 chains, the 3 whose means are furthest off are coloured.
+    more than 8 chains, the 3 whose means are furthest off are colored.
 
     Parameters and errors are those of `trace`; ``names`` are for the traces in the middle.
     """
@@ -178,7 +178,7 @@ def overview(draws: Any, names: Names = None):
     middle = [figure.add_subplot(cells[1, column]) for column in range(len(traces))]
     below = [figure.add_subplot(cells[2, column]) for column in range(4)]
     log_density = np.asarray(draws.stats["log_density"], np.float64)
-    # Where chains are singled out, a colour means the same chain in all panels.
+    # Where chains are singled out, a color means the same chain in all panels.
     styles = chain_styles(draws.num_chains, distance_of_chains([log_density, *traces.values()]))
     panels.warmup(above, draws, log_density, styles)
     panels.traces(middle, traces, _is_divergent(draws), styles)

@@ -21,7 +21,7 @@ TEXT_WIDTH = 80
 class LayoutView:
     """Where the leaves of a tree live; what `visualize` returns.
 
-    ``str`` (and a REPL) gives plain text of 80 columns, ``rich.print`` and `show` colours, a notebook
+    ``str`` (and a REPL) gives plain text of 80 columns, ``rich.print`` and `show` colors, a notebook
     HTML, `figure` a matplotlib figure. ``view[path]`` is the view of a leaf or of a subtree.
 
     Attributes
@@ -59,7 +59,7 @@ class LayoutView:
         return "\n".join(line.plain for line in text_view(self.leaves, self.totals, max(width, 60)))
 
     def show(self) -> None:
-        """Print the view: in colours to a terminal, as plain text to a file or a pipe."""
+        """Print the view: in colors to a terminal, as plain text to a file or a pipe."""
         console = Console()
         if console.encoding.startswith("utf"):
             console.print(self)

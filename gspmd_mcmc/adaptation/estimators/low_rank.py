@@ -170,7 +170,9 @@ def fit_factors(draws: PyTree, freedom: jax.Array, rank: int) -> tuple[PyTree, P
         Ψ^-½ F Fᵀ Ψ^-½ + I: exactly 1 for vectors that noise could explain.
     """
     shape = rank + OVERSAMPLING
-    aspect = _num_moving(draws) / freedom
+    # Elements that vary; those of a pad do not.
+    varies = jax.tree.map(lambda x: jnp.any(x != 0, axis=(0, 1)).astype(x.dtype), draws)
+    aspect = tree.total(varies) / freedom
     # Drawn with rows first, so that the rows of a pad come last and do not change the other numbers.
     like_rows = jax.tree.map(lambda x: jnp.zeros((*x.shape[2:], shape), x.dtype), draws)
     start = tree.normal_like(jax.random.key(0), like_rows)
@@ -256,8 +258,3 @@ def _shrunk(eigenvalues: jax.Array, aspect: jax.Array) -> jax.Array:
     cosine2 = (1 - aspect / spike**2) / (1 + aspect / spike)
     is_signal = eigenvalues > (1 + jnp.sqrt(aspect)) ** 2
     return jnp.where(is_signal, 1 + jnp.maximum(spike * cosine2, 0), 1)
-
-
-def _num_moving(draws: PyTree) -> jax.Array:
-    """Count the elements of a position that vary, []; those of a pad do not."""
-    return tree.total(jax.tree.map(lambda x: jnp.any(x != 0, axis=(0, 1)).astype(x.dtype), draws))

@@ -29,19 +29,19 @@ class Plate:
     Parameters
     ----------
     log_likelihood
-        ``log_likelihood(params, block) -> terms``: for a block of any number of rows (the leaves of
-        ``data`` with fewer rows), one term per row, shape [rows]. A function at module level, or a
-        ``jax.tree_util.Partial`` of one whose bound arrays enter programs as arguments.
+        ``log_likelihood(params, block) -> terms``: one term per row, shape [rows], for a block of any
+        number of rows (the leaves of ``data`` with fewer rows). Arrays bound to it with
+        ``jax.tree_util.Partial`` enter programs as arguments.
     data
         A tree of arrays with the same leading axis of rows, as `place` returns them (`Padded` leaves
-        are masked), or plain arrays: one block, no mesh.
+        are masked). Plain arrays form one block without a mesh.
     local
         The latents that belong to rows, one to each: a name, names, or a tree of True and False that
         is a prefix of the parameters. Their leading axis is the plate's rows, and they lie where the
-        rows lie. In ``log_likelihood`` ``params`` has their rows of the block, and whole leaves
-        else; their prior is written there too, per row.
+        rows lie. Inside ``log_likelihood``, ``params`` holds the block's rows of these latents and all
+        other leaves whole. Their prior belongs there too, in the term of each row.
     tile_rows
-        Rows of a tile; chosen from the bytes of the likelihood's intermediates when None.
+        Rows of a tile. None: chosen from the size of the likelihood's intermediates.
 
     Raises
     ------
@@ -123,10 +123,10 @@ class Plate:
         """Return how many rows a tile has, for parameters of these shapes."""
         return self._plan(params, hidden)[1]
 
-    def local_rows(self, params: PyTree) -> list[Rows | None]:
+    def local_rows(self, position: PyTree) -> list[Rows | None]:
         """Return for each leaf the plate's rows if it is local to the plate, else None."""
-        num_leaves = len(jax.tree.leaves(params, is_leaf=is_padded))
-        flags = self.local.flags(params) if self.local else [False] * num_leaves
+        num_leaves = len(jax.tree.leaves(position, is_leaf=is_padded))
+        flags = self.local.flags(position) if self.local else [False] * num_leaves
         return [self.rows if is_local else None for is_local in flags]
 
     def _split(self, params: PyTree, hidden: Sequence[bool] | None) -> "_Split":

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +110,14 @@ class Rows:
         pad = self.num_padded - self.num_rows
         over = f" over {'x'.join(self.axes)}={self.num_blocks}" if self.axes else ""
         return f"{self.num_rows} rows{f' + {pad} pad' if pad else ''}{over}"
+
+
+class HasLocalRows(Protocol):
+    """A target, or a plate: it tells which leaves are local to rows."""
+
+    def local_rows(self, position: PyTree) -> list[Rows | None]:
+        """Return for each leaf the rows that it is local to, or None."""
+        ...
 
 
 def read_rows(data: PyTree) -> tuple[PyTree, Rows]:

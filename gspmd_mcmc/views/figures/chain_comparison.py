@@ -130,24 +130,12 @@ def ranks(trace: np.ndarray) -> np.ndarray:
 
 
 class RankDifference(NamedTuple):
-    """For each chain, the ECDF of its fractional ranks less that of the uniform distribution.
+    """For each chain, the ECDF of its fractional ranks less that of the uniform distribution."""
 
-    Attributes
-    ----------
-    points
-        Where it is evaluated, in [0, 1], shape [points].
-    difference
-        Shape [chains, points].
-    half_width
-        Of the simultaneous band around 0, shape [points]; None if draws are too correlated for one.
-    spacing
-        One draw in so many was ranked.
-    """
-
-    points: np.ndarray
-    difference: np.ndarray
-    half_width: np.ndarray | None
-    spacing: int
+    points: np.ndarray  # where it is evaluated, in [0, 1], [points]
+    difference: np.ndarray  # [chains, points]
+    half_width: np.ndarray | None  # of the band around 0, [points]; None if draws are too correlated
+    spacing: int  # one draw in so many was ranked
 
     @property
     def is_outside(self) -> np.ndarray:

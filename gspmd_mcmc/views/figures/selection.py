@@ -14,18 +14,10 @@ LOG_DENSITY = "log_density"
 
 
 class Elements(NamedTuple):
-    """Traces of scalars, and how many were left out.
+    """Traces of scalars, and how many were left out."""
 
-    Attributes
-    ----------
-    traces
-        Name, such as ``w[3, 2]``, to float64 [chains, draws] on the host.
-    note
-        How many elements of how many these are, for the title of a figure.
-    """
-
-    traces: dict[str, np.ndarray]
-    note: str
+    traces: dict[str, np.ndarray]  # name, such as ``w[3, 2]``, to float64 [chains, draws]
+    note: str  # how many elements of how many these are, for the title of a figure
 
 
 class _Source(NamedTuple):

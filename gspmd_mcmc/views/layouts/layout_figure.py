@@ -35,10 +35,14 @@ def figure_of(drawings: Sequence[Drawing], title: Sequence[str]) -> Any:
 
     if not drawings:
         raise ValueError("figure(): expected a leaf that lies on devices, got none; see view.leaves")
-    rows = _in_rows(drawings[:MAX_DRAWINGS])
+    pairs = [(drawing, picture_of(drawing.leaf, LIMITS)) for drawing in drawings[:MAX_DRAWINGS]]
+    pairs.sort(key=lambda pair: not pair[1].down)  # strips after those that need height
+    columns = min(MAX_COLUMNS, len(pairs))
+    rows = [pairs[i : i + columns] for i in range(0, len(pairs), columns)]
     hidden = len(drawings) - MAX_DRAWINGS
     lines = [*title, f"{hidden} more layouts are not drawn"] if hidden > 0 else title
-    heights = [0.4 + 0.19 * len(lines), *map(_row_height, rows)]
+    is_high = [any(picture.down for _, picture in row) for row in rows]
+    heights = [0.4 + 0.19 * len(lines), *(HEIGHT if high else STRIP_HEIGHT for high in is_high)]
     figure = Figure(figsize=(WIDTH * max(2, len(rows[0])), sum(heights)), facecolor="white")
     figure.text(MARGIN / figure.get_figwidth(), 1 - 0.15 / sum(heights), "\n".join(lines), va="top")
     for r, row in enumerate(rows):
@@ -54,18 +58,6 @@ def draw_on(ax: Any, leaf: LeafLayout) -> None:
     _draw_picture(ax, picture_of(leaf, LIMITS))
     title = f"{shorten(drawing.names, TITLE_CHARS)}\n{drawing.headline}"
     ax.set_title(title, loc="left", fontsize=10, parse_math=False)
-
-
-def _in_rows(drawings: Sequence[Drawing]) -> list[list[tuple[Drawing, Picture]]]:
-    """Set drawings in rows, strips after those that need height."""
-    pairs = [(drawing, picture_of(drawing.leaf, LIMITS)) for drawing in drawings]
-    pairs.sort(key=lambda pair: not pair[1].down)
-    columns = min(MAX_COLUMNS, len(pairs))
-    return [pairs[i : i + columns] for i in range(0, len(pairs), columns)]
-
-
-def _row_height(row: list[tuple[Drawing, Picture]]) -> float:
-    return HEIGHT if any(picture.down for _, picture in row) else STRIP_HEIGHT
 
 
 def _axes(figure: Any, left: float, top: float, height: float) -> Any:
@@ -100,7 +92,7 @@ class Box:
 
     @property
     def middle(self) -> tuple[float, float]:
-        """Its centre."""
+        """Its center."""
         return self.x + self.width / 2, self.y + self.height / 2
 
 

@@ -23,27 +23,13 @@ MAX_PROCESSES = 3  # that are named one by one
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices in the order of their mesh; only their names are kept.
+    """Devices in the order of their mesh; only their names are kept."""
 
-    Attributes
-    ----------
-    numbers
-        Their ids; their positions in the mesh where it is abstract.
-    processes
-        The process that each belongs to.
-    is_addressable
-        Whether this process can reach the memory of each.
-    kind
-        "cpu", "NVIDIA H200", ...; "abstract" for a mesh without devices.
-    axes
-        Names and sizes of the mesh axes; () where there is no mesh.
-    """
-
-    numbers: tuple[int, ...]
-    processes: tuple[int, ...]
-    is_addressable: tuple[bool, ...]
-    kind: str
-    axes: tuple[tuple[str, int], ...] = ()
+    numbers: tuple[int, ...]  # ids; positions in the mesh where it is abstract
+    processes: tuple[int, ...]  # that each belongs to
+    is_addressable: tuple[bool, ...]  # whether this process can reach the memory of each
+    kind: str  # "cpu", "NVIDIA H200", ...; "abstract" for a mesh without devices
+    axes: tuple[tuple[str, int], ...] = ()  # names and sizes of the mesh axes, if there is a mesh
 
     @classmethod
     def of(cls, devices: Iterable, axes: tuple[tuple[str, int], ...] = ()) -> "Devices":
@@ -71,16 +57,12 @@ class Devices:
         if not self.spans_processes:
             return number_ranges([self.numbers[i] for i in positions])
         processes = sorted({self.processes[i] for i in positions})
-        groups = [[p] for p in processes] if len(processes) <= MAX_PROCESSES else [processes]
-        return " ".join(
-            self._names_in(group, [i for i in positions if self.processes[i] in group])
-            for group in groups
-        )
-
-    def _names_in(self, processes: list[int], positions: list[int]) -> str:
-        numbers = number_ranges([self.numbers[i] for i in positions])
-        text = f"p{number_ranges(processes)}:{numbers}"
-        return text if any(self.is_addressable[i] for i in positions) else f"({text})"
+        texts = []
+        for group in [[p] for p in processes] if len(processes) <= MAX_PROCESSES else [processes]:
+            inside = [i for i in positions if self.processes[i] in group]
+            text = f"p{number_ranges(group)}:{number_ranges([self.numbers[i] for i in inside])}"
+            texts.append(text if any(self.is_addressable[i] for i in inside) else f"({text})")
+        return " ".join(texts)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -104,18 +86,10 @@ def mesh_devices(mesh: Mesh | AbstractMesh) -> Devices:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """A grid of equal blocks and their owners.
+    """A grid of equal blocks and their owners."""
 
-    Attributes
-    ----------
-    parts
-        In how many blocks each axis of the array is cut.
-    owners
-        Positions (in `Devices`) of those that hold each block, shape [*parts, copies].
-    """
-
-    parts: tuple[int, ...]
-    owners: np.ndarray
+    parts: tuple[int, ...]  # in how many blocks each axis of the array is cut
+    owners: np.ndarray  # positions (in `Devices`) of those that hold each block, [*parts, copies]
 
     def __post_init__(self):
         self.owners.flags.writeable = False

@@ -20,18 +20,10 @@ NUM_FIRST = 4  # blocks before an ellipsis
 
 @dataclass(frozen=True)
 class Drawing:
-    """A layout to draw.
+    """A layout to draw."""
 
-    Attributes
-    ----------
-    leaf
-        The leaf that is drawn: of those that share the layout, the one with the most bytes.
-    alike
-        Paths of the others.
-    """
-
-    leaf: LeafLayout
-    alike: tuple[str, ...] = ()
+    leaf: LeafLayout  # of those that share the layout, the one with the most bytes
+    alike: tuple[str, ...] = ()  # paths of the others
 
     @property
     def headline(self) -> str:
@@ -110,41 +102,23 @@ class Limits:
 
 @dataclass(frozen=True)
 class Edge:
-    """A row or column of blocks.
+    """A row or column of blocks."""
 
-    Attributes
-    ----------
-    part
-        Which one; None where blocks are left out.
-    start
-        The tick at its beginning.
-    filled
-        The part of a full block that the array reaches; below 1 at the end of an uneven axis.
-    real
-        The part of a full block that is neither missing nor padding.
-    remark
-        "empty", "short" (of a full block), "pad", "+3 pad", or nothing.
-    """
-
-    part: int | None
-    start: str = ""
-    filled: float = 1.0
-    real: float = 1.0
-    remark: str = ""
+    part: int | None  # which one; None where blocks are left out
+    start: str = ""  # the tick at its beginning
+    filled: float = 1.0  # part of a full block that the array reaches; below 1 at an uneven end
+    real: float = 1.0  # part of a full block that is neither missing nor padding
+    remark: str = ""  # "empty", "short" (of a full block), "pad", "+3 pad", or nothing
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A block: the devices that hold it, their color, and a remark.
-
-    ``real`` are the real parts of its height and width. Where blocks are left out, ``text`` is an
-    ellipsis and ``color`` None.
-    """
+    """A block: the devices that hold it, their color, and a remark; or an ellipsis."""
 
     text: str
-    color: str | None = None
+    color: str | None = None  # None where blocks are left out
     remark: str = ""
-    real: tuple[float, float] = (1.0, 1.0)
+    real: tuple[float, float] = (1.0, 1.0)  # parts of its height and width
 
     @property
     def line(self) -> str:
@@ -159,7 +133,7 @@ class Panel:
     title: str
     rows: tuple[Edge, ...]
     columns: tuple[Edge, ...]
-    ends: tuple[str, str]
+    ends: tuple[str, str]  # the last ticks, down and across
     cells: tuple[tuple[Cell, ...], ...]
 
 

@@ -34,7 +34,13 @@ TRACED, NOT_PLACED = "traced", "not placed"
 
 def read_tree(tree: PyTree, shape: tuple[int, ...] | None = None) -> tuple[LeafLayout, ...]:
     """Read the layout of every leaf; ``shape`` is given to shardings that stand alone."""
-    return tuple(_read_leaf(path_str(path), leaf, shape) for path, leaf in _leaves(tree))
+    layouts = []
+    for path, leaf in _leaves(tree):
+        is_padded = isinstance(leaf, Padded)
+        layout = _read(path_str(path), leaf.values if is_padded else leaf, shape)
+        layout = replace(layout, num_rows=leaf.num_rows if is_padded else None)
+        layouts.append(replace(layout, notes=(*layout.notes, *_remarks(layout))))
+    return tuple(layouts)
 
 
 def _leaves(tree: PyTree, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -43,26 +49,14 @@ def _leaves(tree: PyTree, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]
     for path, node in nodes:
         if hasattr(type(node), "__layout_tree__"):
             yield from _leaves(node.__layout_tree__(), prefix + path)
-        elif isinstance(node, Plate):
-            yield from _plate_leaves(node, prefix + path)
+        elif isinstance(node, Plate):  # it knows which rows of its data are padding
+            num_rows, is_uneven = node.rows.num_rows, node.rows.num_padded != node.rows.num_rows
+            for inner, leaf in jax.tree_util.tree_leaves_with_path(node):
+                is_data = getattr(inner[0], "name", None) == "data"
+                padded = Padded(leaf, num_rows) if is_uneven and is_data else leaf
+                yield prefix + path + inner, padded
         else:
             yield prefix + path, node
-
-
-def _plate_leaves(plate: Plate, prefix: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """Leaves of a plate, which tells its data which of their rows are padding."""
-    is_uneven = plate.rows.num_padded != plate.rows.num_rows
-    for path, leaf in jax.tree_util.tree_leaves_with_path(plate):
-        is_data = getattr(path[0], "name", None) == "data"
-        yield prefix + path, Padded(leaf, plate.rows.num_rows) if is_uneven and is_data else leaf
-
-
-def _read_leaf(path: str, leaf: Any, shape: tuple[int, ...] | None) -> LeafLayout:
-    if isinstance(leaf, Padded):
-        layout = replace(_read(path, leaf.values, shape), num_rows=leaf.num_rows)
-    else:
-        layout = _read(path, leaf, shape)
-    return replace(layout, notes=(*layout.notes, *_remarks(layout)))
 
 
 def _read(path: str, leaf: Any, shape: tuple[int, ...] | None) -> LeafLayout:

@@ -1,7 +1,7 @@
-"""Compiling a program for a mesh that is not there.
+"""Compile a program for a mesh that is not there.
 
-It is traced and exported here, on an abstract mesh, and compiled in a process of its own, which starts
-JAX with as many virtual devices as the mesh has.
+The program is traced and exported here, on an abstract mesh. A process of its own, which starts JAX
+with as many virtual devices as the mesh has, compiles it.
 """
 
 import json
@@ -67,7 +67,11 @@ def compile_ahead(function: Callable, args: tuple, mesh: AbstractMesh) -> Commun
     donated = _hinted(lambda: _donated(function, args))
     flat = jax.jit(_on_leaves(function, args))
     exported = _hinted(lambda: export.export(flat, platforms=["cpu"])(*shapes))
-    found = _compile(_serialized(exported), dict(mesh.shape), donated)
+    try:
+        program = bytes(exported.serialize())
+    except ImportError as error:
+        raise ImportError("flatbuffers is missing: pip install 'gspmd_mcmc[plan]' brings it") from error
+    found = _compile(program, dict(mesh.shape), donated)
     leaves = jax.tree_util.tree_leaves_with_path(args)
     arguments = tuple(
         _argument(path_str(path), leaf, taken, mesh)
@@ -88,15 +92,15 @@ def build_program(build: Callable, mesh: AbstractMesh) -> tuple[Callable, tuple]
     """
     if not callable(build):
         raise TypeError(f"build: expected a function of a mesh, got {type(build).__name__}")
-    parts = _hinted(lambda: build(mesh))
-    if not isinstance(parts, tuple | list) or not parts or not callable(parts[0]):
-        shown = f"a {type(parts).__name__}"
-        if isinstance(parts, tuple | list):
-            shown += f" of {', '.join(type(part).__name__ for part in parts) or 'nothing'}"
+    program = _hinted(lambda: build(mesh))
+    is_tuple = isinstance(program, tuple | list)
+    if not is_tuple or not program or not callable(program[0]):
+        of = f" of {', '.join(type(x).__name__ for x in program) or 'nothing'}" if is_tuple else ""
         raise TypeError(
-            f"build(mesh): expected a function and its arguments, (function, *arguments), got {shown}"
+            "build(mesh): expected a function and its arguments, (function, *arguments), got a "
+            f"{type(program).__name__}{of}"
         )
-    return parts[0], tuple(parts[1:])
+    return program[0], tuple(program[1:])
 
 
 def shapes_of(args: tuple, mesh: AbstractMesh) -> list[jax.ShapeDtypeStruct]:
@@ -114,16 +118,19 @@ def shapes_of(args: tuple, mesh: AbstractMesh) -> list[jax.ShapeDtypeStruct]:
 
 
 def _shape(name: str, leaf: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
-    _require_array(name, leaf)
+    is_number = isinstance(leaf, int | float | complex)
+    if not is_number and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise TypeError(
+            f"argument {name}: expected an array, a ShapeDtypeStruct or a number, got a "
+            f"{type(leaf).__name__}. {_BIND}"
+        )
     sharding = _on_mesh(name, leaf, mesh)
     if _is_key(leaf):
-        data = jax.eval_shape(jax.random.key_data, leaf)
-        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
     # A Python number takes the dtype of what it meets.
-    is_weak = getattr(leaf, "weak_type", isinstance(leaf, int | float | complex))
-    return jax.ShapeDtypeStruct(
-        np.shape(leaf), jnp.result_type(leaf), sharding=sharding, weak_type=is_weak
-    )
+    is_weak = getattr(leaf, "weak_type", is_number)
+    shape, dtype = np.shape(leaf), jnp.result_type(leaf)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=is_weak)
 
 
 def _on_mesh(name: str, leaf: Any, mesh: AbstractMesh) -> NamedSharding | None:
@@ -147,24 +154,8 @@ def _on_mesh(name: str, leaf: Any, mesh: AbstractMesh) -> NamedSharding | None:
     return sharding
 
 
-def _require_array(name: str, leaf: Any) -> None:
-    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    if not is_array and not isinstance(leaf, int | float | complex):
-        raise TypeError(
-            f"argument {name}: expected an array, a ShapeDtypeStruct or a number, got a "
-            f"{type(leaf).__name__}. {_BIND}"
-        )
-
-
 def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _key_impl(leaf: Any) -> Any:
-    """Return the implementation of a key, or of the shape of one."""
-    found = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
-    return found[0]
 
 
 def _donated(function: Any, args: tuple) -> list[int]:
@@ -180,12 +171,15 @@ def _donated(function: Any, args: tuple) -> list[int]:
 def _on_leaves(function: Callable, args: tuple) -> Callable:
     """Make a function of the leaves: what is exported holds neither pytree classes nor typed keys."""
     leaves, treedef = jax.tree.flatten(args)
-    impls = [_key_impl(leaf) if _is_key(leaf) else None for leaf in leaves]
+    impls: dict[int, Any] = {}
+    for i, leaf in enumerate(leaves):
+        if _is_key(leaf):  # an array, or the shape of one
+            jax.eval_shape(lambda key, i=i: impls.update({i: jax.random.key_impl(key)}), leaf)
 
     def flat(*leaves):
         typed = [
-            leaf if impl is None else jax.random.wrap_key_data(leaf, impl=impl)
-            for leaf, impl in zip(leaves, impls, strict=True)
+            jax.random.wrap_key_data(leaf, impl=impls[i]) if i in impls else leaf
+            for i, leaf in enumerate(leaves)
         ]
         out = jax.tree.leaves(function(*jax.tree.unflatten(treedef, typed)))
         return [jax.random.key_data(x) if _is_key(x) else x for x in out]
@@ -203,13 +197,6 @@ def _hinted(call: Callable) -> Any:
             if sign in str(error):
                 error.add_note(hint)
         raise
-
-
-def _serialized(exported: export.Exported) -> bytes:
-    try:
-        return bytes(exported.serialize())
-    except ImportError as error:
-        raise ImportError("flatbuffers is missing: pip install 'gspmd_mcmc[plan]' brings it") from error
 
 
 def _compile(program: bytes, axes: dict[str, int], donated: list[int]) -> dict[str, Any]:

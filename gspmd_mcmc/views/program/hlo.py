@@ -80,39 +80,22 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        function = f" ({self.function})" if self.function else ""
-        return f"{self._short_file}:{self.line}{function}"
-
-    @property
-    def _short_file(self) -> str:
-        """The file, below the folder of this package or the working folder where it is there."""
-        for folder in (Path(__file__).parents[3], Path.cwd()):
-            if Path(self.file).is_relative_to(folder):
-                return str(Path(self.file).relative_to(folder))
-        return self.file
+        """Write it below the folder of this package or the working folder where it is there."""
+        path = Path(self.file)
+        folders = [f for f in (Path(__file__).parents[3], Path.cwd()) if path.is_relative_to(f)]
+        file = path.relative_to(folders[0]) if folders else self.file
+        return f"{file}:{self.line}" + (f" ({self.function})" if self.function else "")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One line of a computation.
-
-    Attributes
-    ----------
-    name, opcode, shape
-        As the text has them; the shape is that of the result.
-    operands
-        Names of other operations of the same computation.
-    attributes
-        What follows the operands.
-    line
-        The whole line.
-    """
+    """One line of a computation."""
 
     name: str
     opcode: str
-    shape: str
-    operands: tuple[str, ...]
-    attributes: str
+    shape: str  # of the result, as the text has it
+    operands: tuple[str, ...]  # names of other operations of the same computation
+    attributes: str  # the text after the operands
     line: str
 
     @property
@@ -146,39 +129,27 @@ class Loop:
 
 @dataclass(frozen=True)
 class Program:
-    """The text of a compiled program, taken apart.
-
-    Attributes
-    ----------
-    computations
-        Name to the operations, in order.
-    entry
-        The name of the computation that runs.
-    frames
-        The stack of each frame number, the innermost first.
-    unread
-        Lines of computations, or that look like it, that have no known form.
-    """
+    """The text of a compiled program, taken apart."""
 
     computations: dict[str, tuple[Operation, ...]]
-    entry: str
-    frames: dict[int, tuple[Frame, ...]]
-    unread: tuple[str, ...]
+    entry: str  # the name of the computation that runs
+    frames: dict[int, tuple[Frame, ...]]  # the stack of each frame number, the innermost first
+    unread: tuple[str, ...]  # lines of computations, or that look like it, of no known form
 
-    def walk(self) -> Iterator[tuple[Operation, str, tuple[Loop, ...]]]:
+    def walk(
+        self, computation: str = "", loops: tuple[Loop, ...] = ()
+    ) -> Iterator[tuple[Operation, str, tuple[Loop, ...]]]:
         """Yield every operation that runs, its computation, and the loops around it.
 
         A computation that is called from two places is walked twice, and so are all branches of a
         conditional.
         """
-        yield from self._walk(self.entry, ())
-
-    def _walk(self, name: str, loops: tuple[Loop, ...]):
+        name = computation or self.entry
         for operation in self.computations.get(name, ()):
             yield operation, name, loops
             inside = (*loops, self._loop(operation)) if operation.opcode == "while" else loops
             for called in called_computations(operation):
-                yield from self._walk(called, inside)
+                yield from self.walk(called, inside)
 
     def loop_nests(self) -> tuple[tuple[Loop, ...], ...]:
         """Return each loop that runs, after the loops around it."""
