@@ -25,7 +25,6 @@ from gspmd_mcmc.adaptation.estimators.estimator import pooled_variance
 from gspmd_mcmc.sampling import run
 from gspmd_mcmc.sampling.draws import capacity
 from gspmd_mcmc.sampling.reporting import Report
-from gspmd_mcmc.sampling.start import copied
 
 KEY = jax.random.key(seed(0))
 MEAN = {"a": np.linspace(-2, 2, 50, dtype=np.float32), "b": np.float32(3)}
@@ -425,14 +424,6 @@ def test_going_on_after_warm_up_equals_one_long_run(warm):
     for name, scale in SCALE.items():
         expected = np.asarray(warm.position[name])[:, 963:]
         assert np.abs((np.asarray(second.position[name]) - expected) / scale).max() < 1e-3
-
-
-def test_a_copy_of_states_lies_as_they_do(mesh_draws):
-    pairs = zip(*map(jax.tree.leaves, (mesh_draws.state, copied(mesh_draws.state))), strict=True)
-    for x, copy in pairs:
-        assert copy.sharding == x.sharding
-        assert_equal(copy, x)
-    assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(mesh_draws.state))
 
 
 def test_going_on_on_a_mesh_runs_the_chunk_that_is_there(compiled):
