@@ -143,7 +143,7 @@ class Run:
     plan
         What is to be done.
     kernel, states
-        The kernel to tune, and the chains' states, whose buffers are taken over.
+        The kernel to tune, and the chains' states.
     rng_key
         The key of the whole run.
     layout

@@ -233,6 +233,7 @@ def sample(
             about = identity.attributes_of(rng_key, mesh, kernel, adaptation, collect, **counts)
         plan = Plan(adaptation, collect, num_warmup, num_samples, thin, device_bytes, about)
         run = known.run = Run(plan, kernel, states, rng_key, layout, sink, earlier)
+        del states  # The run has its own.
         with resumption.supervised(
             run, checkpoints, facts, every, progress=progress, callback=callback
         ) as supervision:
@@ -279,10 +280,10 @@ def _common_mesh(mesh: Mesh | None, target: Target) -> Mesh | None:
 def _start(
     kernel: Kernel, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
 ) -> tuple[Layout, Any]:
-    """Return the layout, and the states of all chains in buffers of our own."""
+    """Return the layout, and the states of all chains."""
     if not isinstance(initial, Draws):
         return starts.start(kernel, rng_key, initial, mesh, num_chains)
-    states = starts.copied(initial.state)
+    states = initial.state
     layout = read_layout(mesh, kernel.target, states.position, num_chains, has_chains=True)
     anew = resumption.recomputed_states(kernel, states, layout)
     what = "initial_position: these draws cannot be continued"

@@ -198,15 +198,9 @@ def _require_chain_axis(position: PyTree, num_chains: int) -> None:
             )
 
 
-@jax.jit
-def copied(states: Any) -> Any:
-    """Return states in buffers of their own, laid out as they are."""
-    return jax.tree.map(jnp.copy, states)
-
-
 @partial(jax.jit, static_argnames="layout")
 def init_chains(kernel: Kernel, positions: PyTree, *, layout: Layout) -> Any:
-    """Evaluate the kernel's state at each chain's position, in buffers of its own."""
+    """Evaluate the kernel's state at each chain's position."""
     return _init(kernel, positions, layout)
 
 
