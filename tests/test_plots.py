@@ -603,7 +603,7 @@ def test_overview_of_named_elements_and_of_what_there_is():
         "no warm-up: no step size to show",
         "no warm-up: no acceptance rate to show",
     ]
-    assert "this kernel tells no energies" in [
+    assert "this kernel reports no energies" in [
         t.get_text() for axis in plots.overview(draws).axes for t in axis.texts
     ]
 

@@ -281,8 +281,8 @@ class Communication:
         Raises
         ------
         ValueError
-            If the program has no such loop. If the kind stands in a loop whose trip count nobody
-            knows: see `with_trips`.
+            If the program has no such loop. If the kind stands in a loop whose trip count the
+            compiler does not know: see `with_trips`.
         """
         _require_kind(kind)
         self._require_loop(within)
