@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 
 from gspmd_mcmc.views import chips
-from gspmd_mcmc.views.chips import (
-    INFINIBAND_NDR,
-    NVLINK_4,
-    TPU_V4_ICI,
-    TPU_V5E_ICI,
-    Interconnect,
-)
+from gspmd_mcmc.views.chips import INFINIBAND_NDR, NVLINK_4, TPU_V4_ICI, TPU_V5E_ICI, Interconnect
 from gspmd_mcmc.views.collective_times import (
     MODELED_KINDS,
     collective_seconds,
@@ -175,10 +169,7 @@ def test_a_square_torus_takes_what_two_parts_on_crossing_rings_take(side):
     n, slots = side**2, 2 * side**2
     axis = dataclasses.replace(torus, bandwidth=torus.bandwidth / 2)
     grid, seconds, reduced = np.arange(n).reshape(side, side), [], []
-    for lines_first, lines_then, half in (
-        (grid, grid.T, range(n)),
-        (grid.T, grid, range(n, slots)),
-    ):
+    for lines_first, lines_then, half in ((grid, grid.T, range(n)), (grid.T, grid, range(n, slots))):
         passed, total = machine(n, slots, axis, 1e6)
         parts = {}
         for line in lines_first:
