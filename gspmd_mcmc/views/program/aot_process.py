@@ -1,6 +1,6 @@
 """Compile an exported program for devices that are not there; run as a process of its own.
 
-``python compile_process.py FOLDER`` reads ``program.bin`` and ``options.json`` there and writes
+``python aot_process.py FOLDER`` reads ``program.bin`` and ``options.json`` there and writes
 ``compiled.json``. It imports nothing of the package: the number of devices is set before JAX starts.
 """
 
