@@ -142,8 +142,17 @@ def test_the_context_is_as_it_was_also_after_an_error():
 # Kernels.
 
 
-@pytest.mark.parametrize("context", [None, EXPLICIT, AUTO], ids=["none", "explicit", "auto"])
-@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"])
+@pytest.mark.parametrize(
+    ("mesh", "context"),
+    [
+        (AUTO, EXPLICIT),
+        (EXPLICIT, None),
+        (EXPLICIT, EXPLICIT),
+        (EXPLICIT, AUTO),
+        (MIXED, None),
+        (MIXED, EXPLICIT),
+    ],
+)
 def test_steps_are_those_of_an_auto_mesh(auto, mesh, context):
     key = KEY  # made without a context, as the module's are
 
