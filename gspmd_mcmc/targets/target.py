@@ -37,10 +37,10 @@ class PriorDraw:
 class Target(SameObject, ABC):
     """A log density: a frozen pytree whose leaves are its data.
 
-    A target of your own is a frozen dataclass that `pytree` has registered, and has `terms`. All else
-    that is here serves a target whose latents are whole on every device and unconstrained; gradients
-    come from differentiating the terms. Terms are a tree of arrays whose elements add up to the log
-    density. Two positions are compared by the sum of differences, never by the difference of sums.
+    A target of your own is a frozen dataclass, registered with `pytree`, that has `terms`. The other
+    methods have defaults for latents that are unconstrained and whole on every device; gradients come
+    from differentiating the terms. Terms are a tree of arrays whose elements add up to the log density.
+    Two positions are compared by the sum of differences, never by the difference of sums.
 
     Attributes
     ----------
