@@ -21,8 +21,6 @@ from gspmd_mcmc.tree import PyTree, is_traced, pytree
 def over_steps(combine: Callable[[jax.Array, jax.Array], jax.Array], *, is_mean: bool = False) -> Any:
     """Return a field of an `Info` that says how the values of several steps become that of one draw.
 
-    A field that is declared in no such way keeps the value of the last step.
-
     Parameters
     ----------
     combine
@@ -31,6 +29,11 @@ def over_steps(combine: Callable[[jax.Array, jax.Array], jax.Array], *, is_mean:
         Whether the result is divided by the number of steps.
     """
     return dataclasses.field(metadata={"over_steps": (combine, is_mean)})
+
+
+def of_last_step() -> Any:
+    """Return a field of an `Info` whose value for a draw is that of its last step."""
+    return dataclasses.field()
 
 
 @pytree
@@ -53,10 +56,10 @@ class Info:
     """
 
     acceptance_rate: jax.Array = over_steps(jnp.add, is_mean=True)
-    is_accepted: jax.Array
+    is_accepted: jax.Array = of_last_step()
     is_divergent: jax.Array = over_steps(jnp.logical_or)
-    energy: jax.Array
-    energy_error: jax.Array
+    energy: jax.Array = of_last_step()
+    energy_error: jax.Array = of_last_step()
     num_integration_steps: jax.Array = over_steps(jnp.add)
 
 

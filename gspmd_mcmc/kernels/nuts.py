@@ -25,7 +25,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import hmc, u_turns
 from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR, HamiltonianKernel, HMCState
 from gspmd_mcmc.kernels.integrators import PhasePoint, velocity_verlet_with_terms
-from gspmd_mcmc.kernels.kernel import Info, positive, target_of
+from gspmd_mcmc.kernels.kernel import Info, of_last_step, positive, target_of
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.kernels.u_turns import BLOCK, Path
 from gspmd_mcmc.targets import checks
@@ -53,8 +53,8 @@ class NUTSInfo(Info):
         Doublings that were kept: the next state is drawn from 2^tree_depth leaves.
     """
 
-    is_turning: jax.Array
-    tree_depth: jax.Array
+    is_turning: jax.Array = of_last_step()
+    tree_depth: jax.Array = of_last_step()
 
 
 @pytree
