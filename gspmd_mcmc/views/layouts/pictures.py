@@ -154,38 +154,30 @@ class Picture:
         return "   ".join(filter(None, (down, across)))
 
 
-@dataclass(frozen=True)
-class Axes:
-    """Which axes of an array go down, across, and into panels; None where there is none."""
-
-    down: int | None
-    across: int | None
-    sliced: tuple[int, ...]
-
-    @classmethod
-    def choose(cls, parts: tuple[int, ...]) -> "Axes":
-        """Choose the axes to draw by the number of parts of each."""
-        if len(parts) < 2:
-            return cls(None, 0 if parts else None, ())
-        split = [axis for axis, n in enumerate(parts) if n > 1]
-        whole = [axis for axis, n in enumerate(parts) if n == 1]
-        down, across = sorted((split[-2:] + whole)[:2])
-        return cls(down, across, tuple(split[:-2]))
+def _choose_axes(parts: tuple[int, ...]) -> tuple[int | None, int | None, tuple[int, ...]]:
+    """Choose the axes that go down, across and into panels, by the number of parts of each."""
+    if len(parts) < 2:
+        return None, 0 if parts else None, ()
+    split = [axis for axis, n in enumerate(parts) if n > 1]
+    whole = [axis for axis, n in enumerate(parts) if n == 1]
+    down, across = sorted((split[-2:] + whole)[:2])
+    return down, across, tuple(split[:-2])
 
 
 def picture_of(leaf: LeafLayout, limits: Limits) -> Picture:
     """Draw a leaf that has a grid."""
     assert leaf.grid is not None
-    parts, axes = leaf.grid.parts, Axes.choose(leaf.grid.parts)
-    slices = list(product(*(range(parts[axis]) for axis in axes.sliced)))
-    shown = [dict(zip(axes.sliced, at, strict=True)) for at in slices[: limits.panels]]
-    rows, columns = _edges(leaf, axes.down, limits.rows), _edges(leaf, axes.across, limits.columns)
+    parts = leaf.grid.parts
+    down, across, sliced = _choose_axes(parts)
+    slices = list(product(*(range(parts[axis]) for axis in sliced)))
+    shown = [dict(zip(sliced, at, strict=True)) for at in slices[: limits.panels]]
+    rows, columns = _edges(leaf, down, limits.rows), _edges(leaf, across, limits.columns)
 
     def owners(fixed: dict[int, int], row: Edge, column: Edge) -> list[int] | None:
         """Return positions of the devices that hold a block; None where blocks are left out."""
         if row.part is None or column.part is None or leaf.grid is None:
             return None
-        index = {**fixed, axes.down: row.part, axes.across: column.part}
+        index = {**fixed, down: row.part, across: column.part}
         return leaf.grid.owners[tuple(index.get(axis, 0) for axis in range(len(parts)))].tolist()
 
     blocks = [owners(fixed, row, column) for fixed in shown for row in rows for column in columns]
@@ -198,8 +190,8 @@ def picture_of(leaf: LeafLayout, limits: Limits) -> Picture:
         )
         return Panel(_title(leaf, fixed), rows, columns, ends, cells)
 
-    ends = _end(leaf, axes.down), _end(leaf, axes.across)
-    captions = _caption(leaf, axes.down), _caption(leaf, axes.across)
+    ends = _end(leaf, down), _end(leaf, across)
+    captions = _caption(leaf, down), _caption(leaf, across)
     return Picture(*captions, tuple(map(panel, shown)), len(slices) - len(shown))
 
 

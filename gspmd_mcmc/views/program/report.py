@@ -250,11 +250,13 @@ class Communication:
 
         A data set among them was replicated, by a spec or by being closed over.
         """
+        return tuple(str(array) for array in self.whole_arrays() if array.num_bytes >= LARGE_BYTES)
+
+    def whole_arrays(self) -> list[Constant | Argument]:
+        """Return constants and arguments that are whole on each of several devices."""
         if self.num_devices == 1:
-            return ()
-        arguments = [a for a in self.arguments if a.is_whole and a.num_bytes >= LARGE_BYTES]
-        constants = [c for c in self.constants if c.num_bytes >= LARGE_BYTES]
-        return tuple(str(found) for found in (*constants, *arguments))
+            return []
+        return [*self.constants, *(a for a in self.arguments if a.is_whole)]
 
     @property
     def loops(self) -> tuple[Loop, ...]:
@@ -422,8 +424,7 @@ def _amount(
         each = [c.num_bytes if kind == "sent-bytes" else 1 for c in inside]
         return sum(n * r for n, r in zip(each, runs, strict=True)), inside
     if name == "whole_bytes":
-        is_alone = report.num_devices == 1
-        whole = [*(a for a in report.arguments if a.is_whole), *report.constants] * (not is_alone)
+        whole = report.whole_arrays()
         return max((w.num_bytes for w in whole), default=0), [w for w in whole if w.num_bytes > most]
     if name in _MEMORY:
         arguments = [(a.bytes_per_device, a) for a in report.arguments]
