@@ -235,6 +235,14 @@ def moments_in_mcse(position, scales, bias_of_squares: float = 0.0) -> tuple[flo
     return worst(units, 0.0), worst(squares, bias_of_squares)
 
 
+def autoregression(phi: float, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """AR(1) chains [chains, draws, ...] of unit innovations."""
+    x = np.random.default_rng(seed).normal(size=shape)
+    for n in range(1, shape[1]):
+        x[:, n] += phi * x[:, n - 1]
+    return x
+
+
 # Isokinetic dynamics in NumPy's float64: in coordinates z, x = S z, the metric S Sᵀ is the identity
 
 

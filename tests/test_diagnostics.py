@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import autoregression
 from scipy import stats
 from seeds import seed, within
 
@@ -21,15 +22,6 @@ from gspmd_mcmc.diagnostics.statistics import Statistics, quantile, statistics
 arviz = pytest.importorskip("arviz_stats.base").array_stats
 
 AXES = {"chain_axis": 0, "draw_axis": 1}
-
-
-def autoregression(phi, shape, seed=0):
-    """AR(1) chains [chains, draws, ...] of unit innovations."""
-    noise = np.random.default_rng(seed).normal(size=shape)
-    x = noise.copy()
-    for n in range(1, shape[1]):
-        x[:, n] = phi * x[:, n - 1] + noise[:, n]
-    return x
 
 
 @functools.cache

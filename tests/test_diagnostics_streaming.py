@@ -3,20 +3,13 @@
 import jax
 import numpy as np
 import pytest
+from models import autoregression as chains
 from seeds import seed, within
 
 from gspmd_mcmc.diagnostics import streaming, streaming_ess
 from gspmd_mcmc.diagnostics.rhat import nested_rhat
 
 CUTS = [[300], [1, 299], [100, 0, 137, 63], [7] * 42 + [6]]
-
-
-def chains(phi, shape, seed=0):
-    noise = np.random.default_rng(seed).normal(size=shape)
-    x = noise.copy()
-    for n in range(1, shape[1]):
-        x[:, n] = phi * x[:, n - 1] + noise[:, n]
-    return x
 
 
 def draws_of(shape=(4, 300), offset=0.0):

@@ -61,10 +61,10 @@ class ChangeAlongPrincipal:
         before, end, velocity, variances = trajectories
         q = state.direction.mean
         dual = jax.tree.map(lambda q, v: q * jax.lax.rsqrt(v), q, variances)
-        centre = state.positions.mean
+        center = state.positions.mean
 
         def products(before, end, velocity):
-            parts = (tree.sub(before, centre), tree.sub(end, before), velocity)
+            parts = (tree.sub(before, center), tree.sub(end, before), velocity)
             return tuple(tree.dot(dual, x) for x in parts)
 
         # What is learned from `start` must not depend on the ends, which may not be finite.
@@ -80,13 +80,13 @@ class ChangeAlongPrincipal:
     ) -> PrincipalState:
         """Take in the starts of the trajectories: Oja's rule, the mean over chains of (q·z) z."""
         positions, variances = trajectories.before, trajectories.variances
-        centre = state.positions.mean
+        center = state.positions.mean
 
         def image(x, m, v):
             weight = measured.astype(x.dtype).reshape(-1, *(1,) * m.ndim)
             return jnp.mean(weight * (x - m[None]), axis=0) * jax.lax.rsqrt(v)
 
-        images = local.zero_pad(target, jax.tree.map(image, positions, centre, variances))
+        images = local.zero_pad(target, jax.tree.map(image, positions, center, variances))
         return PrincipalState(
             state.positions.add(mean_of_chains(positions)), state.direction.add(images)
         )

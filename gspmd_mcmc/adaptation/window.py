@@ -22,7 +22,7 @@ from gspmd_mcmc.adaptation.adaptation import (
 )
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
 from gspmd_mcmc.kernels.kernel import Kernel
-from gspmd_mcmc.tree import PyTree, each_chain, like_position, pytree, shared, static
+from gspmd_mcmc.tree import PyTree, each_chain, like_position, pytree, static
 
 FAST_START, FAST_END, FIRST_SLOW = 75, 50, 25
 
@@ -46,7 +46,7 @@ class WindowState:
 
     step_size: dual_averaging.DualAveragingState
     inverse_mass_matrix: PyTree = like_position()
-    moments: PyTree = shared()
+    moments: PyTree
     rates: jax.Array = each_chain()
 
 

@@ -51,9 +51,9 @@ def mean_autocovariance(x: jax.Array) -> jax.Array:
     width = math.ceil(math.sqrt(num_draws))
     half_height = math.ceil(num_draws / width)
     tables = _tables(half_height, width, x.dtype)
-    centred = x - jnp.mean(x, axis=1, keepdims=True)
+    centered = x - jnp.mean(x, axis=1, keepdims=True)
     missing = half_height * width - num_draws
-    padded = jnp.pad(centred, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
+    padded = jnp.pad(centered, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
     power = _power(padded.reshape(num_chains, half_height, width, *x.shape[2:]), tables)
     products = _inverse(power, tables).reshape(half_height * width, *x.shape[2:])
     return products[:num_draws] / (num_chains * num_draws)

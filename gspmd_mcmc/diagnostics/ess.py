@@ -123,8 +123,8 @@ def column_ess_sd(x: jax.Array) -> jax.Array:
 
 
 def _moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    centred = in_own_unit(x)
-    return split(centred), split(centred**2)
+    centered = in_own_unit(x)
+    return split(centered), split(centered**2)
 
 
 def _levels(x: jax.Array, probabilities: tuple[float, ...]) -> list[jax.Array]:
@@ -137,9 +137,9 @@ def _levels(x: jax.Array, probabilities: tuple[float, ...]) -> list[jax.Array]:
 def in_own_unit(x: jax.Array) -> jax.Array:
     """Subtract the mean of each column, in a unit whose squares neither overflow nor underflow."""
     first = x[:1, :1]
-    centred = (x - first) - jnp.mean(x - first, axis=(0, 1), keepdims=True)
-    largest = jnp.max(jnp.abs(centred), axis=(0, 1), keepdims=True)
-    return centred / jnp.where(largest > 0, largest, 1.0)
+    centered = (x - first) - jnp.mean(x - first, axis=(0, 1), keepdims=True)
+    largest = jnp.max(jnp.abs(centered), axis=(0, 1), keepdims=True)
+    return centered / jnp.where(largest > 0, largest, 1.0)
 
 
 def effective_size(x: jax.Array) -> jax.Array:

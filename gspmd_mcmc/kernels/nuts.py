@@ -9,7 +9,7 @@ is never stored.
 References
 ----------
 Hoffman and Gelman, "The No-U-Turn Sampler", JMLR 15 (2014); Betancourt, "A conceptual introduction to
-Hamiltonian Monte Carlo", arXiv 1701.02434 (multinomial sampling, the generalised criterion, biased
+Hamiltonian Monte Carlo", arXiv 1701.02434 (multinomial sampling, the generalized criterion, biased
 progressive sampling); Phan, Pradhan and Jankowiak, arXiv 1912.11554, and Lao and Dillon, arXiv
 2002.01184 (iterative trees); Stan's additional checks across adjacent subtrees.
 """

@@ -341,7 +341,7 @@ class JointDistributionCoroutine(_Joint):
 
     def visit_parts(self, visit: Visit) -> None:
         """Run the generator, and send it the value of each part that it yields."""
-        generator: Any = self.model()
+        generator = self.model()
         if not inspect.isgenerator(generator):
             raise TypeError(
                 f"{name_of_function(self.model)}: expected a generator function, which yields its "
@@ -350,7 +350,7 @@ class JointDistributionCoroutine(_Joint):
         value, index = None, 0
         while True:
             try:
-                part = generator.send(value)
+                part = generator.send(value)  # pyright: ignore[reportArgumentType]
             except StopIteration:
                 return
             root = part if isinstance(part, Root) else Root(part)

@@ -152,16 +152,16 @@ def _whiten(moments: LowRankMoments, count: jax.Array, freedom: jax.Array) -> Py
         between = jnp.sum(deviation(mean) ** 2, axis=0) / max(mean.shape[0] - 1, 1)
         do_agree = agrees(jnp.mean(variance, axis=0), between)
         shift = jnp.where(do_agree[None, None], deviation(first + own), 0)
-        centred = jnp.where(is_kept, change - own + shift, 0)
+        centered = jnp.where(is_kept, change - own + shift, 0)
         # Of the kept draws only: a factor must not explain more than all of their variance.
-        variance = jnp.sum(centred**2, axis=(0, 1)) / freedom.astype(mean.dtype)
-        return centred * jax.lax.rsqrt(jnp.where(variance > 0, variance, 1))[None, None]
+        variance = jnp.sum(centered**2, axis=(0, 1)) / freedom.astype(mean.dtype)
+        return centered * jax.lax.rsqrt(jnp.where(variance > 0, variance, 1))[None, None]
 
     return jax.tree.map(whiten, moments.draws, moments.moments.mean, chain_variance)
 
 
 def fit_factors(draws: PyTree, freedom: jax.Array, rank: int) -> tuple[PyTree, PyTree, jax.Array]:
-    """Fit Ψ + F Fᵀ to centred draws of unit variance, leaves [chains, draws, ...].
+    """Fit Ψ + F Fᵀ to centered draws of unit variance, leaves [chains, draws, ...].
 
     Returns
     -------
