@@ -37,10 +37,7 @@ def main(argv: list[str]) -> int:
     folder = str(Path(options.data_dir).resolve())
     records = [_in_process(name, folder, options.devices) for name in CONTENDERS]
     _show(Console(width=None if sys.stdout.isatty() else 150), records, options.devices)
-    if options.out:
-        document = {"benchmark": "communication", "machine": environment.record(), "results": records}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    environment.save(options.out, "communication", results=records)
     return int(any("error" in record for record in records))
 
 

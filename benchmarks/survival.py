@@ -242,7 +242,7 @@ def survive(folder: Path, signals: list[int], rng: np.random.Generator) -> dict[
         return json.loads(report.read_text())
 
     do(in_jax(whole_run, whole), "the run that nothing interrupts")
-    # Once with checkpoints, for the cache, and to learn how long chunks go on.
+    # Once with checkpoints, for the cache, and to learn how long a run takes.
     first = folder / "run_0"
     length = do(in_jax(attempt, first), "the first run")
     is_refused = second_is_refused(in_jax(attempt, folder / "run_of_two"))

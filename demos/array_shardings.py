@@ -314,11 +314,11 @@ for axis, (title, array) in zip(axes.flat, panels.items(), strict=False):
     gm.visualize(array, ax=axis)
     axis.set_title(title, loc="left", fontsize=11)
 bars, ratios = axes.flat[-1], (sin_times, dot_times)
-for offset, label, colour, heights in (
+for offset, label, color, heights in (
     (-0.2, f"here ({devices[0].platform})", "#0072b2", [raced["ratio"] for raced in ratios]),
     (0.2, "tutorial, 8 TPU cores", "#e69f00", [eight / one for one, eight in TUTORIAL_MS.values()]),
 ):
-    bars.bar(np.arange(2) + offset, heights, 0.4, color=colour, label=label)
+    bars.bar(np.arange(2) + offset, heights, 0.4, color=color, label=label)
 spread = [[r["ratio"] - r["ratio_low"] for r in ratios], [r["ratio_high"] - r["ratio"] for r in ratios]]
 bars.errorbar(
     np.arange(2) - 0.2, [r["ratio"] for r in ratios], spread, fmt="none", ecolor="black", capsize=3

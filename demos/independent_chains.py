@@ -137,15 +137,15 @@ for name, value in errors.items():
 device_of = np.empty(num_chains, int)
 for shard in positions.addressable_shards:
     device_of[shard.index[1]] = devices.index(shard.device)
-colours = plt.colormaps["tab10"](np.arange(len(devices)) % 10)
+colors = plt.colormaps["tab10"](np.arange(len(devices)) % 10)
 
 
 def plot_draws(axis):
     """Scatter some draws of every chain over contours of the density."""
     shown = draws[:: max(num_samples // 100, 1)]
-    for device, colour in enumerate(colours):
+    for device, color in enumerate(colors):
         own = shown[:, device_of == device].reshape(-1, 2)
-        axis.scatter(*own.T, s=7, color=colour, alpha=0.6, lw=0, label=f"device {device}")
+        axis.scatter(*own.T, s=7, color=color, alpha=0.6, lw=0, label=f"device {device}")
     grid = np.moveaxis(np.mgrid[-4:4:200j, -4:4:200j], 0, -1) + MEAN
     away = grid - MEAN
     distance = np.sqrt(np.sum(away @ np.linalg.inv(COVARIANCE) * away, axis=-1))
@@ -160,7 +160,7 @@ def plot_traces(axis):
     traces = np.concatenate([np.asarray(start)[None], np.asarray(positions)])[..., 0] - MEAN[0]
     shown, spacing = traces[: num_warmup + 150], 6.0
     for chain in range(num_chains):
-        axis.plot(shown[:, chain] + spacing * chain, color=colours[device_of[chain]], lw=0.8)
+        axis.plot(shown[:, chain] + spacing * chain, color=colors[device_of[chain]], lw=0.8)
     axis.axvspan(0, num_warmup, color="0.92", zorder=0)
     axis.set(title="traces of x₀", xlabel="step (grey: warm-up)", ylabel="chain", xlim=(0, len(shown)))
     axis.set_yticks(spacing * np.arange(num_chains), range(num_chains))

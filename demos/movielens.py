@@ -41,7 +41,7 @@ NUM_SINGLES = 8  # single draws that are looked at one by one
 BEGAN = time.perf_counter()
 console = Console()
 options = common.parse(
-    "Matrix factorisation of MovieLens 1M",
+    "Matrix factorization of MovieLens 1M",
     "out/movielens",
     ("--paper", "the notebook's setting: 100 leapfrogs, 1000 + 500 steps (hours on a CPU)"),
 )

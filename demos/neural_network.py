@@ -227,29 +227,29 @@ def likelihood_alone(params, batch):
     return model.log_likelihood(params, batch)
 
 
-def maximise(summands):
+def maximize(summands):
     """Run Adam on a sum; return parameters, and log prior and log likelihood by step, [steps, 2]."""
-    optimiser = optax.adam(optax.cosine_decay_schedule(3e-3, num_adam))
+    optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, num_adam))
 
     def objective(params, batch):
         parts = jnp.stack([tree.total(x) for x in model.log_density(params, batch)])
         return -tree.total(summands(params, batch)) / num_rows, parts
 
     @jax.jit
-    def train_step(params, optimiser_state, batch):
+    def train_step(params, optimizer_state, batch):
         grads, parts = jax.grad(objective, has_aux=True)(params, batch)
-        updates, optimiser_state = optimiser.update(grads, optimiser_state, params)
-        return optax.apply_updates(params, updates), optimiser_state, parts
+        updates, optimizer_state = optimizer.update(grads, optimizer_state, params)
+        return optax.apply_updates(params, updates), optimizer_state, parts
 
-    found, optimiser_state, parts_by_step = params[by_both], optimiser.init(params[by_both]), []
+    found, optimizer_state, parts_by_step = params[by_both], optimizer.init(params[by_both]), []
     for _ in track(range(num_adam), f"Adam on {summands.__name__}", console=console):
-        found, optimiser_state, parts = train_step(found, optimiser_state, batch)
+        found, optimizer_state, parts = train_step(found, optimizer_state, batch)
         parts_by_step.append(np.asarray(parts))  # and wait
     return found, np.array(parts_by_step)
 
 
-likelihood_params, _ = maximise(likelihood_alone)
-map_params, adam_trace = maximise(model.log_density)
+likelihood_params, _ = maximize(likelihood_alone)
+map_params, adam_trace = maximize(model.log_density)
 mode_prior, mode_likelihood = adam_trace[-1].tolist()
 console.print(f"the mode: log prior {mode_prior:.1f}, log likelihood {mode_likelihood:.1f}")
 

@@ -256,11 +256,11 @@ def roll_stretch(stretch):
     return jnp.append(from_left, stretch[:-1]), jnp.append(stretch[1:], from_right)
 
 
-def evolve(neighbours):
+def evolve(neighbors):
     """Make a function from a board to its history [steps, cells], by a function for the neighbors."""
 
     def one(board, _):
-        left, right = neighbours(board)
+        left, right = neighbors(board)
         return left ^ (board | right), board
 
     return lambda board: lax.scan(one, board, length=num_steps)[1]
@@ -275,7 +275,7 @@ def history(board):
 
 
 def rule_30():
-    """Talk to neighbours in a loop."""
+    """Talk to neighbors in a loop."""
     old_args, new_args = place(P("data"), cells.reshape(n, -1)), place(P("data"), cells)
     old = pmap(evolve(roll_stretch), axis_name="i", out_axes=1)
     new = jit(evolve(lambda board: (jnp.roll(board, 1), jnp.roll(board, -1))))

@@ -227,7 +227,7 @@ console.print(f"{coverage:.3f} of {num_rows} levels lie in their 90% intervals")
 # ## The figure
 
 # %%
-colours = plt.colormaps["tab10"](np.arange(len(devices)) % 10)
+colors = plt.colormaps["tab10"](np.arange(len(devices)) % 10)
 
 
 def device_of_rows(sample):
@@ -245,10 +245,10 @@ device_of = device_of_rows(prior.y)
 def plot_shards(axis):
     """Show the rows of one draw of the joint distribution, each device's in its color."""
     values = values_of(prior.y)
-    for device, colour in enumerate(colours):
+    for device, color in enumerate(colors):
         own = np.flatnonzero(device_of == device)
-        axis.axvspan(own[0] - 0.5, own[-1] + 0.5, color=colour, alpha=0.12, lw=0)
-        axis.scatter(own, values[own], s=9, color=colour, lw=0)
+        axis.axvspan(own[0] - 0.5, own[-1] + 0.5, color=color, alpha=0.12, lw=0)
+        axis.scatter(own, values[own], s=9, color=color, lw=0)
         top = values.max() + 0.06 * np.ptp(values)
         axis.text(own.mean(), top, f"device {device}\n{len(own)} rows", ha="center", fontsize=8)
     axis.set(title="one draw of the joint distribution: where each row of y lies")
@@ -258,7 +258,7 @@ def plot_shards(axis):
 
 def plot_line(axis):
     """Show the observed rows by device, the posterior's lines, and the true one."""
-    axis.scatter(x, y, s=12, c=colours[device_of], lw=0)
+    axis.scatter(x, y, s=12, c=colors[device_of], lw=0)
     ends = np.array([-2.0, 2.0])
     shown = np.random.default_rng(0).integers(0, posterior["slope"].size, 60)
     lines = posterior["intercept"].reshape(-1, 1) + posterior["slope"].reshape(-1, 1) * ends
@@ -295,10 +295,10 @@ def plot_levels(axis):
     """Show how far each row's level lies from the line: 90% interval against the truth, by device."""
     line = TRUTH["intercept"] + TRUTH["slope"] * x
     true, found = level - line, level_mean - line
-    for device, colour in enumerate(colours):
+    for device, color in enumerate(colors):
         own = device_of == device
         bars = 1.6449 * level_sd[own]
-        axis.errorbar(true[own], found[own], bars, fmt="o", ms=2.5, color=colour, lw=0.4)
+        axis.errorbar(true[own], found[own], bars, fmt="o", ms=2.5, color=color, lw=0.4)
     ends = np.array([true.min(), true.max()])
     axis.plot(ends, ends, color="red", ls="--", lw=1.5, zorder=5)
     axis.set(title=f"a latent for each row: {100 * coverage:.0f}% of 90% intervals hold the truth")

@@ -128,6 +128,15 @@ class Exponential:
         return jnp.log(self.rate) - self.rate * value
 
 
+def prior_of_mean(x):
+    return -0.5 * x["mean"] ** 2
+
+
+def rows_with_effects(x, rows):
+    """Rows y of variance 1 around a mean that they share and a standard normal effect of each."""
+    return -0.5 * (rows["y"] - x["mean"] - x["effect"]) ** 2 - 0.5 * x["effect"] ** 2
+
+
 # Exact laws: draws are made of independent standard normals, and can be turned back into them
 
 

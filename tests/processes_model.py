@@ -43,7 +43,7 @@ def target_of(data):
 
 
 def sampled(mesh, kind: type = gm.NUTS, **settings):
-    target = target_of(gm.place(rows(), mesh, P("data")))
+    target = target_of(rows() if mesh is None else gm.place(rows(), mesh, P("data")))
     given = {"num_chains": 2, "num_warmup": 8, "num_samples": 6, "progress": False} | settings
     kernel = gm.NUTS(target, 0.1, max_tree_depth=2) if kind is gm.NUTS else gm.HMC(target, 0.1, 4)
     adaptation = gm.WindowAdaptation(metric=gm.Diagonal())

@@ -141,7 +141,7 @@ def of_two():
         "effect": tree.posterior.effect_dim_0.values.tolist(),
         "lp": list(tree.sample_stats.lp.shape),
     }
-    by_rows = model.sampled(gm.make_mesh(data=-1), gm.HMC, num_warmup=0, num_samples=1)
+    by_rows = model.sampled(gm.make_mesh(data=-1), gm.HMC, num_warmup=0, num_samples=2)
     found["part_of_rows"] = by_rows.to_datatree().posterior.effect_dim_0.values.tolist()
     values = model.values_of(draws) | {"part": tree.posterior.effect.values}
     np.savez(out / f"values{process}.npz", allow_pickle=False, **values)

@@ -17,12 +17,10 @@ from gspmd_mcmc.adaptation import adam, chees, dual_averaging, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import Transition
 from gspmd_mcmc.adaptation.chees import ChangeOfSquares, Trajectories
 from gspmd_mcmc.adaptation.snaper import ChangeAlongPrincipal
-from gspmd_mcmc.diagnostics.mcse import mcse_mean
 from gspmd_mcmc.kernels.jittered_hmc import JITTER, van_der_corput
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import draw_kernel, step_chains
 from gspmd_mcmc.sampling.start import init_chains
-from gspmd_mcmc.tree import pytree
 
 BOTH = [ChEESAdaptation, SNAPERAdaptation]
 CRITERIA = [ChangeOfSquares(), ChangeAlongPrincipal()]
@@ -376,61 +374,6 @@ def test_snapers_length_is_beyond_the_best_of_squares_alone():
 def test_best_lengths_are_told_apart():
     lengths = {best_length(c, cls) for c in CONDITIONS.values() for cls in BOTH}
     assert max(lengths) > 1.5 * min(lengths)
-
-
-@pytree
-class SkipsMetropolis(HMC):
-    def step(self, rng_key, state):
-        _, info, end = self.transition(rng_key, state)
-        return self.init(end.position), info
-
-
-@pytree
-class JitterDependsOnTheState(HMC):
-    def step(self, rng_key, state):
-        count = jnp.where(state.position[0] > 0, self.num_integration_steps, 1)
-        return HMC.step(tree.replace(self, num_integration_steps=count), rng_key, state)
-
-
-@partial(jax.jit, static_argnames="cls")
-def draws_of(cls, kernel, states, key):
-    """Positions [chains, steps, size] of three hundred steps, and acceptance rates."""
-
-    def one(states, i):
-        drawn, chains_key = draw_kernel(kernel, key, i)
-        metric = drawn.inverse_mass_matrix
-        used = cls(drawn.target, drawn.step_size, drawn.num_integration_steps, metric)
-        states, info = step_chains(used, chains_key, states, NO_MESH, "step")
-        return states, (states.position, info.acceptance_rate)
-
-    positions, rates = jax.lax.scan(one, states, jnp.arange(300))[1]
-    return jnp.swapaxes(positions, 0, 1), rates
-
-
-def check_draws(cls):
-    """The means of x and of x² - σ² are 0, to within 4.5 Monte Carlo standard errors."""
-    kernel = tuned_kernel("ill-conditioned", SNAPERAdaptation)
-    kernel = kernel.with_step_size(1.85 * kernel.step_size)  # so that the Metropolis test has work
-    cov = covariance(CONDITIONS["ill-conditioned"])
-    _, states = gaussian_chains(CONDITIONS["ill-conditioned"])
-    key = jax.random.key(seed(0))
-    positions, rates = map(np.asarray, draws_of(cls, kernel, states, key))
-    assert 0.3 < np.mean(rates) < 0.9
-    both = {"x": positions, "squares": positions**2 - np.diag(cov)}
-    z = np.concatenate([v.mean((0, 1)) / mcse_mean(both)[n] for n, v in both.items()])
-    within(np.max(np.abs(z)), 4.5, "standard errors")
-
-
-@pytest.mark.statistical
-def test_draws_of_a_correlated_gaussian_are_right():
-    check_draws(HMC)
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize("broken", [SkipsMetropolis, JitterDependsOnTheState])
-def test_a_broken_sampler_is_rejected(broken):
-    with pytest.raises(AssertionError, match="standard errors"):
-        check_draws(broken)
 
 
 # The same lengths on every mesh, and one all-reduce for all of the adaptation

@@ -283,7 +283,7 @@ def test_the_drawing_adds_up_what_each_loop_and_the_call_send():
     report = communication(on_blocks(three_steps), X)
     lines = [" ".join(line.split()) for line in str(report).splitlines()]
     assert "one leapfrog 1 all-reduce, 512 B" in lines
-    assert "one step unknown: report.with_trips(...) says how often loops run" in lines
+    assert "one step unknown: give trip counts by report.with_trips(...)" in lines
     lines = [" ".join(line.split()) for line in str(report.with_trips(leapfrog=10)).splitlines()]
     assert "one step 10 all-reduce, 5.1 kB" in lines
     assert "the whole call 30 all-reduce, 15.4 kB" in lines

@@ -16,11 +16,7 @@ from gspmd_mcmc.views.chips import (
     TPU_V5E_ICI,
     Interconnect,
 )
-from gspmd_mcmc.views.collective_times import (
-    collective_seconds,
-    ring_all_reduce,
-    tree_all_reduce,
-)
+from gspmd_mcmc.views.collective_times import collective_seconds, ring_all_reduce, tree_all_reduce
 from gspmd_mcmc.views.cost import POWERS_OF_TWO, fit_compute, predict
 from gspmd_mcmc.views.cost_views import seconds as in_words
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from models import prior_of_mean, rows_with_effects
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics import energy, ess, streaming, streaming_ess
@@ -33,18 +34,9 @@ RUN: dict[str, Any] = {"num_chains": 2, "num_warmup": 8, "num_samples": 10, "pro
 pytestmark = pytest.mark.filterwarnings("ignore::gspmd_mcmc.SamplingWarning")
 
 
-def log_prior(params):
-    return -0.5 * params["mean"] ** 2
-
-
-def log_likelihood(params, rows):
-    effect = params["effect"]
-    return -0.5 * (rows["y"] - params["mean"] - effect) ** 2 - 0.5 * effect**2
-
-
 def make_target(mesh):
     data = gm.place({"y": Y}, mesh, P("data"))
-    return gm.Posterior(log_prior, gm.Plate(log_likelihood, data, local="effect"))
+    return gm.Posterior(prior_of_mean, gm.Plate(rows_with_effects, data, local="effect"))
 
 
 def make_position(mesh):
@@ -133,7 +125,7 @@ def test_arrays_are_relabelled_and_not_copied():
 def test_the_context_is_as_it_was_also_after_an_error():
     with jax.set_mesh(EXPLICIT):
         with pytest.raises(ValueError, match="leading axis of rows"):
-            gm.Plate(log_likelihood, {"y": 1.0})
+            gm.Plate(rows_with_effects, {"y": 1.0})
         with pytest.raises(TypeError, match="floating"):
             hmc(make_target(EXPLICIT)).init({"mean": jnp.zeros((), int), "effect": POSITION["effect"]})
         assert jax.sharding.get_mesh() == EXPLICIT
@@ -142,8 +134,17 @@ def test_the_context_is_as_it_was_also_after_an_error():
 # Kernels.
 
 
-@pytest.mark.parametrize("context", [None, EXPLICIT, AUTO], ids=["none", "explicit", "auto"])
-@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"])
+@pytest.mark.parametrize(
+    ("mesh", "context"),
+    [
+        (AUTO, EXPLICIT),
+        (EXPLICIT, None),
+        (EXPLICIT, EXPLICIT),
+        (EXPLICIT, AUTO),
+        (MIXED, None),
+        (MIXED, EXPLICIT),
+    ],
+)
 def test_steps_are_those_of_an_auto_mesh(auto, mesh, context):
     key = KEY  # made without a context, as the module's are
 
@@ -227,7 +228,9 @@ def test_chains_lie_over_an_explicit_axis():
 
 def test_data_in_a_program_are_still_seen():
     data = gm.place(np.zeros(300_000, np.float32), EXPLICIT, P("data"))
-    target = gm.Posterior(log_prior, gm.Plate(lambda params, y: -0.5 * (y - params["mean"]) ** 2, data))
+    target = gm.Posterior(
+        prior_of_mean, gm.Plate(lambda params, y: -0.5 * (y - params["mean"]) ** 2, data)
+    )
     kernel = hmc(target)
     with jax.set_mesh(EXPLICIT), pytest.raises(ValueError, match="would become constants"):
         jax.jit(kernel.init)({"mean": jnp.zeros(())})
@@ -359,7 +362,7 @@ def test_small_data_on_many_devices_are_warned_of_once_a_run(auto):
 
 def test_enough_data_or_one_device_are_not_warned_of():
     def plates(*data):
-        return gm.Posterior(log_prior, *(gm.Plate(log_likelihood, of) for of in data))
+        return gm.Posterior(prior_of_mean, *(gm.Plate(rows_with_effects, of) for of in data))
 
     small, large = gm.place(Y, AUTO, P("data")), jax.ShapeDtypeStruct((1 << 19,), np.float32)
     large = gm.place(large, AUTO, P("data"))

@@ -198,8 +198,7 @@ def test_local_operations_may_be_asynchronous_too(opcode):
 
 
 @pytest.mark.parametrize(
-    "pairs",
-    ['="{{0,1},{1,2},{2,3},{3,0}}"', '="{{0,1}, {1,2}}"', "={{0,1},{1,2}}"],
+    "pairs", ['="{{0,1},{1,2},{2,3},{3,0}}"', '="{{0,1}, {1,2}}"', "={{0,1},{1,2}}"]
 )
 def test_a_send_and_a_receive_carry_their_data_alone(pairs):
     attributes = f"channel_id=1, frontend_attributes={{_xla_send_recv_source_target_pairs{pairs}}}"
@@ -209,10 +208,7 @@ def test_a_send_and_a_receive_carry_their_data_alone(pairs):
         "%rd = (f32[32]{0}, token[]) recv-done(%r), channel_id=1",
         "%sd = token[] send-done(%s), channel_id=1",
     )
-    assert seen(report) == [
-        ("recv", "f32[32]", 128, "", 0),
-        ("send", "bf16[64]", 128, "bf16[64]", 128),
-    ]
+    assert seen(report) == [("recv", "f32[32]", 128, "", 0), ("send", "bf16[64]", 128, "bf16[64]", 128)]
     assert {c.axes for c in report.collectives} == {("b",)}
     assert report.unknown == ()
 

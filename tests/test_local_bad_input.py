@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from models import prior_of_mean
 
 import gspmd_mcmc as gm
 
@@ -15,10 +16,6 @@ MESH = gm.make_mesh(data=8)
 ROWS = gm.place(np.ones(13, np.float32), MESH, P("data"))
 FEWER_ROWS = gm.place(np.ones(12, np.float32), MESH, P("data"))
 POSITION = {"mean": np.zeros(16, np.float32), "theta": np.zeros(13, np.float32)}
-
-
-def log_prior(x):
-    return -0.5 * x["mean"] ** 2
 
 
 def log_likelihood(x, y):
@@ -34,7 +31,7 @@ def reads_mean_only(x, y):
 
 
 def prior_of_theta(x):
-    return log_prior(x), -0.5 * x["theta"] ** 2
+    return prior_of_mean(x), -0.5 * x["theta"] ** 2
 
 
 def sees_its_own(x, y):
@@ -43,7 +40,7 @@ def sees_its_own(x, y):
     return jnp.where(y == 2, jnp.nan, -((x["rho"] - jnp.mean(x["mean"])[None]) ** 2))
 
 
-def posterior(*more, local: Any = "theta", prior=log_prior, likelihood=log_likelihood):
+def posterior(*more, local: Any = "theta", prior=prior_of_mean, likelihood=log_likelihood):
     return gm.Posterior(prior, gm.Plate(likelihood, ROWS, local=local), *more)
 
 

@@ -663,10 +663,6 @@ Y = np.random.default_rng(6).normal(0.5, 1.4, size=37).astype(np.float32)
 Y[-1] = 5  # the row that the pad copies
 
 
-def normal_prior(x):
-    return -0.5 * x["mu"] ** 2
-
-
 def normal_rows(x, y):
     return -0.5 * (y - x["theta"]) ** 2 - 0.5 * (x["theta"] - x["mu"][None]) ** 2
 
@@ -690,7 +686,7 @@ def largest_z(x, mean, variance, num_batches=25):
 @cache
 def hierarchy(counts_pad=False):
     target = gm.Posterior(
-        normal_prior, gm.Plate(normal_rows, gm.place(Y, mesh_of("8"), P("data")), local="theta")
+        models.normal, gm.Plate(normal_rows, gm.place(Y, mesh_of("8"), P("data")), local="theta")
     )
     target = counts_pad_rows(target) if counts_pad else target
     theta = np.zeros(40 if counts_pad else 37, np.float32)
@@ -732,10 +728,6 @@ def test_after_warm_up_each_device_holds_its_own_rows():
 # A pad that stays behind.
 
 
-def delay_prior(x):
-    return -0.5 * x["first"] ** 2
-
-
 def delays(x, y):
     """What comes later than the first by a Weibull delay of shape 3/2, and is seen with noise."""
     delay = x["time"] - x["first"][None]
@@ -744,7 +736,7 @@ def delays(x, y):
 
 def chain_of_delays(name):
     seen = gm.place(np.full(9, 4, np.float32), mesh_of(name), P("data"))
-    target = gm.Posterior(delay_prior, gm.Plate(delays, seen, local="time"))
+    target = gm.Posterior(models.normal, gm.Plate(delays, seen, local="time"))
     position = {"first": jnp.zeros(CHAINS), "time": jnp.full((CHAINS, 9), 0.5)}
     layout, kernel, states = chains_on(name, target, position)
     after, infos = run(kernel.with_step_size(0.02), states, layout=layout)

@@ -21,8 +21,8 @@ import gspmd_mcmc as gm
 from gspmd_mcmc import Accelerator, BudgetExceeded, LayoutView, communication, make_abstract_mesh, plan
 from gspmd_mcmc.views.chips import ACCELERATORS
 from gspmd_mcmc.views.plan import extrapolate, predict_report
-from gspmd_mcmc.views.program import compile_ahead as ahead
-from gspmd_mcmc.views.program.compile_ahead import compile_ahead
+from gspmd_mcmc.views.program import aot_compilation
+from gspmd_mcmc.views.program.aot_compilation import compile_aot
 
 S = jax.ShapeDtypeStruct
 F32 = jnp.float32
@@ -95,9 +95,9 @@ def over_columns(mesh):
     return step, kernel, jax.random.key(0), position
 
 
-def ahead_of(build, mesh):
+def planned_for(build, mesh):
     function, *args = build(mesh)
-    return compile_ahead(function, tuple(args), mesh)
+    return compile_aot(function, tuple(args), mesh)
 
 
 def wire(report):
@@ -125,7 +125,7 @@ def held(report):
     ],
 )
 def test_a_step_is_planned_as_it_is_compiled_for_devices(build, axes):
-    planned = ahead_of(build, make_abstract_mesh(**axes))
+    planned = planned_for(build, make_abstract_mesh(**axes))
     function, *args = build(gm.make_mesh(**axes))
     compiled = communication(function, *args)
     assert planned.count("all-reduce") >= 2
@@ -142,7 +142,7 @@ def test_a_plan_holds_what_a_run_holds():
     kernel, _ = effects(gm.make_mesh(data=8), np.ones(1001, np.int32))
     state = kernel.init({"effect": jnp.zeros(1001), "mean": jnp.zeros(()), "log_sd": jnp.zeros(())})
     run = communication(jax.jit(gm.HMC.step), kernel, jax.random.key(0), state)
-    planned = ahead_of(functools.partial(one_chain, effects), MESH)
+    planned = planned_for(functools.partial(one_chain, effects), MESH)
     assert held(planned) == held(run)
     assert wire(planned) == wire(run)
 
@@ -171,7 +171,7 @@ def mixed_arguments(mesh):
 
 
 def test_arguments_of_all_kinds_are_planned_as_they_are_compiled():
-    planned = ahead_of(mixed_arguments, MESH)
+    planned = planned_for(mixed_arguments, MESH)
     function, *args = mixed_arguments(gm.make_mesh(data=8))
     compiled = communication(function, *args)
     assert held(planned) == held(compiled)
@@ -190,7 +190,7 @@ def test_donation_and_layouts_of_outputs_are_planned():
         step = jax.jit(lambda x, y: (x + 1, y * 2), donate_argnums=0, out_shardings=out)
         return step, on(mesh, 1600), on(mesh, 80)
 
-    planned = ahead_of(build, MESH)
+    planned = planned_for(build, MESH)
     assert planned.alias_bytes == 800  # 1600 float32 over 8 devices
     assert planned.argument_bytes == 800 + 40
     assert [(c.kind, c.num_bytes) for c in planned.collectives] == [("all-gather", 320)]
@@ -210,7 +210,7 @@ def test_the_mesh_is_there_when_no_argument_lies_on_it():
 
 def test_float64_is_planned_where_it_is_on():
     with jax.enable_x64(True):
-        planned = ahead_of(lambda m: (sum_of_squares, on(m, 16, dtype=jnp.float64)), MESH)
+        planned = planned_for(lambda m: (sum_of_squares, on(m, 16, dtype=jnp.float64)), MESH)
     assert planned.argument_bytes == 2 * 8
     assert [(c.shape, c.num_bytes) for c in planned.collectives] == [("f64[]", 8)]
 
@@ -235,7 +235,7 @@ def movielens(mesh):
 
 @functools.cache
 def movielens_on(num_devices):
-    return ahead_of(movielens, make_abstract_mesh(data=num_devices))
+    return planned_for(movielens, make_abstract_mesh(data=num_devices))
 
 
 def argument_bytes_of(num_devices, num_tiles):
@@ -274,7 +274,7 @@ def test_movielens_names_the_lines_and_not_those_of_the_process_that_compiled_it
     assert "kernels/integrators.py" in gradient.loops[0].source
     files = {frame.file for c in report.collectives for frame in c.stack}
     assert files
-    assert not any("ahead" in file for file in files)
+    assert not any("aot_process" in file for file in files)
 
 
 # Above 2,048 devices: the rule.
@@ -287,7 +287,7 @@ def movielens_plan(monkeypatch):
     def cached(function, args, mesh):
         return movielens_on(mesh.size)
 
-    monkeypatch.setattr(PLAN, "compile_ahead", cached)
+    monkeypatch.setattr(PLAN, "compile_aot", cached)
     return plan(movielens, data=8192, accelerator="TPU v5e", trips={"leapfrog": 10})
 
 
@@ -318,7 +318,7 @@ def test_the_rule_predicts_2048_devices_from_64_and_512():
 def test_the_rule_says_how_far_it_is_off(sizes, monkeypatch):
     reports = [movielens_on(n) for n in sizes]
     monkeypatch.setattr(PLAN, "smaller_sizes", lambda mesh: ("data", sizes))
-    monkeypatch.setattr(PLAN, "compile_ahead", lambda function, args, mesh: movielens_on(mesh.size))
+    monkeypatch.setattr(PLAN, "compile_aot", lambda function, args, mesh: movielens_on(mesh.size))
     _, rule = extrapolate(movielens, make_abstract_mesh(data=8192))
     off = []
     for name in ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes"):
@@ -340,7 +340,7 @@ def on_real_devices(monkeypatch):
         )
 
     monkeypatch.setattr(PLAN, "MOST_DEVICES", 8)
-    monkeypatch.setattr(PLAN, "compile_ahead", compiled)
+    monkeypatch.setattr(PLAN, "compile_aot", compiled)
 
 
 def real(mesh):
@@ -360,7 +360,7 @@ def descent(mesh):
 
 
 def test_an_extrapolated_plan_is_what_would_be_compiled(on_real_devices):
-    true = ahead_of(descent, make_abstract_mesh(data=32))
+    true = planned_for(descent, make_abstract_mesh(data=32))
     planned = plan(descent, data=32)
     assert planned.rule is not None
     assert (planned.rule.axis, planned.rule.compiled) == ("data", (2, 4, 8))
@@ -469,7 +469,7 @@ CELLS = np.random.default_rng(0).normal(size=(5000, 100)).astype(np.float32)
 
 
 def test_data_that_a_function_closes_over_are_named():
-    report = ahead_of(lambda m: (lambda w: jnp.sum((CELLS @ w) ** 2), on(m, 100, spec=P())), MESH)
+    report = planned_for(lambda m: (lambda w: jnp.sum((CELLS @ w) ** 2), on(m, 100, spec=P())), MESH)
     assert len(report.whole) == 1
     assert report.whole[0].startswith("constant f32[5000,100], 2 MB: CELLS, a global that")
     with pytest.raises(BudgetExceeded, match="CELLS, a global that"):
@@ -584,11 +584,11 @@ def test_an_error_of_the_caller_passes_through(where):
 def test_more_devices_than_can_be_compiled_for_are_refused():
     mesh = make_abstract_mesh(data=4096)
     with pytest.raises(ValueError, match="a mesh of 4096 devices; at most 2048"):
-        compile_ahead(sum_of_squares, (on(mesh, 4096),), mesh)
+        compile_aot(sum_of_squares, (on(mesh, 4096),), mesh)
 
 
 def test_an_argument_elsewhere_is_found_before_smaller_meshes_are_compiled_for(monkeypatch):
-    monkeypatch.setattr(PLAN, "compile_ahead", lambda *args: pytest.fail("compiled"))
+    monkeypatch.setattr(PLAN, "compile_aot", lambda *args: pytest.fail("compiled"))
     with pytest.raises(ValueError, match=re.escape("argument [0] lies on AbstractMesh('data': 8")):
         plan(lambda mesh: (sum_of_squares, X), data=4096)
 
@@ -599,8 +599,8 @@ def test_a_loop_that_is_not_there_is_refused():
 
 
 def test_what_the_other_process_says_is_in_the_error(monkeypatch):
-    broken = ahead._environment() | {"JAX_PLATFORMS": "abacus"}
-    monkeypatch.setattr(ahead, "_environment", lambda: broken)
+    broken = aot_compilation._environment() | {"JAX_PLATFORMS": "abacus"}
+    monkeypatch.setattr(aot_compilation, "_environment", lambda: broken)
     with pytest.raises(
         RuntimeError, match=r"(?s)compiling for 8 devices failed, exit status 1:.*abacus"
     ):

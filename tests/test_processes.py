@@ -200,9 +200,9 @@ def test_a_process_that_ends_ends_the_others_soon(how, code, says, ended):
 
 
 def test_a_run_continues_from_what_a_killed_process_of_two_has_left(ended):
-    """On two processes to the bit, on one to rounding; and only if all are given the same."""
+    """On two processes to the bit, on one to rounding, with a mesh and without; all give the same."""
     out, *_ = ended("killed")
-    copied = shutil.copytree(out / "run", out / "copy")
+    copies = [shutil.copytree(out / "run", out / f"copy{i}") for i in range(2)]
     found, values, _ = results_of("continued", 2, out)
     num_draws = model.LONG["num_samples"]
     for process in found:
@@ -211,11 +211,11 @@ def test_a_run_continues_from_what_a_killed_process_of_two_has_left(ended):
         assert process["disagree"].startswith("ProcessesDisagree: sample: ")
         assert "num_samples: process 0 has 121; process 1 has 122" in process["disagree"]
         assert "part0'; process 1 has" in process["elsewhere"]
-    mesh = gm.make_mesh(data=2, devices=jax.devices()[:2])
-    alone = model.long_run(mesh, checkpoint=copied)
-    assert alone.num_draws == num_draws
-    for name, expected in values[0].items():
-        assert apart(np.asarray(alone.position[name]), expected) < 1e-3, name
+    for mesh, copy in zip((None, gm.make_mesh(data=2, devices=jax.devices()[:2])), copies, strict=True):
+        alone = model.long_run(mesh, checkpoint=copy)
+        assert alone.num_draws == num_draws
+        for name, expected in values[0].items():
+            assert apart(np.asarray(alone.position[name]), expected) < 1e-3, name
     assert apart(values[0]["slope"][0], values[0]["slope"][1]) > 1e-2  # another chain's, so measured
 
 

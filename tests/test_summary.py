@@ -370,8 +370,10 @@ def test_half_precision_and_integer_draws_have_a_summary(draws):
     np.testing.assert_allclose(found.mean["b"], np.mean(np.asarray(b), axis=(0, 1)), atol=2e-3)
 
 
-@pytest.mark.parametrize(("offset", "is_told"), [(1e7, True), (1e4, False), (0.0, False)])
-@pytest.mark.parametrize("size", [3, 2000])
+@pytest.mark.parametrize(
+    ("offset", "is_told", "size"),
+    [(1e7, True, 3), (1e4, False, 3), (0.0, False, 3), (1e7, True, 2000)],
+)
 def test_draws_as_coarse_as_their_numbers_are_told_of(offset, is_told, size):
     x = (np.random.default_rng(0).normal(size=(4, 100, size)) + offset).astype(np.float32)
     x[..., 0] = 1e7  # all equal, as the diagonal of a correlation matrix: nothing is rounded

@@ -70,7 +70,7 @@ def test_a_figure_has_the_mesh_and_every_layout_once(drawn):
     assert len(axes) == 5
     assert sum("mesh chains=2, data=4" in t for t in titles) == 1
     (rows,) = [t for t in titles if "P(data=4): 4 blocks × 2 copies" in t]
-    assert {"0,4", "1,5", "2,6", "3,7", "and alike: ['labels']", "axis 1 →"} <= set(rows)
+    assert {"0,4", "1,5", "2,6", "3,7", "same layout: ['labels']", "axis 1 →"} <= set(rows)
     (whole,) = [t for t in titles if "P(): whole on 8 devices" in t]
     assert "0-7" in whole
 

@@ -8,7 +8,7 @@ the kernel, the states of the chains and the state of the adaptation are all the
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.tree import PyTree, pytree
 
+AnyKernel = TypeVar("AnyKernel", bound=Kernel)
 AcceptanceRates = Callable[[Kernel, jax.Array], jax.Array]
 
 
@@ -109,7 +110,7 @@ class Adaptation(ABC):
         """Return the settings for chains that start exactly at a mode."""
         return self
 
-    def prepare(self, kernel: Kernel, states: Any) -> Kernel:
+    def prepare(self, kernel: AnyKernel, states: Any) -> AnyKernel:
         """Return the kernel with a metric of the structure that will be learned.
 
         A metric of that structure that the kernel has already stays as the first.

@@ -24,7 +24,7 @@ from gspmd_mcmc.adaptation.step_size_search import find_step_size
 from gspmd_mcmc.kernels.hmc import HMC
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.targets.target import Target
-from gspmd_mcmc.tree import Pad, PyTree, each_chain, like_position, pytree, static
+from gspmd_mcmc.tree import Pad, PyTree, each_chain, like_position, pytree, shared, static
 
 # Ends of windows, as fractions of warm-up. The first window finds the posterior, without a metric; five
 # learn a metric each; the last one, with that metric, tunes step size and trajectory length. Where
@@ -163,11 +163,11 @@ class ChEESState:
     max_leapfrogs: jax.Array
     jitter: jax.Array
     inverse_mass_matrix: PyTree = like_position()
-    moments: PyTree
-    num_metrics: jax.Array
+    moments: PyTree = shared()
+    num_metrics: jax.Array = shared()
     variances: PyTree = like_position()
-    spread: PyTree
-    criterion: Any
+    spread: PyTree = shared()
+    criterion: Any = shared()
     rates: jax.Array = each_chain()
 
 

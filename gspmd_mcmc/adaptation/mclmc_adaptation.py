@@ -24,7 +24,7 @@ from gspmd_mcmc.adaptation.batch_means import Length
 from gspmd_mcmc.adaptation.dual_averaging import LEAST_STEP_SIZE, MOST_STEP_SIZE
 from gspmd_mcmc.adaptation.hmc_burn_in import AfterHMCBurnIn
 from gspmd_mcmc.kernels.mclmc import MCLMC
-from gspmd_mcmc.tree import PyTree, each_chain, like_position, pytree, static
+from gspmd_mcmc.tree import PyTree, each_chain, like_position, pytree, shared, static
 
 # The recursion of the step size remembers so many steps, and gives less weight to a step whose squared
 # error is far from the target, by its logarithm in units of TRUST.
@@ -58,7 +58,7 @@ class MCLMCAdaptationState:
     step_size: StepSize
     trajectory_length: Length
     inverse_mass_matrix: PyTree = like_position()
-    moments: PyTree
+    moments: PyTree = shared()
     rates: jax.Array = each_chain()
 
 

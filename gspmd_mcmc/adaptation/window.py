@@ -13,10 +13,16 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import dual_averaging, stuck_chains
-from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Adaptation, Transition, Window
+from gspmd_mcmc.adaptation.adaptation import (
+    AcceptanceRates,
+    Adaptation,
+    AnyKernel,
+    Transition,
+    Window,
+)
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
 from gspmd_mcmc.kernels.kernel import Kernel
-from gspmd_mcmc.tree import PyTree, each_chain, like_position, pytree, static
+from gspmd_mcmc.tree import PyTree, each_chain, like_position, pytree, shared, static
 
 FAST_START, FAST_END, FIRST_SLOW = 75, 50, 25
 
@@ -40,7 +46,7 @@ class WindowState:
 
     step_size: dual_averaging.DualAveragingState
     inverse_mass_matrix: PyTree = like_position()
-    moments: PyTree
+    moments: PyTree = shared()
     rates: jax.Array = each_chain()
 
 
@@ -94,7 +100,7 @@ class WindowAdaptation(Adaptation):
         learn_metric = [False, *[True] * len(slow_ends), False]
         return Window.cut([fast_start, *slow_ends, num_warmup], learn_metric)
 
-    def prepare(self, kernel: Kernel, states: Any) -> Kernel:
+    def prepare(self, kernel: AnyKernel, states: Any) -> AnyKernel:
         """Return the kernel with a first metric, if one is learned; see `Adaptation.prepare`.
 
         Raises
@@ -140,7 +146,7 @@ class WindowAdaptation(Adaptation):
             state, step_size=dual_averaging.init(step_size), moments=self.init_moments(states)
         )
 
-    def tuned(self, kernel: Kernel, state: WindowState) -> Kernel:
+    def tuned(self, kernel: AnyKernel, state: WindowState) -> AnyKernel:
         """Return the kernel with the current step size of the recursion."""
         return self._with(kernel, state, jnp.exp(state.step_size.log_step_size))
 
@@ -163,11 +169,11 @@ class WindowAdaptation(Adaptation):
         metric = self.metric.final(state.moments, states.position)
         return tree.replace(state, inverse_mass_matrix=metric)
 
-    def final(self, kernel: Kernel, state: WindowState) -> Kernel:
+    def final(self, kernel: AnyKernel, state: WindowState) -> AnyKernel:
         """Return the kernel with the averaged step size."""
         return self._with(kernel, state, dual_averaging.final_step_size(state.step_size))
 
-    def _with(self, kernel: Kernel, state: WindowState, step_size: jax.Array) -> Kernel:
+    def _with(self, kernel: AnyKernel, state: WindowState, step_size: jax.Array) -> AnyKernel:
         step_size = step_size if self.adapt_step_size else kernel.step_size
         metric = state.inverse_mass_matrix
         return tree.replace(kernel, step_size=step_size, inverse_mass_matrix=metric)

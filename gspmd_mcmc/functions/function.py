@@ -24,9 +24,9 @@ _TRACED_WITH = jax.make_user_context(None)
 class Function(Partial):
     """A `Partial` whose programs are those of its meaning.
 
-    JAX takes a `Partial`'s function for a constant that is what it is. Here what it reads besides its
-    arguments counts: a program is traced anew once that has changed, and serves every function that
-    means the same.
+    JAX takes the function of a `Partial` for a constant. Here, everything that it reads apart from its
+    arguments counts: a program is traced again once any of that has changed, and equal functions share
+    programs.
     """
 
     reading: "_Reading"
@@ -85,7 +85,7 @@ class _Reading:
 
 
 class _Static:
-    """What a `Function` is besides its arrays: compares by meaning."""
+    """The static part of a `Function`; it compares by meaning."""
 
     __slots__ = ("look", "meaning", "reading")
 
@@ -172,7 +172,7 @@ def with_functions(tree: PyTree) -> PyTree:
 
 @jax.jit
 def run(function: Function, *args: PyTree) -> PyTree:
-    """Call a function as one program, which serves every function that means the same."""
+    """Call a function as one program, which functions of the same meaning share."""
     return function(*args)
 
 

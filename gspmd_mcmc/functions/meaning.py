@@ -1,4 +1,4 @@
-"""The meaning of a function: its code, and all that it reads besides its arguments, as one value.
+"""The meaning of a function: its code and all that it reads apart from its arguments, as one value.
 
 Two functions of equal meaning trace to the same program, whichever objects they are; one function has
 another meaning once a global, a closure, a field or an entry that it reads has changed.

@@ -47,7 +47,7 @@ def release(held: PyTree) -> PyTree:
 
 
 def is_module(thing: Any) -> bool:
-    """Tell a pytree with arrays from a function; a `Partial`, a function by contract, is none."""
+    """Tell a pytree with arrays from a function; a `Partial` is a function by contract."""
     if isinstance(thing, Partial) or jax.tree_util.all_leaves([thing]):
         return False
     return any(_is_array(leaf) for leaf in jax.tree.leaves(thing))
@@ -64,7 +64,7 @@ def call_module(held: PyTree, /, *args: Any, **keywords: Any) -> Any:
 
 
 def without_arrays(module: PyTree) -> PyTree:
-    """Return a module with None for its arrays: what its call reads besides."""
+    """Return a module with None for its arrays: what else its call reads."""
     return jax.tree.map(lambda leaf: None if _is_array(leaf) else leaf, module)
 
 

@@ -80,8 +80,8 @@ class Progress:
     num_integration_steps: jax.Array
 
     @property
-    def goes_on(self) -> jax.Array:
-        """Whether nothing has ended the trajectory."""
+    def is_active(self) -> jax.Array:
+        """Whether the trajectory has not ended."""
         return ~(self.is_divergent | self.is_turning)
 
 
@@ -213,22 +213,24 @@ class NUTS(HamiltonianKernel):
         """Grow a tree from a state and a momentum until it turns, diverges, or is deep enough."""
         start = Start(state.terms, momentum, self.velocity(momentum))
 
-        def goes_on(trajectory):
-            return (trajectory.doubling < self.max_tree_depth) & _any_chain(trajectory.progress.goes_on)
+        def continues(trajectory):
+            return (trajectory.doubling < self.max_tree_depth) & _any_chain(
+                trajectory.progress.is_active
+            )
 
         def double(trajectory):
             return self._join(chance, trajectory, self._grow(chance, start, trajectory))
 
         with jax.named_scope("doubling"):  # reports of a program's communication name loops so
-            return jax.lax.while_loop(goes_on, double, _begin(chance, state, momentum))
+            return jax.lax.while_loop(continues, double, _begin(chance, state, momentum))
 
     def _grow(self, chance: Chance, start: Start, trajectory: Trajectory) -> Subtree:
-        """Grow the subtree of a doubling, block by block, until it is complete or no chain goes on."""
+        """Grow the subtree of a doubling by blocks, until it is complete or no chain is active."""
         size = 1 << trajectory.doubling
         step_size = jnp.where(trajectory.is_forward, self.step_size, -self.step_size)
 
-        def goes_on(subtree):
-            return (subtree.path.num_leaves < size) & _any_chain(subtree.progress.goes_on)
+        def continues(subtree):
+            return (subtree.path.num_leaves < size) & _any_chain(subtree.progress.is_active)
 
         def add_block(subtree):
             end = jnp.minimum(subtree.path.num_leaves + BLOCK, size)
@@ -236,7 +238,7 @@ class NUTS(HamiltonianKernel):
             return self._add_block(start, step_size, log_uniforms, end, subtree)
 
         with jax.named_scope("block"):
-            return jax.lax.while_loop(goes_on, add_block, self._no_leaves(trajectory))
+            return jax.lax.while_loop(continues, add_block, self._no_leaves(trajectory))
 
     def _no_leaves(self, trajectory: Trajectory) -> Subtree:
         zero = jnp.zeros_like(trajectory.sample.log_weight)
@@ -258,8 +260,8 @@ class NUTS(HamiltonianKernel):
     ) -> Subtree:
         """Add leaves up to number ``end``; then check the spans that end at the end of a block."""
 
-        def goes_on(subtree):
-            return (subtree.path.num_leaves < end) & _any_chain(subtree.progress.goes_on)
+        def continues(subtree):
+            return (subtree.path.num_leaves < end) & _any_chain(subtree.progress.is_active)
 
         def add(subtree):
             place = subtree.path.num_leaves % BLOCK
@@ -267,15 +269,15 @@ class NUTS(HamiltonianKernel):
             return self._add_leaf(start, step_size, log_uniform, subtree)
 
         with jax.named_scope("leapfrog"):
-            subtree = jax.lax.while_loop(goes_on, add, subtree)
+            subtree = jax.lax.while_loop(continues, add, subtree)
         return _note_turns(subtree, u_turns.turns_at_end_of_block(subtree.path, subtree.near.momentum))
 
     def _add_leaf(
         self, start: Start, step_size: jax.Array, log_uniform: jax.Array, subtree: Subtree
     ) -> Subtree:
         """Take one leapfrog: add a leaf to a subtree."""
-        goes_on = subtree.progress.goes_on
-        near, velocity, leaf = self._leapfrog(start, jnp.where(goes_on, step_size, 0), subtree.near)
+        is_active = subtree.progress.is_active
+        near, velocity, leaf = self._leapfrog(start, jnp.where(is_active, step_size, 0), subtree.near)
         path = u_turns.add(subtree.path, near.momentum, velocity)
         grown = Subtree(
             near=near,
@@ -304,7 +306,7 @@ class NUTS(HamiltonianKernel):
         Biased progressive sampling: the sample of the new subtree replaces the old one with probability
         min(1, W_new / W_old). A U-turn of the whole tree ends the trajectory, which stays valid.
         """
-        is_kept, path = subtree.progress.goes_on, subtree.path  # if one continues, all are complete
+        is_kept, path = subtree.progress.is_active, subtree.path  # if one continues, all are complete
         near, far = trajectory.near.momentum, trajectory.far.momentum
         turns = u_turns.whole_turns(path, trajectory.momentum_sum, far, near, self.velocity)
         new, old = subtree.sample, trajectory.sample
@@ -345,19 +347,19 @@ def _begin(chance: Chance, state: HMCState, momentum: PyTree) -> Trajectory:
 
 
 def _count_leaf(progress: Progress, leaf: Sample) -> Progress:
-    goes_on = progress.goes_on
-    rate = jnp.where(goes_on, jnp.exp(jnp.minimum(0, leaf.log_weight)), 0)
+    is_active = progress.is_active
+    rate = jnp.where(is_active, jnp.exp(jnp.minimum(0, leaf.log_weight)), 0)
     return tree.replace(
         progress,
-        is_divergent=progress.is_divergent | goes_on & (leaf.log_weight < -DIVERGENT_ENERGY_ERROR),
+        is_divergent=progress.is_divergent | is_active & (leaf.log_weight < -DIVERGENT_ENERGY_ERROR),
         sum_acceptance_rate=progress.sum_acceptance_rate + rate,
-        num_integration_steps=progress.num_integration_steps + goes_on,
+        num_integration_steps=progress.num_integration_steps + is_active,
     )
 
 
 def _note_turns(subtree: Subtree, turns: jax.Array) -> Subtree:
     progress = subtree.progress
-    is_turning = progress.is_turning | progress.goes_on & turns
+    is_turning = progress.is_turning | progress.is_active & turns
     return tree.replace(subtree, progress=tree.replace(progress, is_turning=is_turning))
 
 
@@ -379,15 +381,15 @@ def _draw_uniformly(sample: Sample, leaf: Sample, log_uniform: jax.Array) -> Sam
 
 
 @jax.custom_batching.custom_vmap
-def _any_chain(goes_on: jax.Array) -> jax.Array:
+def _any_chain(is_active: jax.Array) -> jax.Array:
     """Tell whether any of the vmapped chains continues: one answer for all of them.
 
     With a condition for each chain, vmap would make the loop select the whole carry of each chain, with
     all its marks, in every iteration.
     """
-    return goes_on
+    return is_active
 
 
 @_any_chain.def_vmap
-def _(axis_size, in_batched, goes_on):
-    return jnp.any(goes_on, axis=0) if in_batched[0] else goes_on, False
+def _(axis_size, in_batched, is_active):
+    return jnp.any(is_active, axis=0) if in_batched[0] else is_active, False

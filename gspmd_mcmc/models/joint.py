@@ -69,8 +69,8 @@ class _Joint(OnMesh, ABC):
     def sample(self, rng_key: jax.Array, sample_shape: int | tuple[int, ...] = ()) -> Any:
         """Draw all parts.
 
-        Part i, in the order they are drawn, draws from ``fold_in(rng_key, i)``, and of many samples the
-        j-th from ``fold_in(rng_key, j)`` as its key.
+        The i-th part drawn uses the key ``fold_in(rng_key, i)``. With a ``sample_shape``, the j-th
+        sample uses ``fold_in(rng_key, j)`` in place of ``rng_key``.
 
         Parameters
         ----------
@@ -88,8 +88,8 @@ class _Joint(OnMesh, ABC):
         Raises
         ------
         TypeError, ValueError
-            If the key is none, a `Sharded` part has no mesh, a part is no distribution, or there is a
-            ``sample_shape`` and the mesh does not divide the rows.
+            If the key is not a typed key, a `Sharded` part has no mesh, a part is not a distribution,
+            or there is a ``sample_shape`` and the mesh does not divide the rows.
         """
         check_key(rng_key)
         shape = (sample_shape,) if isinstance(sample_shape, int) else tuple(sample_shape)
@@ -110,8 +110,8 @@ class _Joint(OnMesh, ABC):
         Parameters
         ----------
         value
-            What `sample` returns without a ``sample_shape`` (vmap over those); a list or tuple serves
-            for a namedtuple. Rows may be `Padded`, placed or not.
+            What `sample` returns without a ``sample_shape`` (use vmap for many samples). A list or
+            tuple may stand for a namedtuple. Rows may be `Padded`, placed or not.
 
         Raises
         ------
@@ -136,10 +136,10 @@ class _Joint(OnMesh, ABC):
     def condition(self, /, **observed: Any) -> Posterior:
         """Observe some parts, and return the posterior of the others.
 
-        Rows are streamed: `Sharded` parts with as many rows over the same axis form one `Plate`, the
-        latents among them local to it, and the model is run again on any block of its rows. So a row
-        may depend on parts without rows, and on its own row of the others. Arrays with rows that the
-        model reads are passed to it (``JointDistributionCoroutine(model, x)``, or
+        Rows are streamed: `Sharded` parts with equally many rows over the same axis form one `Plate`,
+        whose local latents are the latents among them. The model is run again on each block of rows,
+        so a row may depend on parts without rows and on its own row of other parts. Arrays of rows that
+        the model reads must be its arguments (``JointDistributionCoroutine(model, x)``, or
         ``jax.tree_util.Partial(function, x)`` as a part), placed over the same axis by `place`.
 
         Parameters
@@ -150,14 +150,15 @@ class _Joint(OnMesh, ABC):
         Returns
         -------
         Posterior
-            Of a dict of the other parts by name; ``origin()`` is a position to start around. Parts that
-            are NumPyro's are sampled on the whole real line, by the bijection of their support.
+            Its position is a dict of the other parts by name; ``origin()`` is a position to start
+            around. NumPyro's distributions are sampled on the whole real line, through the bijection of
+            their support.
 
         Raises
         ------
         ValueError
-            If no part has that name, a value does not fit it, no part is left, one left is discrete, or
-            blocks of rows cannot be evaluated apart (``CannotStream``).
+            If no part has that name, a value does not fit its part, no part is left to sample, one of
+            those left is discrete, or blocks of rows cannot be evaluated apart (``CannotStream``).
         """
         return condition(self, observed)
 
@@ -243,7 +244,7 @@ class JointDistributionNamed(_Joint):
     ----------
     parts
         Name to distribution (`Sharded` or not), or to a function that returns one. Arrays that a
-        function needs besides go through ``jax.tree_util.Partial``.
+        function also needs go through ``jax.tree_util.Partial``.
     mesh
         The mesh of `Sharded` parts that have none of their own.
 

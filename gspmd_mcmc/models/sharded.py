@@ -57,8 +57,8 @@ class Sharded(OnMesh):
     Raises
     ------
     TypeError, ValueError
-        If ``distribution`` is none, ``num_rows`` is less than 1, or the mesh has no such axis or has
-        axes that are not Auto.
+        If ``distribution`` is not a distribution, ``num_rows`` is less than 1, or the mesh has no such
+        axis or has axes that are not Auto.
     """
 
     distribution: Any
@@ -116,8 +116,8 @@ class Sharded(OnMesh):
         Raises
         ------
         TypeError, ValueError
-            If there is no mesh, the key is none, the sample has no rows, or it has rows that the mesh
-            does not divide behind a ``sample_shape`` (draw those by `jax.vmap` over keys).
+            If there is no mesh, the key is not a typed key, the sample has no rows, or there is a
+            ``sample_shape`` and the mesh does not divide the rows (use `jax.vmap` over keys).
         """
         check_key(rng_key)
         shape = (sample_shape,) if isinstance(sample_shape, int) else tuple(sample_shape)

@@ -71,7 +71,7 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class SiteModel(ABC):
-    """A model, and which of its arguments' leaves are rows of which plate.
+    """A model whose sites have names, and whose arguments have the rows of plates.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class SiteModel(ABC):
     num_rows
         The rows of each sharded plate.
     derived_names
-        Values that `Draws` keep besides the latents.
+        Further values that `Draws` keep with the latents.
     """
 
     name: str
@@ -107,7 +107,7 @@ class SiteModel(ABC):
 
     @abstractmethod
     def derived(self, args: PyTree, params: dict) -> dict[str, jax.Array]:
-        """Return what `Draws` keep besides the latents, rows first."""
+        """Return the further values that `Draws` keep, rows first."""
 
     @abstractmethod
     def draw(self, args: PyTree, rng_key: jax.Array) -> dict[str, jax.Array]:

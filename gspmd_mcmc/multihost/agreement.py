@@ -24,7 +24,7 @@ class ProcessesDisagree(ValueError):
 
 
 class ProcessLost(RuntimeError):
-    """Another process of this run has ended, and this one cannot go on without it."""
+    """Another process of this run has ended, and this one cannot continue without it."""
 
 
 def require_agreement(call: str, facts: dict[str, str]) -> None:

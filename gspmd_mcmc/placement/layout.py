@@ -78,10 +78,6 @@ class Layout:
         role = Role(is_like_position=True, has_chains=True)
         return self.pin(tree, roles(tree, jax.tree.structure(tree), role))
 
-    def pin_chains(self, tree: PyTree) -> PyTree:
-        """Constrain leaves [chains, ...] of any shape to lie over the chain axis, whole otherwise."""
-        return self.pin(tree, jax.tree.map(lambda _: Role(has_chains=True), tree))
-
     def templates(self, tree: PyTree, roles: PyTree) -> PyTree:
         """Return the shapes of a tree with the shardings that it has in this layout."""
 

@@ -1,11 +1,14 @@
 """What arrays lose when JAX takes them: it keeps 32 bits of a number, unless jax_enable_x64 is on."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
+from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.tree import PyTree, is_traced
 
 # At most so many rows and columns of an array of floats are examined, evenly spread.
@@ -98,3 +101,17 @@ def check_resolution(name: str, array: np.ndarray, dtype: Any, share: float) -> 
                 f"rounding changes them by {rounding[worst]:.2g}. Subtract their mean before (NumPy, "
                 f"{array.dtype}), or set jax_enable_x64"
             )
+
+
+def nonfinite(of: PyTree) -> Iterator[tuple[KeyPath, int]]:
+    """Yield the path of each leaf that has values that are not finite, and how many."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(of):
+        if count := num_nonfinite(leaf):
+            yield path, count
+
+
+def num_nonfinite(leaf: Any) -> int:
+    """Count the values of an array that are NaN or infinite."""
+    if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        return 0
+    return int(to_host(jnp.sum(~jnp.isfinite(leaf))))

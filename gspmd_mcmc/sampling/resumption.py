@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Adaptation
@@ -293,7 +295,8 @@ def _shapes_to_read(
 ) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes and shardings to read a checkpoint's leaves in; raise if they do not fit.
 
-    On another mesh, terms that it cuts otherwise are read as they were saved; they are computed anew.
+    On another mesh, terms that it cuts otherwise are read as they were saved, whole on every device:
+    they are computed anew.
     """
     wanted = jax.tree_util.tree_leaves_with_path(layout.templates(template, of_leaves))
     theirs, ours = [x["path"] for x in leaves], [path_str(path) for path, _ in wanted]
@@ -303,7 +306,8 @@ def _shapes_to_read(
             f"checkpoint: {folder} holds the arrays of another kind of run; what differs: "
             f"{', '.join(differs[:3])}. Give another folder"
         )
-    shapes = []
+    mesh, shapes = layout.mesh, []
+    whole = None if mesh is None else NamedSharding(mesh, P())
     for (path, x), role, saved in zip(wanted, jax.tree.leaves(of_leaves), leaves, strict=True):
         if saved["dtype"] != np.dtype(x.dtype).name:
             raise ValueError(
@@ -318,7 +322,8 @@ def _shapes_to_read(
                 f"{list(x.shape)}. Where an array of a kernel or a warm-up has the rows of the "
                 "position, its field says so by gspmd_mcmc.like_position()"
             )
-        shapes.append(jax.ShapeDtypeStruct(tuple(saved["shape"]), x.dtype) if is_cut else x)
+        as_saved = jax.ShapeDtypeStruct(tuple(saved["shape"]), x.dtype, sharding=whole)
+        shapes.append(as_saved if is_cut else x)
     return shapes
 
 

@@ -154,7 +154,13 @@ class Checkpoints:
         Arrays without a sharding are bound to no device.
         """
         args = self._orbax.args
-        wanted = {str(i): s for i, s in enumerate(shapes) if np.prod(s.shape)}
+        # Without a sharding Orbax asks for the devices that the arrays were saved on.
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        wanted = {
+            str(i): jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=s.sharding or here)
+            for i, s in enumerate(shapes)
+            if np.prod(s.shape)
+        }
         try:
             found = self._open().restore(
                 number, args=args.Composite(arrays=args.StandardRestore(wanted, strict=False))

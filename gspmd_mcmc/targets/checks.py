@@ -9,9 +9,9 @@ import numpy as np
 from gspmd_mcmc import tree
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.mesh import auto_mesh, named_sharding
+from gspmd_mcmc.placement.numbers import nonfinite
 from gspmd_mcmc.placement.padding import Padded, is_padded, refuse_padded
 from gspmd_mcmc.targets.local import lay_out
-from gspmd_mcmc.targets.nonfinite import nonfinite
 from gspmd_mcmc.targets.streaming.tiling import is_live
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, is_staging, is_traced, path_str

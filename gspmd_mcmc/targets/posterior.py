@@ -13,15 +13,15 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import whole
+from gspmd_mcmc.placement.numbers import num_nonfinite
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
 from gspmd_mcmc.targets.local import cut, without, wrap
-from gspmd_mcmc.targets.nonfinite import blame_data, blame_summand, num_nonfinite
 from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.targets.streaming.tiling import is_live
-from gspmd_mcmc.targets.target import PriorDraw, Target
+from gspmd_mcmc.targets.target import PriorDraw, Target, blame_data, blame_summand
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
 

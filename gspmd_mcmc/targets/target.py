@@ -10,9 +10,9 @@ from jax.tree_util import KeyPath, Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.explicit import SameObject, on_any_mesh, whole
+from gspmd_mcmc.placement.numbers import nonfinite
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections as bijective
-from gspmd_mcmc.targets.nonfinite import blame_summand
 from gspmd_mcmc.targets.streaming.rows import HasLocalRows, Rows
 from gspmd_mcmc.tree import PyTree
 
@@ -37,10 +37,10 @@ class PriorDraw:
 class Target(SameObject, ABC):
     """A log density: a frozen pytree whose leaves are its data.
 
-    A target of your own is a frozen dataclass that `pytree` has registered, and has `terms`. All else
-    that is here serves a target whose latents are whole on every device and unconstrained; gradients
-    come from differentiating the terms. Terms are a tree of arrays whose elements add up to the log
-    density. Two positions are compared by the sum of differences, never by the difference of sums.
+    A target of your own is a frozen dataclass, registered with `pytree`, that has `terms`. The other
+    methods have defaults for latents that are unconstrained and whole on every device; gradients come
+    from differentiating the terms. Terms are a tree of arrays whose elements add up to the log density.
+    Two positions are compared by the sum of differences, never by the difference of sums.
 
     Attributes
     ----------
@@ -137,3 +137,16 @@ class Target(SameObject, ABC):
     def blame(self, position: PyTree, path: KeyPath, count: int) -> str:
         """Say in words why ``count`` values of the term at a path are NaN or infinite."""
         return blame_summand(self, path, count)
+
+
+def blame_summand(data: PyTree, path: KeyPath, count: int) -> str:
+    """Name a summand, and what is not finite of the data that it may read."""
+    found = f"its summand {tree.path_str(path)} has {count} values that are NaN or infinite there"
+    for data_path, data_count in nonfinite(data):
+        return f"{found}; {blame_data(data_path, data_count)}"
+    return found
+
+
+def blame_data(path: KeyPath, count: int) -> str:
+    """Name a leaf of the target's data."""
+    return f"the target's data {tree.path_str(path)} has {count} values that are NaN or infinite"

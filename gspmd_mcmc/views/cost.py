@@ -178,8 +178,8 @@ class Scaling:
     @property
     def crossover(self) -> int | None:
         """The first number of devices where communication takes longer than compute; None: nowhere."""
-        above = np.flatnonzero(self.communication_seconds > self.compute_seconds)
-        return int(self.devices[above[0]]) if above.size else None
+        is_above = self.communication_seconds > self.compute_seconds
+        return int(self.devices[is_above.argmax()]) if is_above.any() else None
 
     @property
     def crossover_between(self) -> float | None:
@@ -187,10 +187,10 @@ class Scaling:
 
         None if they cross nowhere, or if nothing is communicated before the crossover.
         """
-        above = np.flatnonzero(self.communication_seconds > self.compute_seconds)
-        if not above.size or above[0] == 0 or self.communication_seconds[above[0] - 1] == 0:
+        first_above = int(np.argmax(self.communication_seconds > self.compute_seconds))
+        if first_above == 0 or self.communication_seconds[first_above - 1] == 0:
             return None
-        two = slice(above[0] - 1, above[0] + 1)
+        two = slice(first_above - 1, first_above + 1)
         before, after = np.log(self.communication_seconds[two] / self.compute_seconds[two])
         first, last = np.log(self.devices[two])
         return float(np.exp(first + (last - first) * before / (before - after)))

@@ -22,7 +22,12 @@ from gspmd_mcmc.views import chips
 from gspmd_mcmc.views.chips import Accelerator
 from gspmd_mcmc.views.communication import describe_argument
 from gspmd_mcmc.views.notation import bytes_text
-from gspmd_mcmc.views.program.compile_ahead import MOST_DEVICES, build_program, compile_ahead, shapes_of
+from gspmd_mcmc.views.program.aot_compilation import (
+    MOST_DEVICES,
+    build_program,
+    compile_aot,
+    shapes_of,
+)
 from gspmd_mcmc.views.program.report import Collective, Communication
 from gspmd_mcmc.views.program.report_views import draw_report, plain
 from gspmd_mcmc.views.visualize import LayoutView, visualize
@@ -161,7 +166,7 @@ def plan(
     began = time.perf_counter()
     function, args = build_program(build, mesh)
     if mesh.size <= MOST_DEVICES:
-        report, rule = compile_ahead(function, args, mesh), None
+        report, rule = compile_aot(function, args, mesh), None
     else:
         shapes_of(args, mesh)  # raises on what lies elsewhere, before anything is compiled
         report, rule = extrapolate(build, mesh)
@@ -203,7 +208,7 @@ def extrapolate(build: Callable, mesh: AbstractMesh) -> tuple[Communication, Rul
     for size in sizes:
         smaller = make_abstract_mesh(**{**mesh.shape, axis: size})
         function, args = build_program(build, smaller)
-        reports.append(compile_ahead(function, args, smaller))
+        reports.append(compile_aot(function, args, smaller))
     _require_same(reports, sizes, axis)
     first, second, last = reports
     predicted = predict_report(first, second, sizes[0], sizes[1], axis, sizes[2])

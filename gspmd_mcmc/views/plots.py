@@ -147,11 +147,12 @@ def warmup(draws: Any, *, axes: Any = None):
     num_steps = _num_warmup(draws)
     if not num_steps:
         raise ValueError(
-            "draws: expected a run with steps of warm-up, got none (num_warmup=0, or a run that goes "
-            "on from earlier draws, which hold its warm-up)"
+            "draws: expected a run with steps of warm-up, got none (num_warmup=0, or a run that "
+            "continues earlier draws, which hold its warm-up)"
         )
     canvas = Panels(axes, 3, 3, (4.4, 2.4))
-    styles = chain_styles(draws.num_chains, distance_of_chains([_before(draws)]))
+    before = np.asarray(draws.warmup["log_density"], np.float64)
+    styles = chain_styles(draws.num_chains, distance_of_chains([before]))
     panels.warmup(canvas.axes, draws, np.zeros((draws.num_chains, 0)), styles)
     num_divergent = int(np.sum(draws.warmup["num_divergent"]))
     return canvas.finish(f"warm-up: {_chains(draws)} x {num_steps} steps, {num_divergent} divergent")
@@ -185,7 +186,7 @@ def overview(draws: Any, names: Names = None):
     if "energy" in draws.stats:
         panels.energies(below[:2], _energies(draws))
     else:
-        panels.say(below[0], "this kernel tells no energies")
+        panels.say(below[0], "this kernel reports no energies")
         below[1].set_axis_off()
     panels.ranks(below[2:3], {"ranks of log density": log_density}, styles)
     panels.autocorrelations(below[3:], {"autocorrelation of log density": log_density}, MAX_LAG, styles)
@@ -201,7 +202,7 @@ def datatree(draws: Any, names: Names = None, *, max_elements: int = 100):
     `Draws.to_datatree` would not fit on the host. A variable is named as its element, ``w[3, 2]``.
     Needs the extra ``arviz``.
 
-    Parameters and errors are those of `trace`; ``max_elements`` is as many as are chosen.
+    Parameters and errors are those of `trace`; at most ``max_elements`` are chosen.
     """
     try:
         arviz_base = importlib.import_module("arviz_base")
@@ -236,10 +237,6 @@ def _headline(draws: Any, note: str) -> str:
     size = f"{_chains(draws)} x {draws.num_draws} draws, {_num_warmup(draws)} steps of warm-up"
     fate = f"acceptance {rates.mean():.2f}{spread}, {int(_is_divergent(draws).sum())} divergent"
     return "; ".join([size, fate, *([f"traces: {note}"] if note else [])])
-
-
-def _before(draws: Any) -> np.ndarray:
-    return np.asarray(draws.warmup["log_density"], np.float64)
 
 
 def _num_warmup(draws: Any) -> int:

@@ -108,7 +108,7 @@ def visualize(
         arrays, NumPy arrays and numbers. Tracers, and shapes without a sharding, are said to have no
         layout.
     shape
-        The shape of the array that a sharding which stands alone is to cut.
+        The shape of the array that a sharding without an array is to cut.
     ax
         A matplotlib Axes to draw on; the tree must then be one leaf on devices.
 

@@ -13,7 +13,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.kernels.metrics.metric import Metric, as_array, is_known, product
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.targets.target import Target
-from gspmd_mcmc.tree import Pad, PyTree, like_position, pytree
+from gspmd_mcmc.tree import Pad, PyTree, like_position, pytree, shared
 
 
 @pytree
@@ -38,7 +38,7 @@ class LowRankMetric(Metric):
 
     variances: PyTree = like_position()
     vectors: PyTree = like_position(pad=Pad.ZERO, num_axes=1)
-    eigenvalues: jax.Array
+    eigenvalues: jax.Array = shared()
 
     def velocity(self, momentum: PyTree) -> PyTree:
         """Return M⁻¹ p."""

@@ -54,7 +54,7 @@ class Rows:
         return self.num_padded // self.num_blocks
 
     def blocks(self, data: PyTree) -> PyTree:
-        """Reshape each leaf from [rows, ...] to [blocks, rows of a block, ...], each block at home."""
+        """Reshape each leaf from [rows, ...] to [blocks, rows of a block, ...], each on its device."""
         leaves, treedef = jax.tree.flatten(data)
         pairs = zip(leaves, self.specs, strict=True)
         return treedef.unflatten([self._constrain(self._cut(a), (None, *spec)) for a, spec in pairs])

@@ -28,8 +28,8 @@ TILE_BYTES_A_CORE = 3 << 20
 TILE_BYTES_ELSEWHERE = 256 << 20
 MOST_CORES = 2  # what was measured; more would only take more memory
 PROBE_ROWS = 127
-# What depends on latents is there for every chain, and again as its cotangent, in part in its place: so
-# much two chains were measured to take. vmap does not tell how many there are.
+# An intermediate that depends on latents exists once per chain, and again as its cotangent, partly in
+# the same place. This is what two chains were measured to take; vmap does not tell how many there are.
 COPIES = 3.5
 # Equations that call a function of their operands, no more: branches are not looked into, nor what
 # has a derivative of its own, which may read more.

@@ -359,20 +359,16 @@ def warmup(axes: list[Any], draws: Any, after: np.ndarray, styles: Styles) -> No
     """Draw log density, with that of the draws ``after`` [chains, draws], step size and acceptance."""
     before = np.asarray(draws.warmup["log_density"], np.float64)
     _log_density_panel(axes[0], before, after, styles)
-    if before.size:
-        _step_size_panel(axes[1], draws)
-        _acceptance_panel(axes[2], np.asarray(draws.warmup["acceptance_rate"], np.float64), styles)
-    else:
+    if not before.size:
         for axis, what in zip(axes[1:], ("step size", "acceptance rate"), strict=True):
             say(axis, f"no warm-up: no {what} to show")
-
-
-def _step_size_panel(axis: Any, draws: Any) -> None:
+        return
     sizes, kept = np.asarray(draws.warmup["step_size"], np.float64), float(draws.kernel.step_size)
-    axis.plot(np.where(sizes > 0, sizes, np.nan), color=BLUE, lw=0.8)
-    axis.axhline(kept, color="black", ls="--", lw=0.9)
-    axis.set_yscale("log")
-    label(axis, f"step size; dashed: kept, {kept:.3g}", "step")
+    axes[1].plot(np.where(sizes > 0, sizes, np.nan), color=BLUE, lw=0.8)
+    axes[1].axhline(kept, color="black", ls="--", lw=0.9)
+    axes[1].set_yscale("log")
+    label(axes[1], f"step size; dashed: kept, {kept:.3g}", "step")
+    _acceptance_panel(axes[2], np.asarray(draws.warmup["acceptance_rate"], np.float64), styles)
 
 
 def _acceptance_panel(axis: Any, rates: np.ndarray, styles: Styles) -> None:

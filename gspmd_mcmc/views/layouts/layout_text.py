@@ -23,14 +23,7 @@ from gspmd_mcmc.views.layouts.pictures import (
     meshes_of,
     picture_of,
 )
-from gspmd_mcmc.views.notation import (
-    array_text,
-    axes_text,
-    bytes_text,
-    number_ranges,
-    several,
-    shorten,
-)
+from gspmd_mcmc.views.notation import array_text, axes_text, bytes_text, number_ranges, several, shorten
 from gspmd_mcmc.views.palette import ink
 
 MAX_LEAVES, MAX_DRAWINGS, MAX_LEVELS = 60, 8, 3
@@ -132,13 +125,13 @@ def totals_lines(totals: Totals) -> list[str]:
     lines = []
     if len(levels) > MAX_LEVELS:
         low, high = bytes_text(min(totals.by_device.values())), bytes_text(totals.per_device)
-        lines = [f"total on a device: {low} to {high}, together {whole}"]
+        lines = [f"total on a device: {low} to {high}, {whole} in all"]
     else:
         for (kind, size), numbers in levels.items():
             device = "device" if kind == ABSTRACT else f"{kind} device"
             each = "each " if len(numbers) > 1 else ""
             lines.append(f"total on {each}{device} {number_ranges(numbers)}: {size}")
-        lines += [f"total on all of them: {whole}"] if len(totals.by_device) > 1 else []
+        lines += [f"total on all devices: {whole}"] if len(totals.by_device) > 1 else []
     if totals.on_host:
         lines.append(f"total on the host: {bytes_text(totals.on_host)}")
     if totals.num_unknown:

@@ -269,7 +269,7 @@ class LeafLayout:
 
 @dataclass(frozen=True)
 class Totals:
-    """Bytes that the leaves of a tree take together.
+    """Bytes that the leaves of a tree take in total.
 
     Attributes
     ----------

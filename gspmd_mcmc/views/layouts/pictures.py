@@ -46,7 +46,7 @@ class Drawing:
 
     def others(self, width: int) -> str:
         """Name the other leaves, as many as fit the width; nothing if there are none."""
-        texts = [f"and alike: {several(list(self.alike), most)}" for most in (3, 2, 1)]
+        texts = [f"same layout: {several(list(self.alike), most)}" for most in (3, 2, 1)]
         fitting = [text for text in texts if len(text) <= width]
         return (fitting[0] if fitting else shorten(texts[-1], width)) if self.alike else ""
 

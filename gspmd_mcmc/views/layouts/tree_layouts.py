@@ -153,17 +153,17 @@ def _by_indices(
     except ValueError as error:
         return devices, None, (f"its sharding refuses the shape: {error}",)
     grid = cut_by_indices([indices[d] for d in ordered], shape)
-    return devices, grid, () if grid else ("its blocks are no grid of equal blocks: not drawn",)
+    return devices, grid, () if grid else ("its blocks are not a grid of equal blocks: not drawn",)
 
 
 def _remarks(leaf: LeafLayout) -> Iterator[str]:
     """Yield remarks on a leaf; the same words for the same thing, so that they can be gathered."""
     if leaf.memory == DELETED:
-        yield "deleted, or donated to a program: it holds no memory any more"
+        yield "deleted or donated to a program: it no longer holds memory"
     elif leaf.label == TRACED:
-        yield "traced: its layout is the compiler's choice, so look at it outside jit"
+        yield "traced: the compiler chooses its layout, so look at it outside jit"
     elif leaf.label == NOT_PLACED:
-        yield "has no sharding: give it one, or place it on a mesh"
+        yield "has no sharding: give it one or place it on a mesh"
     elif leaf.shape is None and leaf.grid is None and leaf.devices:
         yield "a sharding alone: visualize(sharding, shape=...) draws its blocks"
     elif leaf.memory not in (DEVICE, HOST, NOWHERE):
@@ -175,14 +175,14 @@ def _remarks(leaf: LeafLayout) -> Iterator[str]:
         for axis, (size, parts) in enumerate(zip(leaf.shape, leaf.grid.parts, strict=True)):
             if size % parts:
                 yield (
-                    f"axis {axis} has {size} elements, which {parts} blocks do not divide: pad it by "
+                    f"axis {axis} has {size} elements, not a multiple of its {parts} blocks: pad it by "
                     f"{-size % parts} to {size + -size % parts} (JAX refuses it as it is)"
                 )
     if leaf.spec is not None and P.UNCONSTRAINED in partitions(leaf.spec):
         yield "any: an axis that is left to the compiler"
     if leaf.spec is not None and leaf.spec.unreduced:
         axes = ", ".join(sorted(leaf.spec.unreduced))
-        yield f"not summed over {axes} yet: its copies are partial sums"
+        yield f"not yet summed over {axes}: its copies are partial sums"
     is_whole = leaf.num_shards == 1 and leaf.replication > 1 and leaf.memory == DEVICE
     if is_whole and (leaf.bytes_per_device or 0) >= LARGE_BYTES:
-        yield "large, and whole on every device: lay it over a mesh axis if it need not be"
+        yield "large and whole on every device: lay it over a mesh axis if it does not have to be"

@@ -237,9 +237,9 @@ class Communication:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that a device needs: arguments, outputs, temporaries and constants together.
+        """Bytes that a device needs for arguments, outputs, temporaries and constants.
 
-        An upper bound: not all of them need be there at the same time.
+        An upper bound: they need not all exist at the same time.
         """
         held = self.argument_bytes + self.output_bytes - self.alias_bytes
         return held + self.temporary_bytes + self.constant_bytes
@@ -281,8 +281,8 @@ class Communication:
         Raises
         ------
         ValueError
-            If the program has no such loop. If the kind stands in a loop whose trip count nobody
-            knows: see `with_trips`.
+            If the program has no such loop, or if the kind is in a loop whose trip count the compiler
+            does not know: see `with_trips`.
         """
         _require_kind(kind)
         self._require_loop(within)
@@ -319,7 +319,7 @@ class Communication:
         unknown: int = 0,
         **budgets: float | tuple[float, float],
     ) -> "Communication":
-        """Hold the program to a budget; for tests of one's own.
+        """Hold the program to a budget, in your own tests.
 
         ``report.check(within="leapfrog", all_reduce=(1, 1), all_gather=0, constant_bytes=1e6)``.
 

@@ -20,7 +20,7 @@ _MEMORY = (
     ("outputs", "output_bytes"),
     ("temporaries", "temporary_bytes"),
     ("constants", "constant_bytes"),
-    ("together, at most", "peak_bytes"),
+    ("total, at most", "peak_bytes"),
 )
 
 
@@ -31,7 +31,7 @@ def draw_report(report: "Communication") -> Group:
         drawn.append(Text(f"whole on each of {report.num_devices} devices:", style="bold"))
         drawn += [Text(f"  {text}") for text in report.whole]
     if report.unknown:
-        drawn.append(Text("of unknown form, may send something:", style="bold"))
+        drawn.append(Text("lines of unknown form, which may send something:", style="bold"))
         drawn += [Text(f"  {line[:200]}") for line in report.unknown]
     return Group(*drawn)
 
@@ -86,7 +86,7 @@ def _totals(report: "Communication") -> list[Table]:
     """Count the collectives of an iteration of each loop and of the call; nothing without any."""
     if not report.collectives:
         return []
-    table = Table(title="collectives together", title_justify="left", show_header=False, box=None)
+    table = Table(title="collectives in total", title_justify="left", show_header=False, box=None)
     for name in dict.fromkeys(loop.name for loop in report.loops):
         table.add_row(f"one {name}", _total(report, name))
     table.add_row("the whole call", _total(report, None))
@@ -97,7 +97,7 @@ def _total(report: "Communication", within: str | None) -> str:
     try:
         traffic = report.traffic(within)
     except ValueError:  # a loop's trip count is not known
-        return "unknown: report.with_trips(...) says how often loops run"
+        return "unknown: give trip counts by report.with_trips(...)"
     runs: Counter[str] = Counter()
     for sent in traffic:
         runs[sent.kind] += sent.runs

@@ -46,10 +46,7 @@ def main(argv: list[str]) -> int:
     tasks = [{"kernel": k, "mesh": m, "rows": options.rows} for k in KERNELS for m in MESHES]
     found = [_in_process(options.data_dir, task) for task in tasks]
     _show(found)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        document = {"benchmark": "recompile", "machine": environment.record(), "runs": found}
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    environment.save(options.out, "recompile", runs=found)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Compile an exported program for devices that are not there; run as a process of its own.
 
-``python compile_process.py FOLDER`` reads ``program.bin`` and ``options.json`` there and writes
+``python aot_process.py FOLDER`` reads ``program.bin`` and ``options.json`` there and writes
 ``compiled.json``. It imports nothing of the package: the number of devices is set before JAX starts.
 """
 
@@ -53,7 +53,7 @@ def _compile(program: export.Exported, mesh: Any, donated: list[int]) -> tuple[l
 
     numbers = tuple(n for n, i in enumerate(used) if i in donated)
     lowered = jax.jit(call, donate_argnums=numbers, keep_unused=True).lower(*shapes)
-    # Nobody runs it, so the machine code need not be good; the program before that is the same.
+    # The program is never run: skip optimizing machine code. Its HLO is the same.
     compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": "0"})
     taken = dict(zip(used, compiled.input_shardings[0], strict=True))
     return [_describe(taken[i], a.shape) if i in taken else None for i, a in enumerate(avals)], compiled

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.tree import path_str
 from gspmd_mcmc.views.communication import describe_argument, read_report, with_origins
-from gspmd_mcmc.views.program import compile_process
+from gspmd_mcmc.views.program import aot_process
 from gspmd_mcmc.views.program.report import Argument, Communication
 
 MOST_DEVICES = 2048  # with more, the CPU backend refuses to compile
@@ -44,7 +44,7 @@ _HINTS = {
 }
 
 
-def compile_ahead(function: Callable, args: tuple, mesh: AbstractMesh) -> Communication:
+def compile_aot(function: Callable, args: tuple, mesh: AbstractMesh) -> Communication:
     """Compile a function for shapes that lie on an abstract mesh, and report what it sends and holds.
 
     Raises
@@ -205,7 +205,7 @@ def _compile(program: bytes, axes: dict[str, int], donated: list[int]) -> dict[s
         (folder / "program.bin").write_bytes(program)
         (folder / "options.json").write_text(json.dumps({"axes": axes, "donated": donated}))
         # -P: what stands beside the script is not for import.
-        command = [sys.executable, "-P", str(Path(compile_process.__file__)), str(folder)]
+        command = [sys.executable, "-P", str(Path(aot_process.__file__)), str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, env=_environment())
         if done.returncode:
             raise RuntimeError(

@@ -46,8 +46,7 @@ def main(argv: list[str]) -> int:
                         again = run(model, contender, options.data_dir, f"{cache}/{contender}")
                         record["cached_s"] = again.get("first_s")
                     records.append(record)
-                    if options.out:
-                        _write(options.out, records)
+                    environment.save(options.out, "compile", results=records)
     show(records)
     return int(any("error" in record for record in records))
 
@@ -118,9 +117,3 @@ def show(records: list[dict]) -> None:
     for record in records:
         if "error" in record:
             print(f"{record['model']}, {record['contender']}: {record['error']}")
-
-
-def _write(path: Path, records: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"benchmark": "compile", "machine": environment.record(), "results": records}
-    path.write_text(json.dumps(document, indent=1) + "\n")

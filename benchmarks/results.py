@@ -1,4 +1,6 @@
-"""The terminal's view of a measurement."""
+"""The records of one configuration: rates with their spread, ratios round by round, a table."""
+
+from statistics import median
 
 from rich import box
 from rich.console import Console
@@ -18,6 +20,40 @@ COLUMNS = (
 READS = {"read_float32_per_s": "- read as float32", "read_uint8_per_s": "- read as uint8"}
 
 
+def spread(values: list[float]) -> dict[str, float]:
+    """Return the median, the least and the greatest."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def summarise(records: list[dict], ours: str = "ours", floor: str = "roofline") -> None:
+    """Add rates, ratios to ours and shares of the floor to the records of one configuration."""
+    rates = {record["contender"]: _rates(record) for record in records}
+    for record in records:
+        own = rates[record["contender"]]
+        if not own:
+            continue
+        record["per_s"] = spread(list(own.values()))
+        for key in record["rounds"][0].get("extra", {}):
+            record[key] = spread([entry["extra"][key] for entry in record["rounds"]])
+        if record["contender"] != ours:
+            _add(record, "ours_over_this", _ratios(rates.get(ours, {}), own))
+        if record["contender"] != floor:
+            _add(record, "share_of_roofline", _ratios(own, rates.get(floor, {})))
+
+
+def _rates(record: dict) -> dict[int, float]:
+    return {entry["round"]: entry["per_s"] for entry in record["rounds"]}
+
+
+def _ratios(above: dict[int, float], below: dict[int, float]) -> list[float]:
+    return [above[number] / below[number] for number in sorted(above.keys() & below.keys())]
+
+
+def _add(record: dict, name: str, ratios: list[float]) -> None:
+    if ratios:
+        record[name] = spread(ratios)
+
+
 def show(console: Console, title: str, unit: str, records: list[dict]) -> None:
     """Print one configuration, best first; failures last, with their errors."""
     columns = ("contender", f"{unit}/s (min-max)", *COLUMNS)
@@ -29,7 +65,7 @@ def show(console: Console, title: str, unit: str, records: list[dict]) -> None:
         table.add_row(*_cells(record))
         for key, label in READS.items():
             if key in record:
-                table.add_row(label, _spread(record[key], ".1f"))
+                table.add_row(label, _spread_text(record[key], ".1f"))
     console.print(table)
     for record in records:
         _show_errors(console, record)
@@ -52,8 +88,8 @@ def _cells(record: dict) -> list[str]:
     seconds = build["trace_s"] + build["compile_s"] if "compile_s" in build else None
     return [
         record["contender"] + (" [red]FAILED[/red]" if record["failed"] else ""),
-        _spread(record.get("per_s"), ".1f"),
-        _spread(record.get("ours_over_this"), ".2f"),
+        _spread_text(record.get("per_s"), ".1f"),
+        _spread_text(record.get("ours_over_this"), ".2f"),
         _number(record.get("share_of_roofline", {}).get("median"), ".0%"),
         _number(rounds[-1].get("acceptance") if rounds else None, ".2f"),
         _number(seconds, ".2f"),
@@ -76,7 +112,7 @@ def _show_errors(console: Console, record: dict) -> None:
         console.print(f"[red]{record['contender']} {fate}:[/red] {escape(error)}")
 
 
-def _spread(values: dict | None, form: str) -> str:
+def _spread_text(values: dict | None, form: str) -> str:
     if values is None:
         return ""
     median, least, most = (format(values[key], form) for key in ("median", "min", "max"))
