@@ -150,7 +150,7 @@ SHARDED_POSITION = gm.place({"w": np.zeros(4), "z": np.zeros(8)}, MESH, {"w": P(
 def mesh_draws():
     """Rows over "data", a latent over "model"; fewer draws than their buffer holds, so they are cut."""
     kernel = gm.HMC(REGRESSION, 0.1, 6, jitter=0.5)
-    return sample(REGRESSION, SHARDED_POSITION, kernel=kernel, num_warmup=200, num_samples=400)
+    return sample(REGRESSION, SHARDED_POSITION, kernel=kernel, num_warmup=200, num_samples=380)
 
 
 @pytest.mark.statistical
@@ -453,7 +453,7 @@ def test_a_placed_position_of_the_caller_survives(mesh_draws):
         {"w": P("chains"), "z": P("chains", "model")},
     )
     position = gm.place(zeros, MESH, specs)
-    options = {"kernel": mesh_draws.kernel, "num_warmup": 0, "num_samples": 400}
+    options = {"kernel": mesh_draws.kernel, "num_warmup": 0, "num_samples": 380}
     with pytest.warns(gm.SamplingWarning, match="4 of 4 chains had not arrived"):
         draws = sample(REGRESSION, gm.per_chain(position), **options)
     assert_laid_out(draws)
@@ -872,8 +872,8 @@ def test_a_jitted_step_keeps_the_layout_of_the_position():
 
 
 def assert_laid_out(draws):
-    assert draws.position["w"].shape == (4, 400, 4) and draws.position["z"].shape == (4, 400, 8)
-    assert {s.data.shape for s in draws.position["w"].addressable_shards} == {(2, 400, 4)}
+    assert draws.position["w"].shape == (4, 380, 4) and draws.position["z"].shape == (4, 400, 8)
+    assert {s.data.shape for s in draws.position["w"].addressable_shards} == {(2, 380, 4)}
     assert lies(draws.position["w"], MESH, P("chains"))
     assert all(lies(x, MESH, P("chains")) for x in draws.stats.values())
     assert lies(draws.position["z"], MESH, P("chains", None, "model"))
@@ -885,11 +885,11 @@ def assert_laid_out(draws):
 
 
 def test_going_on_keeps_the_layout_and_the_host_has_the_same_draws(mesh_draws):
-    """A draw is 140 bytes of its 2 chains: 400 fill four buffers of 89, and a rest."""
+    """A draw is 140 bytes of its 2 chains: 380 fill four buffers of 89, and a rest."""
     assert_laid_out(mesh_draws)
-    device = sample(REGRESSION, mesh_draws, num_warmup=0, num_samples=400)
+    device = sample(REGRESSION, mesh_draws, num_warmup=0, num_samples=380)
     assert_laid_out(device)
-    host = sample(REGRESSION, mesh_draws, num_warmup=0, num_samples=400, device_bytes=12_500)
+    host = sample(REGRESSION, mesh_draws, num_warmup=0, num_samples=380, device_bytes=12_500)
     assert isinstance(host.position["z"], np.ndarray)
     assert_equal((host.position, host.stats), (device.position, device.stats))
 

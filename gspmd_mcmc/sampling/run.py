@@ -54,6 +54,7 @@ CHUNK_SECONDS = 1.0
 # its steps turn out a hundred times as slow, it still ends soon.
 SHORT_SECONDS = 0.05
 MOST_GROWTH = 8
+ROUND = (10, 12, 15, 18, 20, 25, 30, 35, 40, 50, 60, 70, 80, 100)
 
 
 class Stop:
@@ -496,9 +497,14 @@ def next_size(count: int, seconds: float) -> int:
 
 
 def bucket(count: int) -> int:
-    """Round a count up to three binary digits, so that few counts need a program of their own."""
-    step = 1 << max(count.bit_length() - 3, 0)
-    return -(-count // step) * step
+    """Round a count up to a round number, so that few counts need a program of their own.
+
+    Users ask for round numbers: their draws fill the buffers, and need not be cut out of them.
+    """
+    if count <= ROUND[0]:
+        return count
+    scale = 10 ** (len(str(count)) - 2)
+    return next(number * scale for number in ROUND if number * scale >= count)
 
 
 @partial(jax.jit, static_argnames="count")
