@@ -57,9 +57,10 @@ bench: .venv/.installed peers
 margins: .venv/.installed
 	$(BIN)/python -m tests.margins --seeds 30
 
-# Which test catches which fault of tests/mutations.txt: slow; python -m tests.mutations --only WORD takes some.
+# Which test catches which fault of tests/mutations.txt: slow. Run again, it skips what it has caught in out/;
+# python -m tests.mutations --only WORD takes some, and --check only looks them up.
 mutations: .venv/.installed
-	$(BIN)/python -m tests.mutations
+	$(BIN)/python -m tests.mutations --jobs 2 --out out/mutations.jsonl
 
 # Every kernel x mesh x number of chains against reference posteriors; validation/RESULTS.md is the last run.
 validate: .venv/.installed

@@ -15,7 +15,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,12 +54,13 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter):
     """Print the seconds of each slow file, to keep `LONG` right."""
-    seconds: Counter[str] = Counter()
+    seconds = defaultdict(float)
     for report in itertools.chain(*terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
             seconds[Path(report.nodeid.split("::")[0]).stem] += report.duration
     if len(seconds) > 1:
-        slow = [f"{name} {s:.0f}" for name, s in seconds.most_common() if s > LEAST_SECONDS]
+        ordered = sorted(seconds.items(), key=lambda item: -item[1])
+        slow = [f"{name} {s:.0f}" for name, s in ordered if s > LEAST_SECONDS]
         terminalreporter.write_line(f"slow files, seconds: {', '.join(slow) or 'none'}")
 
 

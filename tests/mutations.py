@@ -2,8 +2,8 @@
 
 ``python -m tests.mutations`` applies the mutations of mutations.txt one at a time to a copy of the
 project, runs the tests named for each up to the first failure, and prints a table: the first test that
-failed, or SURVIVED. The same tests run first on the unchanged package: a test that fails there catches
-nothing.
+failed, or SURVIVED. The same tests run first on the unchanged package: a test that fails there is left
+out, and a file that cannot be imported there tests nothing.
 
 - ``--check`` only looks mutations up, which takes a second: NOT FOUND is one whose function or text is
   in no place, or in several, and one whose test file does not exist.
@@ -18,6 +18,7 @@ A mutation names a function, not a file, so that moving a module changes nothing
 import argparse
 import ast
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -27,17 +28,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = re.compile(r"(\w+)(?:\(([^)]*)\))?")
 COPIED = ("gspmd_mcmc", "tests", "benchmarks", "validation", "demos")  # the rest is linked
+FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/test_.*?)(?: - .*)?$", re.MULTILINE)
+NO_TESTS = 5  # pytest's exit status
 TIMEOUT_S = 900.0
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-rfE", "--no-header", "-p", "no:cacheprovider")
-NOT_CAUGHT = ("SURVIVED", "NOT FOUND", "TIMED OUT")
+NOT_CAUGHT = ("SURVIVED", "NOT FOUND", "NOT TESTED", "TIMED OUT")
 
 
 class Mutation(NamedTuple):
@@ -152,41 +155,54 @@ def pytest(folder: Path, programs: Path, file: str, words: str, *options: str) -
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
     )
-    failed = re.findall(r"^(?:FAILED|ERROR) tests/test_(\S+)", done.stdout, re.MULTILINE)
-    if done.returncode and not failed:
-        failed = [f"{file}: pytest ended with {done.returncode}"]
+    failed = FAILED.findall(done.stdout)
+    # Where no test is selected, nothing is caught; else pytest itself has failed.
+    if done.returncode not in (0, NO_TESTS) and not failed:
+        failed = [f"tests/test_{file}.py"]
     return failed, done.stdout + done.stderr
 
 
-def control(folder: Path, programs: Path, mutations: Sequence[Mutation]) -> None:
-    """Run the tests of all mutations on the unchanged package, each file once; exit if one fails."""
-    words_of: dict[str, list[str]] = {}
+def words_by_file(mutations: Sequence[Mutation]) -> dict[str, str]:
+    """Return the files that the mutations name, each with one expression for all tests named."""
+    found: dict[str, list[str]] = {}
     for file, words in (pair for mutation in mutations for pair in TESTS.findall(mutation.tests)):
-        words_of.setdefault(file, []).append(words)
-    for file, words in words_of.items():
-        # One expression for all; each alone must select a test, which its mutation's run shows.
-        union = "" if "" in words else " or ".join(f"({each})" for each in dict.fromkeys(words))
-        failed, output = pytest(folder, programs, file, union)
-        if failed:
-            print(output)
-            sys.exit(f"{failed[0]} fails without a mutation")
+        found.setdefault(file, []).append(words)
+    return {
+        file: "" if "" in words else " or ".join(f"({each})" for each in dict.fromkeys(words))
+        for file, words in found.items()
+    }
 
 
-def caught_by(folder: Path, programs: Path, mutation: Mutation) -> str:
-    """Apply a mutation to the copy, run its tests until one fails, and restore the copy."""
+def control(folder: Path, programs: Path, file: str, words: str) -> list[str]:
+    """Run tests on the unchanged package; print and return those that fail."""
+    failed, output = pytest(folder, programs, file, words)
+    if failed:
+        print(output, *(f"{test} fails without a mutation" for test in failed), sep="\n")
+    return failed
+
+
+def caught_by(folder: Path, programs: Path, mutation: Mutation, left_out: Sequence[str]) -> str:
+    """Apply a mutation to the copy, run its tests until one fails, and restore the copy.
+
+    Tests ``left_out`` fail without it.
+    """
     path, begin, end = places(folder / "gspmd_mcmc", mutation)[0]
-    text = path.read_text()
+    text, caught = path.read_text(), "SURVIVED"
     path.write_text(text[:begin] + mutation.new + text[end:])
     try:
         for file, words in TESTS.findall(mutation.tests):
-            failed, _ = pytest(folder, programs, file, words, "-x")
+            if f"tests/test_{file}.py" in left_out:
+                caught = f"NOT TESTED: test_{file}.py fails as a whole"
+                continue
+            options = [f"--deselect={test}" for test in left_out]
+            failed, _ = pytest(folder, programs, file, words, "-x", *options)
             if failed:
-                return failed[0]
+                return failed[0].removeprefix("tests/test_")
     except subprocess.TimeoutExpired:
         return f"TIMED OUT after {TIMEOUT_S:.0f} s"
     finally:
         path.write_text(text)
-    return "SURVIVED"
+    return caught
 
 
 def known(path: Path | None) -> dict[str, dict]:
@@ -202,9 +218,11 @@ def row(record: dict) -> str:
     return f"| {' | '.join(cells)} | {record['seconds']:.0f} |"
 
 
-def run(mutations: Sequence[Mutation], options: argparse.Namespace) -> Iterator[dict]:
-    """Give a record for each mutation as it comes; those that cannot be applied come first."""
-    before, left = known(options.out), []
+def run(
+    mutations: Sequence[Mutation], before: dict[str, dict], jobs: int, no_control: bool
+) -> Iterator[dict]:
+    """Give a record for each mutation as it comes, first those that need no run; see `known`."""
+    left = []
     for mutation in mutations:
         one = {"mutation": mutation.name, "function": mutation.function, "seconds": 0.0}
         one["fingerprint"] = fingerprint(mutation)
@@ -216,22 +234,28 @@ def run(mutations: Sequence[Mutation], options: argparse.Namespace) -> Iterator[
             left.append((mutation, one))
     if not left:
         return
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.jobs) as pool:
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(jobs) as pool:
         top = Path(name).resolve()
+        programs = top / "programs"
         folders: queue.Queue[Path] = queue.Queue()
-        for number in range(options.jobs):
+        for number in range(jobs):
             folders.put(copy_of_project(top / f"copy_{number}"))
-        if not options.no_control:
-            control(top / "copy_0", top / "programs", [mutation for mutation, _ in left])
 
-        def record(mutation: Mutation, one: dict) -> dict:
-            folder, began = folders.get(), time.monotonic()
+        def in_a_copy(function: Callable, *arguments: Any) -> Any:
+            folder = folders.get()
             try:
-                found = caught_by(folder, top / "programs", mutation)
+                return function(folder, programs, *arguments)
             finally:
                 folders.put(folder)
+
+        def record(mutation: Mutation, one: dict) -> dict:
+            began = time.monotonic()
+            found = in_a_copy(caught_by, mutation, left_out)
             return one | {"caught_by": found, "seconds": time.monotonic() - began}
 
+        files = {} if no_control else words_by_file([mutation for mutation, _ in left])
+        failed = pool.map(lambda pair: in_a_copy(control, *pair), files.items())
+        left_out = list(itertools.chain(*failed))
         yield from pool.map(record, *zip(*left, strict=True))
 
 
@@ -257,12 +281,14 @@ def main() -> int:
         print(*(f"{name}: {reason}" for name, reason in found), sep="\n", end="\n" if found else "")
         print(f"{len(chosen) - len(found)} of {len(chosen)} mutations can be applied")
         return len(found)
-    missed = 0
+    before, missed = known(options.out), 0
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     print("| mutation | function | caught by | seconds |", "|---|---|---|---|", sep="\n", flush=True)
-    for record in run(chosen, options):
+    for record in run(chosen, before, options.jobs, options.no_control):
         missed += record["caught_by"].startswith(NOT_CAUGHT)
         print(row(record), flush=True)
-        if options.out:
+        if options.out and record["fingerprint"] not in before:
             with options.out.open("a") as lines:
                 print(json.dumps(record), file=lines)
     print(f"{len(chosen) - missed} of {len(chosen)} mutations are caught", flush=True)

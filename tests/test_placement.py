@@ -15,6 +15,7 @@ from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.placement.padding import padded_rows
 
 ROWS = np.arange(24, dtype=np.float32).reshape(12, 2)
+MESH = gm.make_mesh(chains=2, data=4)
 
 
 def row_sums(params, block):
@@ -404,14 +405,27 @@ def test_leaves_of_a_plate_that_lie_differently_are_refused(what):
 # Layouts.
 
 
-def test_a_map_over_chains_pins_them_to_their_axis():
+@pytest.fixture
+def layout():
+    x = gm.place(np.zeros((4, 8), np.float32), MESH, P(None, "data"))
+    return read_layout(MESH, gm.LogDensity(jnp.sum), x, 4, has_chains=True)
+
+
+def constraint_of(function):
+    """The spec that a function of positions of four chains pins its result to."""
+    (constraint,) = jax.make_jaxpr(function)(jnp.zeros((4, 8))).eqns
+    return constraint.params["sharding"].spec
+
+
+def test_chains_and_positions_are_pinned_to_their_axes(layout):
+    assert constraint_of(layout.pin_chains) == P("chains")
+    assert constraint_of(layout.pin_positions) == P("chains", "data")
+
+
+def test_a_map_over_chains_pins_them_to_their_axis(layout):
     """Left to the compiler, a constraint within a chain would say nothing of where the chains lie."""
-    mesh, x = gm.make_mesh(chains=2, data=4), jnp.zeros((4, 8))
-    layout = read_layout(mesh, gm.LogDensity(jnp.sum), x, 4, has_chains=True)
-    within = NamedSharding(mesh, P("data"))
 
     def pinned(row):
-        return jax.lax.with_sharding_constraint(row, within)
+        return jax.lax.with_sharding_constraint(row, NamedSharding(MESH, P("data")))
 
-    (constraint,) = jax.make_jaxpr(layout.vmap(pinned, (0,)))(x).eqns
-    assert constraint.params["sharding"].spec == P("chains", "data")
+    assert constraint_of(layout.vmap(pinned, (0,))) == P("chains", "data")

@@ -314,6 +314,15 @@ def test_the_rule_predicts_2048_devices_from_64_and_512():
     assert predicted.temporary_bytes > 2 * true.temporary_bytes
 
 
+def test_the_rule_predicts_2048_devices_from_1024_and_1536():
+    """On 512 the compiler shares one buffer of users less, so temporaries begin above that."""
+    small, large, true = (movielens_on(n) for n in (1024, 1536, 2048))
+    predicted = predict_report(small, large, 1024, 1536, "data", 2048)
+    assert wire(predicted) == wire(true)
+    for name in ("argument_bytes", "output_bytes", "temporary_bytes", "peak_bytes"):
+        assert getattr(predicted, name) == pytest.approx(getattr(true, name), rel=1e-3), name
+
+
 @pytest.mark.parametrize("sizes", [(64, 512, 2048), (512, 1024, 2048)])
 def test_the_rule_says_how_far_it_is_off(sizes, monkeypatch):
     reports = [movielens_on(n) for n in sizes]

@@ -6,9 +6,11 @@ import itertools
 import json
 import math
 import os
+import re
 import warnings
 import zipfile
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from jax.tree_util import Partial
 from scipy.special import gammaln, logsumexp
 from seeds import seed, within
 
+import benchmarks
 import gspmd_mcmc as gm
 from benchmarks import posteriordb
 from demos.datasets import DATA_ENV, DownloadError
@@ -647,3 +650,12 @@ def test_real_posteriors(name):
     target = model.target(recorded.data)
     draws = nuts_draws(model, target, model.initial_position(recorded.data))
     assert judge(draws, Reference.from_draws(recorded.draws), LIMIT).failures == []
+
+
+def test_benchmarks_do_not_import_the_validation():
+    """The validation uses what benchmarks share, never the other way around."""
+    files = list(Path(benchmarks.__path__[0]).rglob("*.py"))
+    assert len(files) > 30
+    imports = re.compile(r"^\s*(from|import) validation\b", re.MULTILINE)
+    assert [str(path) for path in files if imports.search(path.read_text())] == []
+    assert imports.search("def f():\n    from validation import run\n")
