@@ -124,7 +124,7 @@ def evaluate(jaxpr, consts, args, hears):
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class OnChip:
+class OnChip(metrics.Metric):
     """A metric whose own products are a chip's."""
 
     metric: Any
@@ -139,12 +139,6 @@ class OnChip:
     def _products(self, function, *args):
         exact, rounded = (rounding(function, hears=h)(self.metric, *args) for h in (True, False))
         return jax.tree.map(partial(jnp.where, self.hears), exact, rounded)
-
-    def laid_out(self, target, what):
-        return self
-
-    def check_fits(self, kernel, position):
-        """Fits any position."""
 
 
 def gaussian(x, precision):

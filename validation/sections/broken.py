@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.kernels.metrics.metric import Metric
 from gspmd_mcmc.targets.bijections import is_bijection
 from gspmd_mcmc.tree import PyTree, pytree
 
@@ -39,7 +40,7 @@ class ScaledJacobian:
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class Mistaken:
+class Mistaken(Metric):
     """A metric whose velocities are the identity's, and its momenta too if their scale is 1.
 
     The momenta of every other leaf are scaled, so that kernels that look at directions alone, and not
@@ -55,12 +56,6 @@ class Mistaken:
         leaves, treedef = jax.tree.flatten(tree.normal_like(rng_key, position))
         scaled = [self.scale * z if i % 2 else z for i, z in enumerate(leaves)]
         return jax.tree.unflatten(treedef, scaled)
-
-    def laid_out(self, target: Any, what: str) -> "Mistaken":
-        return self
-
-    def check_fits(self, kernel: str, position: PyTree) -> None:
-        """Fits any position."""
 
 
 def distorted(kernel: Any, jacobian_share: float, momentum_scale: float) -> Any:
