@@ -85,6 +85,8 @@ from gspmd_mcmc.placement.local_rows import local_rows, place_from_reader, place
 # Bring your own: protocols to implement, and what the fields of a state declare
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.kernels.kernel import Info, Kernel
+from gspmd_mcmc.kernels.metrics.metric import Metric
+from gspmd_mcmc.adaptation.estimators.estimator import MetricEstimator
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Transition, Window
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.tree import Pad, derived, each_chain, like_position, over_steps, pytree, shared, static
@@ -184,6 +186,8 @@ __all__ = [
     "Adaptation",
     "Info",
     "Kernel",
+    "Metric",
+    "MetricEstimator",
     "Pad",
     "Sink",
     "Stage",
