@@ -57,13 +57,14 @@ bench: .venv/.installed peers
 margins: .venv/.installed
 	$(BIN)/python -m tests.margins --seeds 30
 
-# Which test catches which fault of tests/mutations.txt: slow; python -m tests.mutations --only WORD takes some.
+# Which test catches which fault of tests/mutations.txt: slow. Run again, it skips what it has caught in out/;
+# python -m tests.mutations --only WORD takes some, and --check only looks them up.
 mutations: .venv/.installed
-	$(BIN)/python -m tests.mutations
+	$(BIN)/python -m tests.mutations --jobs 2 --out out/mutations.jsonl
 
-# Every kernel x mesh x number of chains against reference posteriors; benchmarks/VALIDATION.md is the last run's table.
+# Every kernel x mesh x number of chains against reference posteriors; validation/RESULTS.md is the last run.
 validate: .venv/.installed
-	$(BIN)/python -m benchmarks validate --out out/validate.json
+	$(BIN)/python -m validation --out out/validate.json
 
 clean:
 	rm -rf .venv .venv-peers .venv-oldest out build *.egg-info

@@ -5,28 +5,25 @@ import sys
 
 NAMES = (
     "communication",
+    "compile",
     "energy",
     "ess",
     "mnist",
     "movielens",
     "precision",
+    "recompile",
     "sink",
     "soak",
     "survival",
 )
-BENCHMARKS = {name: f"benchmarks.{name}" for name in NAMES} | {
-    "compile": "benchmarks.first_call",
-    "recompile": "benchmarks.compiling",
-    "validate": "benchmarks.validation.run",
-}
 
 
 def main(argv: list[str]) -> int:
     """Hand the arguments after the name to the benchmark of that name."""
-    if not argv or argv[0] not in BENCHMARKS:
-        print(f"usage: python -m benchmarks {{{','.join(BENCHMARKS)}}} [options]", file=sys.stderr)
+    if not argv or argv[0] not in NAMES:
+        print(f"usage: python -m benchmarks {{{','.join(NAMES)}}} [options]", file=sys.stderr)
         return 2
-    return importlib.import_module(BENCHMARKS[argv[0]]).main(argv[1:])
+    return importlib.import_module(f"benchmarks.{argv[0]}").main(argv[1:])
 
 
 if __name__ == "__main__":

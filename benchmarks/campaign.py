@@ -1,7 +1,6 @@
 """What benchmarks share: options, measuring a grid of configurations, checking against float64."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -12,14 +11,14 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from benchmarks import environment, table
+from benchmarks import environment, results
 from benchmarks.harness import Entrant, interpreter, launch, measure, stopwatch
-from benchmarks.summary import summarise
 
 PEERS = ("tfp", "numpyro", "blackjax")
 TEXTBOOK = tuple(f"{peer}:textbook" for peer in PEERS)  # as one writes the model down
 FLOOR = "roofline"  # no sampler: it has nothing to check
 TOLERANCE = 1e-4
+SETTINGS = ("rows", "leapfrogs", "step_size", "unit")  # recorded with the results
 
 
 @dataclass(frozen=True)
@@ -70,14 +69,21 @@ def main(benchmark: Benchmark, argv: list[str]) -> int:
     if options.check:
         return _check(benchmark, options, console)
     took = stopwatch()
-    results = []
+    found = []
     for devices, chains in product(options.devices, options.chains):
-        results += _measure(benchmark, options, devices, chains, console)
-        if options.out:  # each time, so that a run that is broken off leaves what it has
-            _write(benchmark, options, results, took())
-    table.legend(console, benchmark.legend)
+        found += _measure(benchmark, options, devices, chains, console)
+        # Each time, so that a run that is interrupted leaves what it has.
+        environment.save(
+            options.out,
+            benchmark.name,
+            **{name: getattr(benchmark, name) for name in SETTINGS},
+            rounds=options.rounds,
+            seconds=took(),
+            results=found,
+        )
+    results.legend(console, benchmark.legend)
     console.print(f"{took():.0f} s in all")
-    return int(any(record["failed"] for record in results))
+    return int(any(record["failed"] for record in found))
 
 
 def _options(benchmark: Benchmark, argv: list[str]) -> argparse.Namespace:
@@ -141,23 +147,9 @@ def _measure(benchmark, options, devices: int, chains: int, console: Console) ->
             options.seconds,
             lambda what: status.update(f"{title}: {what}"),
         )
-    summarise(records)
-    table.show(console, title, benchmark.unit, records)
+    results.summarise(records)
+    results.show(console, title, benchmark.unit, records)
     return records
-
-
-def _write(benchmark: Benchmark, options, results: list[dict], seconds: float) -> None:
-    settings = ("rows", "leapfrogs", "step_size", "unit")
-    document = {
-        "benchmark": benchmark.name,
-        **{name: getattr(benchmark, name) for name in settings},
-        "rounds": options.rounds,
-        "seconds": seconds,
-        "machine": environment.record(),
-        "results": results,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _check(benchmark: Benchmark, options: argparse.Namespace, console: Console) -> int:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import environment
-from benchmarks.harness import PEERS_PYTHON, ROOT
+from benchmarks.harness import ROOT, interpreter
 
 LEAPFROGS, STEP_SIZE = 20, 1e-3
 CONTENDERS = ("ours", "numpyro", "numpyro closed over", "blackjax", "blackjax closed over", "tfp")
@@ -37,15 +37,14 @@ def main(argv: list[str]) -> int:
     folder = str(Path(options.data_dir).resolve())
     records = [_in_process(name, folder, options.devices) for name in CONTENDERS]
     _show(Console(width=None if sys.stdout.isatty() else 150), records, options.devices)
-    if options.out:
-        document = {"benchmark": "communication", "machine": environment.record(), "results": records}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    environment.save(options.out, "communication", results=records)
     return int(any("error" in record for record in records))
 
 
 def _in_process(name: str, data_dir: str, devices: int) -> dict:
-    python = sys.executable if name == "ours" else str(PEERS_PYTHON)
+    python = interpreter(is_peer=name != "ours")
+    if not Path(python).exists():
+        return {"name": name, "error": "the peers' Python is missing: run `make peers`"}
     task = json.dumps({"name": name, "data_dir": data_dir, "devices": devices})
     command = [python, "-m", "benchmarks.communication", task]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -63,7 +62,13 @@ def report_of(name: str, data_dir: str, devices: int) -> dict:
 
     import gspmd_mcmc as gm
 
-    settings = {"chains": 1, "leapfrogs": LEAPFROGS, "units": LEAPFROGS, "step_size": STEP_SIZE}
+    settings = {
+        "form": None,
+        "chains": 1,
+        "leapfrogs": LEAPFROGS,
+        "units": LEAPFROGS,
+        "step_size": STEP_SIZE,
+    }
     task = SimpleNamespace(devices=devices, data_dir=data_dir, **settings)
     library, _, closed = name.partition(" ")
     program = import_module(f"benchmarks.contenders.{library}").mnist(task)
@@ -103,7 +108,7 @@ def _show(console: Console, records: list[dict], devices: int) -> None:
 
 
 def _cells(record: dict) -> list[str]:
-    from gspmd_mcmc.views.units import bytes_text
+    from gspmd_mcmc.views.notation import bytes_text
 
     if "error" in record:
         return [f"FAILED: {record['error'].splitlines()[-1]}"]

@@ -8,7 +8,6 @@ naive difference of two float32 log densities, each summed as one.
 """
 
 import argparse
-import json
 import os
 from pathlib import Path
 
@@ -35,10 +34,7 @@ def main(argv: list[str]) -> int:
         parser.error("--data-dir or GSPMD_MCMC_DATA must name the folder that holds ml-1m/")
     rows = measure(movielens_data.load(options.data_dir), options.steps)
     _show(Console(), rows)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        document = {"benchmark": "energy", "machine": environment.record(), "trajectories": rows}
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    environment.save(options.out, "energy", trajectories=rows)
     return 0
 
 

@@ -1,10 +1,12 @@
 """What a measurement was made on."""
 
 import ctypes
+import json
 import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 
 def record() -> dict[str, object]:
@@ -19,6 +21,14 @@ def record() -> dict[str, object]:
         # Code alone: a benchmark writes its results into the repository.
         "modified": bool(_git("status", "--porcelain", "--", ":/*.py")),
     }
+
+
+def save(path: Path | None, benchmark: str, **parts: Any) -> None:
+    """Write a benchmark's results as JSON, with what they were measured on; None writes nothing."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        document = {"benchmark": benchmark, "machine": record()} | parts
+        path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def peak_rss_bytes() -> int:

@@ -6,9 +6,7 @@ has no effective sample size.
 """
 
 import argparse
-import json
 import os
-import select
 import sys
 import tempfile
 from collections.abc import Callable
@@ -58,21 +56,6 @@ CONTENDERS = {
 }
 
 
-class PatientWorker(Worker):
-    """A worker that is waited for as long as a run may take."""
-
-    def __init__(self, python: str, task: dict, limit_s: float):
-        self.limit_s = limit_s
-        super().__init__(python, task)
-
-    def answer(self) -> dict:
-        """Wait for the next answer."""
-        assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], self.limit_s)[0]:
-            raise WorkerDied(self._last_words(f"no answer in {self.limit_s:.0f} s"))
-        return super().answer()
-
-
 def main(argv: list[str]) -> int:
     """Measure, and return the exit status: 1 if a contender failed to run."""
     options = _options(argv)
@@ -80,8 +63,17 @@ def main(argv: list[str]) -> int:
     took, records = stopwatch(), []
 
     def write() -> None:
-        if options.out:
-            _write(options, records, took())
+        environment.save(
+            options.out,
+            "ess",
+            rounds=options.rounds,
+            quick=options.quick,
+            converged=CONVERGED,
+            doubtful=DOUBTFUL,
+            seconds=took(),
+            load=os.getloadavg(),
+            results=records,
+        )
 
     for name in options.models:
         model = replace(MODELS[name], **QUICK) if options.quick else MODELS[name]
@@ -123,7 +115,7 @@ def _measure(
 ) -> None:
     """Let the contenders run in turn, round after round, each in a process that stays alive."""
     names = _entered(model, options)
-    workers: dict[str, PatientWorker] = {}
+    workers: dict[str, Worker] = {}
     moments: dict[str, Moments] = {}
     failed: set[str] = set()
     with tempfile.TemporaryDirectory() as folder, console.status(model.name) as status:
@@ -156,7 +148,7 @@ def _entry(model: Model, name: str, number: int) -> dict[str, Any]:
     return {"model": model.name, "contender": name, "round": number} | asdict(_budget(model, name))
 
 
-def _start(model: Model, name: str, options: argparse.Namespace) -> PatientWorker:
+def _start(model: Model, name: str, options: argparse.Namespace) -> Worker:
     contender = CONTENDERS[name]
     task = {
         "contender": contender.module,
@@ -165,12 +157,12 @@ def _start(model: Model, name: str, options: argparse.Namespace) -> PatientWorke
         "devices": 1,
         "data_dir": options.data_dir and str(Path(options.data_dir).resolve()),
     } | asdict(_budget(model, name))
-    worker = PatientWorker(interpreter(contender.is_peer), task, options.limit)
+    worker = Worker(interpreter(contender.is_peer), task, options.limit)
     worker.answer()
     return worker
 
 
-def _run(worker: PatientWorker, path: Path, record: dict) -> dict[str, np.ndarray]:
+def _run(worker: Worker, path: Path, record: dict) -> dict[str, np.ndarray]:
     """Let a contender run; record its times and counts, and return its draws."""
 
     def ask() -> dict:
@@ -263,18 +255,3 @@ def _compare(record: dict, own: Moments, first: Moments | None) -> None:
     if first is not None and first is not own:
         error = np.sqrt(own.squared_error + first.squared_error)
         record["largest_z"] = float(np.max(np.abs(own.mean - first.mean) / error))
-
-
-def _write(options: argparse.Namespace, records: list[dict], seconds: float) -> None:
-    document = {
-        "benchmark": "ess",
-        "rounds": options.rounds,
-        "quick": options.quick,
-        "converged": CONVERGED,
-        "doubtful": DOUBTFUL,
-        "seconds": seconds,
-        "machine": environment.record() | {"load": os.getloadavg()},
-        "results": records,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(document, indent=1) + "\n")

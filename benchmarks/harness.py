@@ -31,11 +31,12 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A process that answers requests, one line of JSON each way."""
+    """A process that answers requests, one line of JSON each way, each within ``limit_s`` seconds."""
 
-    def __init__(self, python: str, task: dict):
+    def __init__(self, python: str, task: dict, limit_s: float = TIMEOUT_S):
         if not Path(python).exists():
             raise WorkerError(f"{Path(python).name} of the peers is missing: run `make peers`")
+        self.limit_s = limit_s
         self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [python, "-m", "benchmarks.worker", json.dumps(task)],
@@ -59,9 +60,9 @@ class Worker:
     def answer(self) -> dict:
         """Wait for the next answer."""
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT_S)
+        ready, _, _ = select.select([self.process.stdout], [], [], self.limit_s)
         if not ready:
-            raise WorkerDied(self._last_words(f"no answer in {TIMEOUT_S:.0f} s"))
+            raise WorkerDied(self._last_words(f"no answer in {self.limit_s:.0f} s"))
         line = self.process.stdout.readline()
         if not line.endswith("\n"):
             raise WorkerDied(self._last_words("died"))

@@ -7,7 +7,6 @@ states, with the same keys.
 """
 
 import argparse
-import json
 import os
 from pathlib import Path
 
@@ -107,10 +106,7 @@ def main(argv: list[str]) -> int:
                 }
             )
     _show(results)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        machine = environment.record()
-        options.out.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+    environment.save(options.out, "precision", results=results)
     return 0
 
 

@@ -1,14 +1,14 @@
 # %% [markdown]
-"""A tour of arrays over 8 devices: the lines of JAX's `jax.Array` tutorial, each drawn and audited.
+"""A tour of arrays over 8 devices: JAX's `jax.Array` tutorial, with every array drawn.
 
-"Distributed arrays and automatic parallelization", as it was when it taught `PositionalSharding`,
-which JAX removed in 0.7. Its lines run here with that class from `gspmd_mcmc`, beside the
-`NamedSharding` that says the same; every array is drawn, and every program's collectives are counted.
-The part on neural networks is `neural_network.py`.
+This is "Distributed arrays and automatic parallelization" from the time when it taught
+`PositionalSharding`, which JAX removed in 0.7. Its lines run here with that class from `gspmd_mcmc`,
+next to the equivalent `NamedSharding`; the demo draws every array and counts the collectives of every
+program. The part on neural networks is `neural_network.py`.
 
     python demos/array_shardings.py [--devices N] [--out DIR] [--quick]
 
-It needs no data, and 8 devices, as the tutorial does.
+It needs 8 devices, like the tutorial, and no data.
 """
 
 # %%
@@ -60,7 +60,7 @@ def holders(array):
 
 
 def show(name, array):
-    """Draw where an array lives, and note it."""
+    """Draw where an array lies, and record it."""
     console.rule(escape(name))
     console.print(gm.visualize({name: array}))
     megabytes = array.addressable_shards[0].data.nbytes / 1e6
@@ -68,7 +68,7 @@ def show(name, array):
 
 
 def audit(name, function, *args):
-    """Print what a program sends, and note it."""
+    """Print what a program sends, and record it."""
     report = gm.communication(function, *args)
     sends = [
         {"kind": one.kind, "bytes": one.num_bytes, "group": one.group_size}
@@ -82,8 +82,8 @@ def audit(name, function, *args):
 # %% [markdown]
 # ## A quick example
 #
-# One array of random numbers, spread over 8 devices by a sharding of shape 4×2. Its sine is spread
-# likewise, and was computed where the parts lie.
+# One array of random numbers is spread over 8 devices by a sharding of shape 4×2. Its sine is spread
+# in the same way: each device computed its own part.
 
 # %%
 sharding = gm.PositionalSharding(mesh_utils.create_device_mesh((8,), devices))
@@ -97,11 +97,11 @@ audit("sin(y)", jnp.sin, y)
 print(f"{sharding}\n{sharding.reshape(8, 1)}\n{sharding.reshape(4, 2)}")
 
 # %% [markdown]
-# ## Layouts by position, and the same by name
+# ## Layouts by position, and the same layouts by name
 #
-# A `PositionalSharding` is an array of sets of devices; `reshape` lines it up with an array's axes, and
-# `replicate` unites sets, so that they hold copies. A `NamedSharding` names the axes of a mesh: a name
-# in the spec cuts there, a name left out copies.
+# A `PositionalSharding` is an array of sets of devices. `reshape` aligns it with the axes of an array,
+# and `replicate` merges sets, whose devices then hold copies. A `NamedSharding` names the axes of a
+# mesh: the array is cut along the axes in the spec and copied along the others.
 
 # %%
 sharding = sharding.reshape(4, 2)
@@ -133,15 +133,15 @@ console.print(same)
 
 
 # %% [markdown]
-# What does not fit is refused: a sharding and an array must have the same rank (one that is all copies
-# fits any), and a block must be a whole number of rows.
+# A sharding that does not fit is refused: a sharding and an array must have the same rank (a fully
+# replicated one fits any), and a block must be a whole number of rows.
 
 # %%
 refused: list[dict[str, str]] = []
 
 
 def refuse(what, function):
-    """Run what must fail, print the error, and note it."""
+    """Run what must fail, print the error, and record it."""
     try:
         function()
     except ValueError as error:
@@ -155,7 +155,7 @@ refuse("a matrix under reshape(8)", lambda: jax.device_put(x, sharding.reshape(8
 refuse("8 blocks of 12 rows", lambda: jax.device_put(jnp.ones((12, 4)), sharding.reshape(8, 1)))
 
 # %% [markdown]
-# `gm.place` takes such rows: it pads them with copies of the last one, and a `Plate` masks them.
+# `gm.place` accepts such rows: it pads them with copies of the last row, and a `Plate` masks them.
 
 # %%
 padded = gm.place(np.ones((12, 4), np.float32), mesh, P(("a", "b")))
@@ -164,9 +164,9 @@ console.print(escape(str(padded)))
 # %% [markdown]
 # ## Computation follows sharding
 #
-# Rows of one operand and columns of the other make a block of the product, on the device that has both:
-# nothing is sent. (Cut the other way round, along the axis that is summed, every device has a part of
-# every number of the product, and they are added up: an all-reduce of the whole.)
+# Rows of one operand and columns of the other give a block of the product, on the device that holds
+# both: nothing is sent. (If they are cut along the axis that is summed, every device has a partial sum
+# of every element of the product, and an all-reduce of the whole product adds them up.)
 
 # %%
 left = jax.device_put(x, sharding.replicate(1))
@@ -191,8 +191,8 @@ assert dot_difference < 1e-5 and sin_difference < 1e-6
 # ### The timing experiment
 #
 # On 8 TPU cores the tutorial measures 9.69 ms for the sine on one device and 1.86 on eight; for the dot
-# product 19.3 and 3.25. Virtual devices share the cores of a machine, which one device uses already: a
-# ratio near 1 is all that can be had of them here, and what is lost is what it costs to drive eight.
+# product 19.3 and 3.25. Virtual devices share the cores of a machine, which one device already uses
+# fully: the best possible ratio here is near 1, and the difference is the overhead of eight devices.
 
 # %%
 sin_times = race(Pair(jnp.sin, (x,), jnp.sin, (y,), None), ROUNDS)
@@ -217,8 +217,8 @@ console.print(times)
 # %% [markdown]
 # ### Where shardings disagree
 #
-# Arrays that were placed stay where they are: on other devices, or on the same ones in another order,
-# they do not go together. Arrays that nobody placed go anywhere.
+# Placed arrays stay where they are: arrays on different devices, or on the same devices in another
+# order, cannot be combined. Arrays that were not placed can be combined with any others.
 
 # %%
 first, second = gm.PositionalSharding(devices[:4]), gm.PositionalSharding(devices[4:])
@@ -234,7 +234,7 @@ for name, free in (("ones", jnp.ones_like(y)), ("arange", jnp.arange(y.size).res
 # %% [markdown]
 # ## Constraints inside a program
 #
-# `with_sharding_constraint` lays out an intermediate value; what it takes to get there is sent.
+# `with_sharding_constraint` lays out an intermediate value; the compiler inserts what must be sent.
 
 
 # %%
@@ -258,9 +258,10 @@ for name, function in (("to 2×4", to_two_by_four), ("to all", to_all)):
 # %% [markdown]
 # ## Random numbers
 #
-# When the tutorial was written, drawing numbers over a sharding sent some. Numbers of a `threefry` key
-# now depend on the key and the place in the global array alone (`jax_threefry_partitionable`, the
-# default since JAX 0.5), so that any layout gives the same ones, and nothing is sent.
+# When the tutorial was written, drawing random numbers over a sharding needed communication. Numbers
+# from a `threefry` key now depend only on the key and the index in the global array
+# (`jax_threefry_partitionable`, the default since JAX 0.5): every layout gives the same numbers, and
+# nothing is sent.
 
 
 # %%
@@ -313,11 +314,11 @@ for axis, (title, array) in zip(axes.flat, panels.items(), strict=False):
     gm.visualize(array, ax=axis)
     axis.set_title(title, loc="left", fontsize=11)
 bars, ratios = axes.flat[-1], (sin_times, dot_times)
-for offset, label, colour, heights in (
+for offset, label, color, heights in (
     (-0.2, f"here ({devices[0].platform})", "#0072b2", [raced["ratio"] for raced in ratios]),
     (0.2, "tutorial, 8 TPU cores", "#e69f00", [eight / one for one, eight in TUTORIAL_MS.values()]),
 ):
-    bars.bar(np.arange(2) + offset, heights, 0.4, color=colour, label=label)
+    bars.bar(np.arange(2) + offset, heights, 0.4, color=color, label=label)
 spread = [[r["ratio"] - r["ratio_low"] for r in ratios], [r["ratio_high"] - r["ratio"] for r in ratios]]
 bars.errorbar(
     np.arange(2) - 0.2, [r["ratio"] for r in ratios], spread, fmt="none", ecolor="black", capsize=3

@@ -1,4 +1,4 @@
-"""What every demo has: its options, its devices, and the summary that it writes."""
+"""What all demos share: options, devices, and the summary that they write."""
 
 import argparse
 import json
@@ -25,9 +25,9 @@ def parse(description: str, out: str, *flags: tuple[str, str]) -> argparse.Names
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     for name, text in flags:
         parser.add_argument(name, action="store_true", help=text)
-    # Quick runs, and what stands in for data that are not here, are meant to be small.
+    # Quick runs, and stand-ins for missing data, are small on purpose.
     warnings.filterwarnings("ignore", "small data on many devices")
-    # A notebook passes options of its own kernel.
+    # A notebook passes the options of its own kernel.
     options = parser.parse_args([] if "ipykernel" in sys.modules else None)
     options.out.mkdir(parents=True, exist_ok=True)
     return options
@@ -46,13 +46,13 @@ def start_devices(asked: int | None) -> list[Any]:
 
 
 def peak_rss_mb() -> float:
-    """Return the most memory that this process has held, in MB."""
+    """Return the peak memory of this process, in MB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1e6 if sys.platform == "darwin" else 1e3)
 
 
 def write_summary(console: Console, out: Path, summary: dict[str, Any]) -> None:
-    """Print every number of a run and write it to ``summary.json``; what is not finite is null there.
+    """Print every number of a run and write it to ``summary.json``; null if it is not finite.
 
     Lists are written, not printed: a demo has shown them in a form of its own.
     """

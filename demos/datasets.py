@@ -1,6 +1,6 @@
-"""Real data for the demos: found in a folder, in a cache, or downloaded and checked.
+"""Real data for the demos, from a folder, from a cache, or downloaded and checked.
 
-Every file is compared with its published checksum before it is used, so a damaged or mistaken
+Every file is compared with its published checksum before it is used, so that a damaged or wrong
 file gives an error and never a wrong array.
 """
 
@@ -48,7 +48,7 @@ class DownloadError(OSError):
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Labelled images, split into a training and a test part.
+    """Labeled images, split into a training and a test part.
 
     Attributes
     ----------
@@ -85,10 +85,10 @@ def load_mnist(
     mirrors: Sequence[str] = MNIST_MIRRORS,
     checksums: Mapping[str, str] = MNIST_MD5,
 ) -> Dataset:
-    """Load MNIST, or say plainly that scikit-learn's small digits stand in for it.
+    """Load MNIST, or scikit-learn's small digits with a message that says so.
 
     A folder that was asked for, by `data_dir` or else by the environment variable
-    ``GSPMD_MCMC_DATA`` (empty counts as unset), is the only place looked at. With neither, the
+    ``GSPMD_MCMC_DATA`` (empty counts as unset), is the only place to look. With neither, the
     cache folder comes first, then the mirrors (what they send is checked and cached), then
     scikit-learn's 8x8 digits.
 
@@ -113,7 +113,7 @@ def load_mnist(
     ValueError
         If a file in that folder is damaged or is not the official one.
     ImportError
-        If MNIST cannot be had and scikit-learn is not installed.
+        If MNIST is not available and scikit-learn is not installed.
     """
     if data_dir is not None:
         return _load_given(Path(data_dir).expanduser(), "data_dir", checksums)
@@ -264,10 +264,10 @@ def _is_cached(folder: Path, name: str, md5: str) -> bool:
 
 
 def _locate(folder: Path) -> dict[str, Path]:
-    """Map official names to the files in `folder`, whichever way those are spelt."""
+    """Map official names to the files in `folder`, in any of their spellings."""
     found = {}
     for name in MNIST_MD5:
-        # The gzipped official name comes first: it is what a download puts right.
+        # The gzipped official name comes first: it is the file that a download replaces.
         spellings = (name, name.replace("-idx", ".idx"))
         candidates = [folder / f"{stem}{end}" for stem in spellings for end in (".gz", "")]
         if path := next(filter(Path.is_file, candidates), None):
@@ -383,9 +383,9 @@ def _reason(error: Exception) -> str:
 
 def _load_digits(reason: str) -> Dataset:
     images, labels = _read_digits(reason)
-    announce(f"MNIST is not to be had ({reason}).")
+    announce(f"MNIST is not available ({reason}).")
     announce(
-        "Using scikit-learn's real 8x8 digits instead, so the results are not MNIST's. "
+        "Using scikit-learn's 8x8 digits instead, so the results are not MNIST's. "
         f"{DATA_ENV} can name a folder that holds MNIST."
     )
     order = np.random.default_rng(_DIGITS_SEED).permutation(len(labels))
@@ -408,7 +408,7 @@ def _read_digits(reason: str) -> tuple[np.ndarray, np.ndarray]:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"MNIST is not to be had ({reason}), and the digits in its place need scikit-learn: "
+            f"MNIST is not available ({reason}), and the digits that replace it need scikit-learn: "
             'pip install "gspmd_mcmc[demos]"'
         ) from error
     images, labels = load_digits(return_X_y=True)

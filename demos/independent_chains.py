@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Independent chains over devices, which never send each other anything.
+"""Independent chains over devices that send each other nothing.
 
 The first example of the notebook "Distributed inference with TFP and JAX": 16 chains of a correlated
 Gaussian in the plane, two on each of 8 devices. The loop over steps is our own, and one program.
@@ -38,10 +38,10 @@ if num_chains % len(devices):
     raise SystemExit(f"{len(devices)} devices: {num_chains} chains do not divide evenly over them")
 
 # %% [markdown]
-# ## The target, and where everything lives
+# ## The target, and where everything lies
 #
-# The mean and the precision lie whole on every device; each device has its own chains and their
-# numbers, from which their random keys come.
+# The mean and the precision are replicated on every device. Each device has its own chains and their
+# numbers, from which the random keys are derived.
 
 # %%
 MEAN = np.array([1.0, -1.0], np.float32)
@@ -56,7 +56,7 @@ def log_density(position, mean, precision):
 mesh = gm.make_mesh(chains=len(devices), devices=devices)
 mean, precision = gm.place((MEAN, np.linalg.inv(COVARIANCE)), mesh, P())
 chains = gm.place(np.arange(num_chains), mesh, P("chains"))
-# Further apart than the target is wide, as R-hat asks.
+# Further apart than the target is wide, as R-hat requires.
 start = np.random.default_rng(0).normal(scale=3, size=(num_chains, 2)).astype(np.float32)
 start = gm.place(start, mesh, P("chains"))
 
@@ -133,19 +133,19 @@ for name, value in errors.items():
 # ## The figure
 
 # %%
-# Of each chain, the device that its draws lie on, as the array itself tells.
+# The device of each chain's draws, read from the array itself.
 device_of = np.empty(num_chains, int)
 for shard in positions.addressable_shards:
     device_of[shard.index[1]] = devices.index(shard.device)
-colours = plt.colormaps["tab10"](np.arange(len(devices)) % 10)
+colors = plt.colormaps["tab10"](np.arange(len(devices)) % 10)
 
 
 def plot_draws(axis):
     """Scatter some draws of every chain over contours of the density."""
     shown = draws[:: max(num_samples // 100, 1)]
-    for device, colour in enumerate(colours):
+    for device, color in enumerate(colors):
         own = shown[:, device_of == device].reshape(-1, 2)
-        axis.scatter(*own.T, s=7, color=colour, alpha=0.6, lw=0, label=f"device {device}")
+        axis.scatter(*own.T, s=7, color=color, alpha=0.6, lw=0, label=f"device {device}")
     grid = np.moveaxis(np.mgrid[-4:4:200j, -4:4:200j], 0, -1) + MEAN
     away = grid - MEAN
     distance = np.sqrt(np.sum(away @ np.linalg.inv(COVARIANCE) * away, axis=-1))
@@ -160,7 +160,7 @@ def plot_traces(axis):
     traces = np.concatenate([np.asarray(start)[None], np.asarray(positions)])[..., 0] - MEAN[0]
     shown, spacing = traces[: num_warmup + 150], 6.0
     for chain in range(num_chains):
-        axis.plot(shown[:, chain] + spacing * chain, color=colours[device_of[chain]], lw=0.8)
+        axis.plot(shown[:, chain] + spacing * chain, color=colors[device_of[chain]], lw=0.8)
     axis.axvspan(0, num_warmup, color="0.92", zorder=0)
     axis.set(title="traces of x₀", xlabel="step (grey: warm-up)", ylabel="chain", xlim=(0, len(shown)))
     axis.set_yticks(spacing * np.arange(num_chains), range(num_chains))

@@ -6,10 +6,10 @@ b ~ N(0, 1) [10], label ~ Categorical(softmax(image w + b)), pixels in [0, 1].
 
     python demos/mnist_logistic.py [--devices N] [--data-dir DIR] [--out DIR] [--quick] [--paper]
 
-By default 4 chains start around the mode and move in a rotated position z, w = U z Vᵀ, in which the
+By default 4 chains start around the mode and move in rotated coordinates z, w = U z Vᵀ, in which the
 posterior is nearly uncorrelated. U are the eigenvectors of XᵀX, V those of mean(diag p - p pᵀ). The
-N(0, 1) prior is the same for z as for w, and the images stay bytes. `--paper` runs the notebook's own
-setting: 1 chain, 100 leapfrogs, 1000 + 1000 steps, no rotation.
+N(0, 1) prior is the same for z as for w, and the images stay uint8. `--paper` uses the settings of
+the notebook: 1 chain, 100 leapfrogs, 1000 + 1000 steps, no rotation.
 """
 
 # %%
@@ -54,7 +54,7 @@ def log_prior(params):
 
 
 def logits(params, images, scale):
-    """Logits of pixels kept as bytes: [rows, pixels] -> [rows, classes]."""
+    """Logits of pixels stored as uint8: [rows, pixels] -> [rows, classes]."""
     return images.astype(jnp.float32) @ (params["w"] / scale) + params["b"]
 
 
@@ -69,7 +69,7 @@ def rotate(left, right, position):
 
 
 # %% [markdown]
-# ## Placement: rows of data over the devices, latents whole on each
+# ## Placement: rows of data sharded over the devices, latents replicated
 
 # %%
 mesh = gm.make_mesh(data=len(devices), devices=devices)
@@ -159,7 +159,7 @@ draws = gm.sample(
 sampling_seconds = time.perf_counter() - sampling_began
 
 # %% [markdown]
-# ## Predictions on the test images: each draw by itself, and their average
+# ## Predictions on the test images: of each draw, and of their average
 
 
 # %%
@@ -191,7 +191,7 @@ average_accuracy = float(accuracies.mean())
 bma_accuracy = float(np.mean(averaged.argmax(axis=1) == dataset.test_labels))
 
 log_density = np.asarray(draws.stats["log_density"], np.float64)
-# One chain has no other to agree with: its halves are compared.
+# With one chain, compare its halves.
 traces = log_density if num_chains > 1 else log_density.reshape(2, -1)
 rhat = float(np.asarray(array_stats.rhat(traces, chain_axis=0, draw_axis=1)))
 if rhat > 1.05:
@@ -209,7 +209,7 @@ console.print(
 )
 
 # %% [markdown]
-# ## Where it lives, and what a step sends
+# ## Where arrays lie, and what a step sends
 
 # %%
 console.print(
@@ -241,7 +241,7 @@ def plot_traces(axes):
     axes[1].plot(kept, accuracies.T, lw=0.6, alpha=0.7)
     axes[1].axhline(bma_accuracy, color="black", label=f"average of all draws {bma_accuracy:.4f}")
     axes[1].axhline(average_accuracy, color="black", ls=":", label=f"one draw {average_accuracy:.4f}")
-    axes[1].set(title="test accuracy, each draw by itself")
+    axes[1].set(title="test accuracy of each draw")
     axes[1].legend(loc="lower left", bbox_to_anchor=(0, 0.55))
     axes[2].plot(steps[:num_warmup], draws.warmup["step_size"], color="tab:blue")
     axes[2].plot(kept, np.full(num_samples, float(draws.kernel.step_size)), color="tab:blue")

@@ -1,16 +1,17 @@
 # %% [markdown]
-"""Who watches what: matrix factorisation of MovieLens 1M, users' latents sharded with their rows.
+"""Who watches what: matrix factorization of MovieLens 1M, with users' latents sharded like their rows.
 
 The model of the notebook "Distributed inference with TFP and JAX": user embeddings U ~ N(0, 1) and
 movie embeddings V ~ N(0, 1), 20 dimensions each, biases u, v ~ N(0, 1), and every one of 6,040 x 3,706
-cells W_ij ~ Bernoulli(sigmoid(U_i . V_j + u_i + v_j)). Cells stay bytes; users lie over the devices.
+cells W_ij ~ Bernoulli(sigmoid(U_i . V_j + u_i + v_j)). Cells stay uint8; users are sharded
+over the devices.
 
     python demos/movielens.py [--devices N] [--data-dir DIR] [--out DIR] [--quick] [--paper]
 
-A fifth of all cells, watched or not, are hidden from the likelihood. On them the posterior mean of the
-watch probability is compared with popularity, with the mode and with single draws. By default 2 chains
-start around the mode; `--paper` runs the notebook's own setting: 100 leapfrogs, 1000 + 500 steps.
-U and V are identified only up to rotations, so convergence is judged by logits and by the log density.
+A fifth of all cells, watched or not, is held out. On these cells the posterior mean of the watch
+probability is compared with popularity, with the mode and with single draws. By default 2 chains start
+around the mode; `--paper` uses the settings of the notebook: 100 leapfrogs, 1000 + 500 steps. U and V
+are identified only up to rotations, so convergence is judged by logits and by the log density.
 """
 
 # %%
@@ -40,7 +41,7 @@ NUM_SINGLES = 8  # single draws that are looked at one by one
 BEGAN = time.perf_counter()
 console = Console()
 options = common.parse(
-    "Matrix factorisation of MovieLens 1M",
+    "Matrix factorization of MovieLens 1M",
     "out/movielens",
     ("--paper", "the notebook's setting: 100 leapfrogs, 1000 + 500 steps (hours on a CPU)"),
 )
@@ -98,7 +99,7 @@ def log_likelihood(params, cells):
 
 
 # %% [markdown]
-# ## Placement: users' rows and users' latents over the devices, movies whole on each
+# ## Placement: users' rows and latents sharded over the devices, movies replicated
 
 # %%
 mesh = gm.make_mesh(data=len(devices), devices=devices)
@@ -109,7 +110,7 @@ console.print(f"mesh {dict(mesh.shape)}, {plate}, {plate.data.nbytes / 1e6:.1f} 
 
 
 def start(rng_key):
-    """Draw a start near no taste at all, with biases at the log odds of being watched."""
+    """Draw a start with embeddings near zero, and biases at the log odds of being watched."""
     u_key, v_key = jax.random.split(rng_key)
     return {
         "U": 0.3 * jax.random.normal(u_key, (num_users, DIMENSIONS)),
@@ -205,7 +206,7 @@ def scores(probabilities, cells):
     as there could be: 20, or all the watched ones among the hidden. Users without any do not count.
     """
     hidden, watched = is_hidden(cells), is_watched(cells) * is_hidden(cells)
-    # A sort stays on the users' devices; top_k would gather all users on each.
+    # A sort stays on the users' devices; top_k would gather all users on every device.
     ranked = jnp.sort(jnp.where(hidden, probabilities, -1.0), axis=1, descending=True)
     is_first = hidden & (probabilities >= ranked[:, TOP - 1 : TOP])
     hits = jnp.sum(watched * is_first, axis=1, dtype=jnp.int32)
@@ -254,7 +255,7 @@ for name, (recall, log_lik) in results.items():
 console.print(table)
 
 # %% [markdown]
-# ## Have the chains converged? By logits of random cells, never by U or V themselves
+# ## Convergence, judged by logits of random cells, never by U or V themselves
 
 
 # %%
@@ -277,8 +278,8 @@ console.print(
 )
 if worst > 1.05:
     console.print(
-        "The chains have [bold]not converged[/bold]: averages are of the neighbourhood that "
-        f"{draws.num_draws} draws a chain have seen. More draws, or --paper, go further."
+        "The chains have [bold]not converged[/bold]: averages cover only the region that "
+        f"{draws.num_draws} draws per chain have visited. Take more draws, or use --paper."
     )
 
 # %% [markdown]
@@ -320,7 +321,7 @@ for user in (most, least):
     console.print(rows)
 
 # %% [markdown]
-# ## Where it lives, and what a step sends
+# ## Where arrays lie, and what a step sends
 
 # %%
 console.print(

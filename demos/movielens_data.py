@@ -1,7 +1,7 @@
 """Who watched what, for the demos: MovieLens 1M, or a matrix of its shape drawn from the model.
 
-MovieLens is GroupLens' and may not be passed on, so the project never contains it: it is read from a
-folder of yours, from the cache, or downloaded from GroupLens into the cache.
+MovieLens belongs to GroupLens and may not be redistributed, so the project does not contain it: it is
+read from a folder, from the cache, or downloaded from GroupLens into the cache.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ import numpy as np
 MOVIELENS_MIRRORS = ("https://files.grouplens.org/datasets/movielens/",)
 MOVIELENS_MD5 = "c4d9eecfca2ab87c1945afe126590906"
 MOVIELENS_TERMS = (
-    "MovieLens 1M is GroupLens' (University of Minnesota): for research, citing F. M. Harper and J. A. "
-    "Konstan, The MovieLens Datasets: History and Context, ACM TiiS 5(4), 19, 2015; not to be "
-    "redistributed, nor used commercially, without their permission."
+    "MovieLens 1M belongs to GroupLens (University of Minnesota). Use it for research, and cite F. M. "
+    "Harper and J. A. Konstan, The MovieLens Datasets: History and Context, ACM TiiS 5(4), 19, 2015. "
+    "It may not be redistributed, nor used commercially, without their permission."
 )
 SYNTHETIC_DIMENSIONS = 20
 
@@ -84,10 +84,10 @@ def load_movielens(
     md5: str = MOVIELENS_MD5,
     sizes: Sizes = MOVIELENS_SIZES,
 ) -> Watched:
-    """Load MovieLens 1M, or say plainly that a synthetic matrix of its shape stands in for it.
+    """Load MovieLens 1M, or a synthetic matrix of its shape with a message that says so.
 
     A folder that was asked for, by `data_dir` or else by the environment variable
-    ``GSPMD_MCMC_DATA`` (empty counts as unset), is the only place looked at. With neither, the
+    ``GSPMD_MCMC_DATA`` (empty counts as unset), is the only place to look. With neither, the
     cache folder comes first, then the mirrors (what they send is checked and cached), then a matrix
     drawn from the model, see `draw_synthetic`.
 
@@ -200,7 +200,7 @@ def _is_cached(path: Path, md5: str) -> bool:
 
 
 def _stand_in(reason: str, sizes: Sizes) -> Watched:
-    datasets.announce(f"MovieLens 1M is not to be had ({reason}).")
+    datasets.announce(f"MovieLens 1M is not available ({reason}).")
     datasets.announce(
         "Using a synthetic matrix of its shape instead, drawn from the model, so the results are not "
         f"MovieLens'. {datasets.DATA_ENV} can name a folder that holds {_ZIP}."

@@ -4,8 +4,8 @@ r"""MovieLens on several hosts: two processes with four devices each, started by
     python demos/multi_host.py [--devices N] [--data-dir DIR] [--out DIR] [--quick]
 
 On one machine the script starts two processes of itself, each with half of ``--devices`` (8) virtual
-devices; they meet on the loopback. On a cluster every host runs the same line with ``--cluster``, and
-JAX finds the others:
+devices; they connect over loopback. On a cluster every host runs the same command with ``--cluster``,
+and JAX finds the others:
 
     srun --nodes=2 --ntasks-per-node=1 python demos/multi_host.py --cluster --out /shared/out   # Slurm
 
@@ -30,9 +30,9 @@ JAX finds the others:
             image: IMAGE
             command: [python, demos/multi_host.py, --cluster, --out, /shared/out]
 
-The model is that of `movielens.py`. Process 0 writes the cells to one file in a folder that all see;
-then each process maps it and reads the rows of its own users, and no others. Users' latents lie with
-their rows, movies are whole on each device, and predictions are made where the cells are.
+The model is that of `movielens.py`. Process 0 writes the cells to one file in a shared folder; each
+process then maps the file and reads only the rows of its own users. Users' latents lie with their
+rows, movies are replicated on every device, and each device predicts its own cells.
 """
 
 # %%
@@ -75,7 +75,7 @@ def start_processes():
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, *(f"-W{x}" for x in sys.warnoptions), *sys.argv]
-    # The loopback is not to be reached through a proxy.
+    # Do not use a proxy for loopback.
     shared = os.environ | {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
     processes = [
         subprocess.Popen(command, env=shared | {CHILD: f"{address} {i}"}) for i in range(PROCESSES)
@@ -87,7 +87,7 @@ if not options.cluster and CHILD not in os.environ:
     sys.exit(start_processes())
 
 # %% [markdown]
-# ## Joining: before JAX is used at all
+# ## Joining, before JAX is used
 
 # %%
 if options.cluster:
@@ -103,7 +103,7 @@ mesh = gm.make_mesh(data=-1)
 console.print(f"{jax.process_count()} processes, {jax.device_count()} devices, mesh {dict(mesh.shape)}")
 
 # %% [markdown]
-# ## Cells: one file, of which each process reads the rows of its users
+# ## Cells: one file, from which each process reads the rows of its users
 
 # %%
 path = options.out / "cells.npy"
@@ -150,7 +150,7 @@ held_by = multihost_utils.process_allgather(np.float32(held / 1e6)).ravel().toli
 console.print(f"{plate}; MB of cells by process: {[round(x, 2) for x in held_by]}")
 
 # %% [markdown]
-# ## Sampling: the same call as on one process
+# ## Sampling: the same call as in one process
 
 
 # %%
@@ -181,7 +181,7 @@ sampling_seconds = time.perf_counter() - sampling_began
 console.print(repr(draws))
 
 # %% [markdown]
-# ## Predictions for the hidden cells, where they lie; numbers are all that is sent
+# ## Predictions for the hidden cells where they lie; only scalars are sent
 
 
 # %%
@@ -215,12 +215,12 @@ found = [[float(x) for x in pair] for pair in scores(flat, plate.data)]
 rhat_log_density = float(rhat(draws.stats["log_density"]))
 
 # %% [markdown]
-# ## The figure and the summary, by process 0
+# ## The figure and the summary, from process 0
 
 
 # %%
 def draw():
-    """Draw who holds what, the traces, and the scores."""
+    """Draw what each process holds, the traces, and the scores."""
     figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
     axes[0].bar([f"process {i}" for i in range(len(held_by))], held_by)
     axes[0].axhline(sum(held_by), color="0.5", ls="--", label="all cells")

@@ -2,14 +2,15 @@
 """A neural network over a 4x2 mesh: trained, then sampled, with one unchanged model.
 
 The network of JAX's tutorial "Distributed arrays and automatic parallelization", fully connected with
-relu, first with the batch over all devices, then with the batch over half as many and the inner layers'
-weights over two. Then what the tutorial has not: the posterior of those weights, by HMC on the same
-mesh in a plain training loop, and how well calibrated its predictions are.
+relu: first with the batch over all devices, then with the batch over half as many and the inner
+layers' weights over two. The demo then goes beyond the tutorial: it samples the posterior of those
+weights by HMC on the same mesh in a plain training loop, and measures the calibration of the
+predictions.
 
     python demos/neural_network.py [--devices N] [--data-dir DIR] [--out DIR] [--quick] [--paper]
 
-Layers are (784, 64, 64, 64, 10) and the training set the first 4,096 images, sized for 2 cores.
-`--paper` takes the tutorial's 8,192 units a layer and 8,192 images: 141 million weights, for
+Layers are (784, 64, 64, 64, 10), and the training set is the first 4,096 images, sized for 2 cores.
+`--paper` uses the tutorial's 8,192 units per layer and 8,192 images: 141 million weights, for
 accelerators.
 """
 
@@ -69,8 +70,8 @@ def show(title, rows):
 # ## The data
 #
 # The tutorial's inputs are standard normal; here pixels are shifted and scaled by the mean and the sd
-# of all training pixels. The training set is cut to what the devices divide, as `LogDensity`, below,
-# takes no padded rows.
+# of all training pixels. The training set is cut to a multiple of the number of devices, because
+# `LogDensity`, below, accepts no padded rows.
 
 # %%
 dataset = datasets.load_mnist(options.data_dir)
@@ -86,8 +87,8 @@ console.print(f"layers {sizes}, {num_rows} training images, {len(test_labels)} t
 # %% [markdown]
 # ## One model, three layouts
 #
-# Placement is all that differs. The tutorial lays the second layer's weights over the model axis by
-# columns and the third's by rows; the first and the last are whole on every device.
+# Only the placement differs. The tutorial shards the second layer's weights over the model axis by
+# columns and the third layer's by rows; the first and the last layer are replicated.
 
 # %%
 one, by_rows, by_both = "1 device", f"{num_devices}x1", f"{num_devices // 2}x2"
@@ -147,7 +148,7 @@ def sgd(name):
     trained = params[name]
     for _ in range(num_sgd):
         # Virtual devices share a pool of threads, in which several programs with collectives can starve
-        # each other: waiting for each step keeps one in flight.
+        # each other. Wait for each step, so that one program at a time runs.
         trained, _ = jax.block_until_ready(sgd_step(trained, batches[name]))
     return trained
 
@@ -172,7 +173,7 @@ layouts = [
 equality = ("layout", "loss", "loss_error", "grad_error", "sgd_loss", "kept")
 costs = ("layout", "data_sums", "model_sums", "kB", "ms")
 show("relative errors against 1 device", [{k: row[k] for k in equality} for row in layouts])
-console.print(f"sgd loss: after {num_sgd} steps; kept: whether the weights still lie as they did")
+console.print(f"sgd loss: after {num_sgd} steps; kept: whether the weights kept their layout")
 show("sums over mesh axes in a gradient, and their kB", [{k: row[k] for k in costs} for row in layouts])
 for name in (by_rows, by_both):
     console.print(f"\n[bold]{name}[/bold]", reports[name], sep="\n")
@@ -213,10 +214,10 @@ for name, spec in ((by_rows, jax.tree.map(lambda _: P(), weight_specs)), (by_bot
 show("a gradient at the tutorial's size, on each device", tutorial_size)
 
 # %% [markdown]
-# ## First optax: two single networks
+# ## Optax first: two single networks
 #
 # Both start from one draw of the prior: N(0, 2 / fan_in) for weights and N(0, 1) for biases. One
-# maximises the likelihood alone; the other the posterior density, and from there the chain will start.
+# maximizes the likelihood; the other maximizes the posterior density, and the chain starts there.
 
 # %%
 mesh, batch = meshes[by_both], batches[by_both]
@@ -226,38 +227,38 @@ def likelihood_alone(params, batch):
     return model.log_likelihood(params, batch)
 
 
-def maximise(summands):
+def maximize(summands):
     """Run Adam on a sum; return parameters, and log prior and log likelihood by step, [steps, 2]."""
-    optimiser = optax.adam(optax.cosine_decay_schedule(3e-3, num_adam))
+    optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, num_adam))
 
     def objective(params, batch):
         parts = jnp.stack([tree.total(x) for x in model.log_density(params, batch)])
         return -tree.total(summands(params, batch)) / num_rows, parts
 
     @jax.jit
-    def train_step(params, optimiser_state, batch):
+    def train_step(params, optimizer_state, batch):
         grads, parts = jax.grad(objective, has_aux=True)(params, batch)
-        updates, optimiser_state = optimiser.update(grads, optimiser_state, params)
-        return optax.apply_updates(params, updates), optimiser_state, parts
+        updates, optimizer_state = optimizer.update(grads, optimizer_state, params)
+        return optax.apply_updates(params, updates), optimizer_state, parts
 
-    found, optimiser_state, parts_by_step = params[by_both], optimiser.init(params[by_both]), []
+    found, optimizer_state, parts_by_step = params[by_both], optimizer.init(params[by_both]), []
     for _ in track(range(num_adam), f"Adam on {summands.__name__}", console=console):
-        found, optimiser_state, parts = train_step(found, optimiser_state, batch)
+        found, optimizer_state, parts = train_step(found, optimizer_state, batch)
         parts_by_step.append(np.asarray(parts))  # and wait
     return found, np.array(parts_by_step)
 
 
-likelihood_params, _ = maximise(likelihood_alone)
-map_params, adam_trace = maximise(model.log_density)
+likelihood_params, _ = maximize(likelihood_alone)
+map_params, adam_trace = maximize(model.log_density)
 mode_prior, mode_likelihood = adam_trace[-1].tolist()
 console.print(f"the mode: log prior {mode_prior:.1f}, log likelihood {mode_likelihood:.1f}")
 
 # %% [markdown]
 # ## Which target is right for weights over "model"?
 #
-# The two sums over "model" belong to a block of rows. A `Plate` streams its rows in tiles and pays both
-# in every tile; what it gets is temporaries of a tile's size. `LogDensity` takes all rows at once and
-# pays once. Either way the gradient ends in one sum over "data".
+# The two sums over "model" belong to a block of rows. A `Plate` streams its rows in tiles and does both
+# sums in every tile, but its temporaries have the size of a tile. `LogDensity` takes all rows at once
+# and does them once. Either way the gradient ends in one sum over "data".
 
 # %%
 block_rows = num_rows // mesh.shape["data"]
@@ -291,8 +292,8 @@ targets = [
     for name, report in step_reports.items()
 ]
 show("a leapfrog of each target (of a step of 10), memory on each device", targets)
-# Collectives decide: real devices wait for each other in every one, which virtual ones' times do not
-# show. Memory decides among equals; were it short, a plate with the largest tiles that fit.
+# Collectives decide: real devices wait for each other in every one, and the times of virtual devices do
+# not show that. Memory decides between equals; if it were short, take a plate with the largest tiles.
 chosen = min(targets, key=lambda row: (row["model_sums"], row["temporary_MB"]))["target"]
 console.print(
     f"Chosen: {chosen}. No target sends less often, and of those that send as seldom it needs the "
@@ -301,11 +302,11 @@ console.print(
 console.print(step_reports[chosen])
 
 # %% [markdown]
-# ## Then HMC, in the same kind of loop
+# ## HMC, in the same kind of loop
 #
-# The kernel is an argument, and so are its data; another step size is no other program. The metric is
-# the prior's. During burn-in dual averaging moves the step size towards an acceptance of 0.8; all draws
-# that are kept have one kernel. Nothing is tempered.
+# The kernel and its data are arguments; another step size does not recompile. The metric is that of the
+# prior. During burn-in, dual averaging moves the step size toward an acceptance rate of 0.8; all kept
+# draws come from one kernel. Nothing is tempered.
 
 # %%
 kernel, _, state = arguments[chosen]
@@ -351,15 +352,15 @@ sampling_seconds = time.perf_counter() - sampling_began
 trace = {name: np.array([h[name] for h in history]) for name in history[0]}
 kept = {name: values[num_burn_in:] for name, values in trace.items()}
 layout_kept = model.lies_like(state.position, params[by_both])
-console.print(f"after the last step the weights lie as they did at the first: {layout_kept}")
+console.print(f"after the last step the weights are laid out as at the first: {layout_kept}")
 
 # %% [markdown]
 # ## Calibration on the test images
 #
-# The ensemble predicts with the average of the draws' probabilities: where draws disagree it is less
-# sure than they are, which mends overconfidence and may overshoot. The log score is the mean log
-# probability of the true class: larger is better. ECE, the expected calibration error, has 15 bins of
-# equal width (Guo et al., 2017): smaller is better.
+# The ensemble predicts with the average of the draws' probabilities. Where draws disagree, it is less
+# confident than each draw, which corrects overconfidence and may overshoot. The log score is the mean
+# log probability of the true class; larger is better. The expected calibration error (ECE) uses 15 bins
+# of equal width (Guo et al., 2017); smaller is better.
 
 # %%
 singles = {"maximum likelihood": predict(likelihood_params), "mode (MAP)": predict(map_params)}
@@ -379,7 +380,7 @@ for name, found in gains.items():
     verdict = "better than" if ratio > 2 else "worse than" if ratio < -2 else "as good as"
     console.print(f"log score: the ensemble is {verdict} {name} ({ratio:+.1f} standard errors)")
 if options.quick:
-    console.print("A quick chain is far too short to judge the ensemble by.")
+    console.print("A --quick chain is far too short to judge the ensemble.")
 for name, found in scores.items():
     bias = found["mean_confidence"] - found["accuracy"]
     console.print(f"{name}: {'over' if bias > 0 else 'under'}confident by {abs(bias):.4f}")

@@ -1,6 +1,6 @@
-"""The network of `neural_network.py`: its functions, its layouts, the scores of its predictions.
+"""The network of `neural_network.py`: functions, layouts, and scores of predictions.
 
-Nothing but `weight_specs` names a mesh axis: the network is written for one device.
+Only `weight_specs` names a mesh axis: the network is written for one device.
 
 References
 ----------
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import gspmd_mcmc as gm
 
 Layers = list[dict[str, jax.Array]]
-COLOURS = ("#D55E00", "#0072B2", "#009E73")
+COLORS = ("#D55E00", "#0072B2", "#009E73")
 
 
 def weight_variance(fan_in: int) -> float:
@@ -54,7 +54,7 @@ def prior_variances(params: Layers) -> Layers:
 
 
 def logits(params: Layers, inputs: jax.Array) -> jax.Array:
-    """Return unnormalised log probabilities, [rows, inputs] -> [rows, classes]."""
+    """Return unnormalized log probabilities, [rows, inputs] -> [rows, classes]."""
     *hidden, last = params
     for layer in hidden:
         inputs = jax.nn.relu(inputs @ layer["w"] + layer["b"][None])
@@ -87,7 +87,7 @@ def loss(params: Layers, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def weight_specs(num_layers: int) -> list[dict[str, P]]:
-    """Lay the inner layers over "model", by columns and by rows in turn; the outer two stay whole.
+    """Lay the inner layers over "model", by columns and by rows in turn; the outer two are replicated.
 
     After a layer that is cut by columns each device has its own activations, which is what the rows of
     the next layer need: one sum over "model" serves two layers.
@@ -198,12 +198,12 @@ def gain(predicted: np.ndarray, other: np.ndarray, labels: np.ndarray) -> dict[s
 def plot_reliability(axis: Any, predicted: dict[str, np.ndarray], labels: np.ndarray) -> None:
     """Draw accuracy over confidence: on the diagonal a prediction is as sure as it is right."""
     axis.plot([0, 1], [0, 1], color="0.6", lw=1)
-    for (name, p), colour in zip(predicted.items(), COLOURS, strict=True):
+    for (name, p), color in zip(predicted.items(), COLORS, strict=True):
         found = reliability(p, labels)
-        axis.plot(found.confidence, found.accuracy, color=colour, lw=1)
+        axis.plot(found.confidence, found.accuracy, color=color, lw=1)
         size = 4 + 300 * found.counts / found.counts.sum()
         label = f"{name}: ECE {found.ece:.3f}"
-        axis.scatter(found.confidence, found.accuracy, s=size, color=colour, label=label)
+        axis.scatter(found.confidence, found.accuracy, s=size, color=color, label=label)
     axis.set(title="reliability (area: share of images)", xlabel="confidence", ylabel="accuracy")
     axis.legend(loc="upper left", fontsize=8)
 
@@ -216,9 +216,9 @@ def plot_running_score(
     running = np.cumsum(drawn, axis=0) / numbers[:, None, None]
     values = [log_scores(p, labels).mean() for p in running]
     alone = [log_scores(p, labels).mean() for p in drawn]
-    axis.plot(numbers, values, color=COLOURS[2], label="HMC, the first n draws")
+    axis.plot(numbers, values, color=COLORS[2], label="HMC, the first n draws")
     axis.scatter(numbers, alone, s=6, color="0.5", label="draw n alone")
-    for (name, p), colour in zip(singles.items(), COLOURS[:2], strict=True):
-        axis.axhline(log_scores(p, labels).mean(), color=colour, ls="--", label=name)
+    for (name, p), color in zip(singles.items(), COLORS[:2], strict=True):
+        axis.axhline(log_scores(p, labels).mean(), color=color, ls="--", label=name)
     axis.set(title="log score on the test images", xlabel="n")
     axis.legend(loc="center right", bbox_to_anchor=(1, 0.7), fontsize=8)

@@ -1,11 +1,11 @@
 # %% [markdown]
-"""A step planned for thousands of devices, on a laptop that has none of them.
+"""A step planned for thousands of devices on a laptop.
 
-The MovieLens model for 2.5 million users. Its HMC step is planned, as shapes alone, for meshes of up
-to 8,192 devices (compiled for up to 2,048, extrapolated beyond): what a leapfrog sends, what a device
-holds, whether that fits an accelerator. A mistake that would cost dearly there, a data set that is
-whole on every device, is found here. Then, on paper: how far a step scales, from the compute time of a
-row that is measured on this machine.
+The model is MovieLens for 2.5 million users. From shapes alone, its HMC step is planned for meshes of
+up to 8,192 devices (compiled for up to 2,048, extrapolated beyond): what a leapfrog sends, what a
+device holds, and whether that fits an accelerator. The plan finds a mistake that would be expensive on
+a pod: a data set that is replicated on every device. A cost model then predicts how far a step scales,
+from the compute time of a row measured on this machine.
 
     python demos/plan_a_pod.py [--devices N] [--out DIR] [--quick]
 
@@ -42,7 +42,7 @@ sizes = (64, 512) if options.quick else (64, 512, 2048, 8192)
 # %% [markdown]
 # ## The model, written for one device; and its step on any mesh
 #
-# `build` is what a program for real devices would be, with shapes in the place of arrays.
+# `build` is the program for real devices, with shapes instead of arrays.
 
 
 # %%
@@ -100,11 +100,12 @@ if rule:
 # %% [markdown]
 # ## A mistake that is cheap to find here
 #
-# With `P()` for `P("data")` every device holds all users. Nothing fails: it is only slow, and large.
+# With `P()` instead of `P("data")` every device holds all users. Nothing fails, but the program is slow
+# and needs much memory.
 
 # %%
 mistaken = gm.plan(lambda mesh: build(mesh, P()), data=64, accelerator=ACCELERATOR).report
-console.print("with P() whole on each of 64 devices:")
+console.print("with P(), replicated on each of 64 devices:")
 for text in mistaken.whole:
     console.print(f"  {text}")
 try:
@@ -113,15 +114,15 @@ except gm.BudgetExceeded as error:
     console.print(f"check(whole_bytes=10e6): {error}")
 
 # %% [markdown]
-# ## How far it scales, on paper
+# ## How far it scales, by calculation
 #
 # Measured: the seconds of a leapfrog on one device of this machine, for several numbers of users. The
-# rest is arithmetic: MovieLens 1M, its 6,040 users, on machines like this one joined by 10 Gb Ethernet.
+# rest is calculated for the 6,040 users of MovieLens 1M, on machines like this one with 10 Gb Ethernet.
 
 
 # %%
 def seconds_of_a_leapfrog(users, leapfrogs=5, rounds=5):
-    """Return the best of some rounds: what else the machine does can only add."""
+    """Return the best of some rounds: other work on the machine can only add time."""
     watched = np.random.default_rng(0).integers(0, 2, (users, NUM_MOVIES), np.uint8)
     kernel = kernel_on(gm.make_mesh(devices=jax.devices()[:1]), watched, P())
     kernel = kernel.with_num_integration_steps(leapfrogs)

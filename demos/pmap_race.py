@@ -1,4 +1,4 @@
-"""Hold two programs to the same values, and race them, for `pmap_to_jit` and `array_shardings`."""
+"""Compare the values and times of two programs, for `pmap_to_jit` and `array_shardings`."""
 
 import ast
 import inspect
@@ -18,7 +18,7 @@ import gspmd_mcmc as gm
 
 
 def pmap(function, **how):
-    """`jax.pmap` as JAX ships it today, without a warning that it is old: that is why it is here."""
+    """`jax.pmap` as JAX ships it today, without its deprecation warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*pmap.*", DeprecationWarning)
         return jax.pmap(function, **how)
@@ -145,11 +145,11 @@ def plot_ratios(axis: Any, raced: list[dict[str, Any]]) -> None:
     )
     places = np.arange(len(raced))
     silent = np.array([not row["collectives"] for row in raced])
-    for chosen, colour, label in (
+    for chosen, color, label in (
         (silent, "#0072b2", "sends nothing"),
         (~silent, "#d55e00", "sends"),
     ):
-        axis.barh(places[chosen], middle[chosen], color=colour, alpha=0.85, label=label)
+        axis.barh(places[chosen], middle[chosen], color=color, alpha=0.85, label=label)
     spread = np.stack([middle - low, high - middle])
     axis.errorbar(middle, places, xerr=spread, fmt="none", ecolor="black", capsize=2, lw=1)
     axis.axvline(1, color="black", lw=1, ls="--")

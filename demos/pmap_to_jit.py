@@ -1,9 +1,9 @@
 # %% [markdown]
-"""The cases of the `pmap` tutorials by placement: old line, new line, same values, and the time.
+"""The cases of the `pmap` tutorials by placement: old line, new line, the same values, and the times.
 
-`pmap` writes the number of devices into the program: arrays get a leading axis of that length, and what
-goes between devices is spelt out with axis names. Here the program is written for one device, arrays
-are placed on a mesh, and `jit` does the rest. Cases are from JAX's "Pmap Cookbook" and "Parallel
+`pmap` writes the number of devices into the program: arrays get a leading axis of that length, and
+communication is spelled out with axis names. Here the program is written for one device, arrays are
+placed on a mesh, and `jit` does the rest. Cases are from JAX's "Pmap Cookbook" and "Parallel
 Evaluation in JAX", from the notebook to chapter 7 of Sapunov's "Deep Learning with JAX" (the dot
 products), from JAX's README (per-example gradients) and QuantEcon's lecture on JAX (nested vmap).
 
@@ -53,8 +53,8 @@ def place(spec, *arrays, on=mesh):
 # %% [markdown]
 # ## Pure maps
 #
-# A case is a function with an assignment to `old` and one to `new`: these two lines are what the table
-# shows, and what runs. Old arguments lie where `pmap` wants them: neither side moves data when timed.
+# A case is a function with an assignment to `old` and one to `new`. The table shows these two lines,
+# and they are what runs. Old arguments lie where `pmap` wants them: neither side moves data when timed.
 
 
 # %%
@@ -117,7 +117,7 @@ def random_matrices():
     (placed,) = place(P("data"), keys)
 
     def product(key):
-        # As x @ x.T, vmap and jit multiply by a transposed copy: 1.3 times the time of pmap, on a CPU.
+        # With x @ x.T, vmap and jit multiply by a transposed copy: 1.3 times the time of pmap on a CPU.
         x = jax.random.normal(key, shape)
         return jnp.einsum("ij,kj->ik", x, x)
 
@@ -129,9 +129,9 @@ def random_matrices():
 # %% [markdown]
 # ## Ten million dot products of vectors of length 3
 #
-# `pmap` alone would want a device for each; so it is `pmap(vmap(...))`, over a new axis as long as
-# there are devices. The tutorial tells of 51.5 ms on 8 TPU cores; copies of its notebook print 9.9 ms.
-# With placement the arrays keep their shape.
+# `pmap` alone would need a device for each; the tutorial uses `pmap(vmap(...))`, over a new axis with
+# one entry per device. It reports 51.5 ms on 8 TPU cores; copies of its notebook print 9.9 ms. With
+# placement the arrays keep their shape.
 
 # %%
 num_dots = n * ((50_000 if options.quick else 10_000_000) // n)
@@ -171,8 +171,8 @@ def uneven():
 # %% [markdown]
 # ## Collectives
 #
-# What `psum` and its like did by name is a sum over an axis of the array; where that axis lies over the
-# mesh, the compiler puts the collective in.
+# What `psum` and similar functions did by name is a sum over an axis of the array. If that axis is
+# sharded over the mesh, the compiler inserts the collective.
 
 
 # %%
@@ -240,7 +240,7 @@ def kept_body():
 
 
 # %% [markdown]
-# Neighbours: Wolfram's rule 30 on a ring of cells, each device with a stretch of it. The old program
+# Neighbors: Wolfram's rule 30 on a ring of cells, with one stretch per device. The old program
 # sends the ends of a stretch to the left and to the right; the new one rolls the whole board.
 
 # %%
@@ -251,16 +251,16 @@ RIGHT, LEFT = [(i, (i + 1) % n) for i in range(n)], [((i + 1) % n, i) for i in r
 
 
 def roll_stretch(stretch):
-    """Return a stretch's left and right neighbours, the ends from the devices beside it."""
+    """Return the left and right neighbors of a stretch, its ends from the adjacent devices."""
     from_left, from_right = lax.ppermute(stretch[-1:], "i", RIGHT), lax.ppermute(stretch[:1], "i", LEFT)
     return jnp.append(from_left, stretch[:-1]), jnp.append(stretch[1:], from_right)
 
 
-def evolve(neighbours):
-    """Make a function from a board to its history [steps, cells], by a function for the neighbours."""
+def evolve(neighbors):
+    """Make a function from a board to its history [steps, cells], by a function for the neighbors."""
 
     def one(board, _):
-        left, right = neighbours(board)
+        left, right = neighbors(board)
         return left ^ (board | right), board
 
     return lambda board: lax.scan(one, board, length=num_steps)[1]
@@ -275,7 +275,7 @@ def history(board):
 
 
 def rule_30():
-    """Talk to neighbours in a loop."""
+    """Talk to neighbors in a loop."""
     old_args, new_args = place(P("data"), cells.reshape(n, -1)), place(P("data"), cells)
     old = pmap(evolve(roll_stretch), axis_name="i", out_axes=1)
     new = jit(evolve(lambda board: (jnp.roll(board, 1), jnp.roll(board, -1))))
@@ -286,7 +286,7 @@ def rule_30():
 # ## Gradients
 #
 # A step of gradient descent on data split over the devices. The old program averages losses and
-# gradients by hand; the new one takes the mean over all rows, and an all-reduce comes of it.
+# gradients by hand; the new one takes the mean over all rows, which becomes an all-reduce.
 
 # %%
 rng = np.random.default_rng(0)
@@ -365,8 +365,8 @@ def through():
 # %% [markdown]
 # ## Cartesian products
 #
-# A function of two numbers becomes one of two axes of numbers by `vmap` twice. `pmap` cuts one of them;
-# placed on a mesh of two axes, both are cut, and each device has a block of the plane.
+# Two `vmap`s turn a function of two numbers into one of two axes of numbers. `pmap` cuts one of them;
+# on a mesh with two axes both are cut, and each device has a block of the plane.
 
 # %%
 num_points = n * (24 if options.quick else 375)
@@ -389,12 +389,12 @@ def plane():
 
 
 # %% [markdown]
-# ## Same values, and the time
+# ## The same values, and the times
 #
-# A round calls one program, then the other, each often enough to last five milliseconds; who goes first
-# alternates. The ratio is the new program's time to the old one's in the same round: the median of the
-# rounds, and the quartiles. Virtual devices share the machine's cores: the ratios say what the two ways
-# cost, not what a pod would take.
+# A round calls one program, then the other, each often enough to last five milliseconds; the order
+# alternates. The ratio is the new program's time divided by the old one's in the same round; the table
+# has the median over rounds and the quartiles. Virtual devices share the machine's cores: the ratios
+# compare the overhead of the two ways, not their time on a pod.
 
 
 # %%
@@ -442,7 +442,7 @@ def plot_plane(figure, axis):
         name = f"device {devices.index(shard.device)}"
         shade = {"facecolor": "black", "alpha": 0.4, "linewidth": 0}
         axis.text(left + 0.1, top - 0.1, name, color="white", va="top", fontsize=9, bbox=shade)
-    axis.set(title="a plane by vmap twice, cut both ways: nothing sent", aspect="equal")
+    axis.set(title="a plane by two vmaps, cut both ways: nothing is sent", aspect="equal")
     axis.set(
         xlabel="x, over mesh axis data", ylabel="y, over mesh axis model", xlim=(-3, 3), ylim=(-3, 3)
     )

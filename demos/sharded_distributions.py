@@ -1,9 +1,9 @@
 # %% [markdown]
-"""Distributions over devices: `Sharded` and joint distributions, and the posteriors they condition to.
+"""Distributions over devices: `Sharded`, joint distributions, and their posteriors.
 
-The walk through `tfp.experimental.distribute` of the notebook "Distributed inference with TFP and JAX",
-with its printed samples and log probabilities. There is no pmap here and no psum: a `Sharded`
-distribution is one distribution, its sample one array, and the compiler reduces over devices.
+This follows the part on `tfp.experimental.distribute` in the notebook "Distributed inference with TFP
+and JAX", with its printed samples and log probabilities. There is no pmap and no psum: a `Sharded`
+distribution is one distribution, its sample is one array, and the compiler reduces over devices.
 
     python demos/sharded_distributions.py [--devices N] [--out DIR] [--quick]
 
@@ -38,7 +38,7 @@ Root = gm.JointDistributionCoroutine.Root
 # %% [markdown]
 # ## One distribution, its rows over the devices
 #
-# The notebook's sample, and what it says the log probability is.
+# The notebook's sample, and the log probability that it prints.
 
 # %%
 NOTEBOOK_SAMPLE = np.array(
@@ -53,9 +53,9 @@ console.print(f"gm.Sharded(Normal(0, 1)).log_prob: {sharded_log_prob:.6f}, the n
 console.print(f"over {len(devices)} devices it sends: {', '.join(sent) or 'nothing'}")
 
 # %% [markdown]
-# ## The same key, the same values, whatever the mesh
+# ## The same key gives the same values on every mesh
 #
-# 1,003 rows divide over no mesh but that of one device: the others pad them, and say so.
+# 1,003 rows divide evenly only over one device: on other meshes they are padded.
 
 
 # %%
@@ -78,8 +78,8 @@ for n, sample in samples.items():
 # %% [markdown]
 # ## Gradients of parameters that all rows share
 #
-# In pmap each device has its own gradient until somebody adds them up. Here it is one number, compared
-# with the sum in float64.
+# With pmap each device has its own gradient until the program adds them up. Here it is one number,
+# compared with the sum in float64.
 
 
 # %%
@@ -101,8 +101,8 @@ console.print(f"gradients, relative error against float64 by devices: {gradient_
 # %% [markdown]
 # ## Joint distributions, in three forms
 #
-# A list, a dict or a generator function: the same parts, the same draws of one key, the same log
-# probability, and again the notebook's.
+# A list, a dict or a generator function give the same parts, the same draws from one key and the same
+# log probability, which is the notebook's.
 
 # %%
 NOTEBOOK_VALUE = (
@@ -115,7 +115,7 @@ rows = gm.Sharded(dist.Normal(0.0, 1.0), num_rows=8)
 
 
 def two_parts():
-    """Yield a number, and rows that know nothing of it."""
+    """Yield a number, and rows that do not depend on it."""
     yield Root(dist.Normal(0.0, 1.0))
     yield Root(rows)
 
@@ -133,10 +133,10 @@ for form, joint in forms.items():
     console.print(f"{form:>10}: {joint_log_probs[form]:.6f}, the notebook -12.214451")
 
 # %% [markdown]
-# ## A regression by generator, conditioned and sampled
+# ## A regression as a generator, conditioned and sampled
 #
-# Each row has a latent of its own, a level, measured once; all share the line that levels lie around
-# and how far from it they spread. Levels lie where their rows lie, and are streamed with them.
+# Each row has a latent, its level, which is measured once. All rows share a line and the spread of the
+# levels around it. Levels are sharded like their rows and are streamed with them.
 
 # %%
 num_rows = 203 if options.quick else 403
@@ -181,8 +181,8 @@ posterior = {name: np.asarray(x, float) for name, x in draws.position.items()}
 # %% [markdown]
 # ## Against the exact posterior
 #
-# With the levels integrated out, y ~ N(intercept + slope x, spread² + noise²): a grid over the spread
-# and a Gaussian at each of its points give the posterior in float64, nothing sampled.
+# With the levels integrated out, y ~ N(intercept + slope x, spread² + noise²). A grid over the spread
+# with a Gaussian at each of its points gives the posterior in float64, without sampling.
 
 
 # %%
@@ -227,11 +227,11 @@ console.print(f"{coverage:.3f} of {num_rows} levels lie in their 90% intervals")
 # ## The figure
 
 # %%
-colours = plt.colormaps["tab10"](np.arange(len(devices)) % 10)
+colors = plt.colormaps["tab10"](np.arange(len(devices)) % 10)
 
 
 def device_of_rows(sample):
-    """Of each real row, the device that it lies on, as the array itself tells."""
+    """Return the device of each real row, read from the array itself."""
     values = getattr(sample, "values", sample)
     found = np.empty(len(values), int)
     for shard in values.addressable_shards:
@@ -243,22 +243,22 @@ device_of = device_of_rows(prior.y)
 
 
 def plot_shards(axis):
-    """Show the rows of one draw of the joint distribution, each device's in its colour."""
+    """Show the rows of one draw of the joint distribution, each device's in its color."""
     values = values_of(prior.y)
-    for device, colour in enumerate(colours):
+    for device, color in enumerate(colors):
         own = np.flatnonzero(device_of == device)
-        axis.axvspan(own[0] - 0.5, own[-1] + 0.5, color=colour, alpha=0.12, lw=0)
-        axis.scatter(own, values[own], s=9, color=colour, lw=0)
+        axis.axvspan(own[0] - 0.5, own[-1] + 0.5, color=color, alpha=0.12, lw=0)
+        axis.scatter(own, values[own], s=9, color=color, lw=0)
         top = values.max() + 0.06 * np.ptp(values)
         axis.text(own.mean(), top, f"device {device}\n{len(own)} rows", ha="center", fontsize=8)
-    axis.set(title="one draw of the joint distribution: where each row of y lives")
+    axis.set(title="one draw of the joint distribution: where each row of y lies")
     axis.set(xlabel="row, in order of x", ylabel="y, drawn from the prior", xlim=(-0.5, num_rows - 0.5))
     axis.set_ylim(top=values.max() + 0.22 * np.ptp(values))
 
 
 def plot_line(axis):
     """Show the observed rows by device, the posterior's lines, and the true one."""
-    axis.scatter(x, y, s=12, c=colours[device_of], lw=0)
+    axis.scatter(x, y, s=12, c=colors[device_of], lw=0)
     ends = np.array([-2.0, 2.0])
     shown = np.random.default_rng(0).integers(0, posterior["slope"].size, 60)
     lines = posterior["intercept"].reshape(-1, 1) + posterior["slope"].reshape(-1, 1) * ends
@@ -295,10 +295,10 @@ def plot_levels(axis):
     """Show how far each row's level lies from the line: 90% interval against the truth, by device."""
     line = TRUTH["intercept"] + TRUTH["slope"] * x
     true, found = level - line, level_mean - line
-    for device, colour in enumerate(colours):
+    for device, color in enumerate(colors):
         own = device_of == device
         bars = 1.6449 * level_sd[own]
-        axis.errorbar(true[own], found[own], bars, fmt="o", ms=2.5, color=colour, lw=0.4)
+        axis.errorbar(true[own], found[own], bars, fmt="o", ms=2.5, color=color, lw=0.4)
     ends = np.array([true.min(), true.max()])
     axis.plot(ends, ends, color="red", ls="--", lw=1.5, zorder=5)
     axis.set(title=f"a latent for each row: {100 * coverage:.0f}% of 90% intervals hold the truth")

@@ -1,4 +1,4 @@
-"""Means and variances of chains, draw by draw or chunk by chunk, in the layout of the position.
+"""Means and variances of chains, by single draws or by chunks, in the layout of the position.
 
 References
 ----------
@@ -84,7 +84,8 @@ def variance(moments: Moments) -> PyTree:
 def _mean_and_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Mean and sum of squares about it, [chains, ...], of draws [chains, draws, ...].
 
-    They are taken about the first draw: of a chain that stays where it is the squares are exactly 0.
+    They are taken about the first draw, so that the squares of a chain that does not move are exactly
+    0.
     """
     first = x[:, :1]
     mean = jnp.mean(x - first, axis=1, keepdims=True)

@@ -11,9 +11,11 @@ fixture ``compiled_as_a_users``.
 
 import functools
 import gc
+import itertools
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,17 +34,34 @@ AS_A_USERS = ("test_energy", "test_positional", "test_sharded", "test_installed_
 
 AS_A_USERS_PROCESS = dict(os.environ)  # the variables of one
 
-# Files whose tests run whole demos or many chains: begun first, so that no process ends long after
-# the other.
+# The slowest files, the slowest first: begun in this order, so that both processes end together. The
+# summary of a run of many files tells how long each took.
 LONG = (
-    *("test_readme", "test_demos", "test_from_numpyro", "test_local_latents", "test_plan_a_pod"),
-    *("test_neural_network", "test_mesh_equivalence", "test_sharded_distributions", "test_sample"),
-    *("test_survival", "test_warmup", "test_kernel_contract"),
+    *("test_mesh_equivalence", "test_sample", "test_local_latents", "test_supports", "test_retracing"),
+    *("test_from_numpyro", "test_demos", "test_validation", "test_chees", "test_warmup"),
+    *("test_kernel_contract", "test_resume", "test_processes", "test_survival", "test_summary"),
+    *("test_readme", "test_sinks", "test_resolution", "test_sharded", "test_plan", "test_calibration"),
+    *("test_invariance", "test_neural_network", "test_plan_a_pod", "test_stuck_chains"),
+    *("test_metrics", "test_sharded_distributions", "test_explicit_mesh", "test_bad_input"),
 )
+LEAST_SECONDS = 10.0
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    order = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the seconds of each slow file, to keep `LONG` right."""
+    seconds = defaultdict(float)
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[Path(report.nodeid.split("::")[0]).stem] += report.duration
+    if len(seconds) > 1:
+        ordered = sorted(seconds.items(), key=lambda item: -item[1])
+        slow = [f"{name} {s:.0f}" for name, s in ordered if s > LEAST_SECONDS]
+        terminalreporter.write_line(f"slow files, seconds: {', '.join(slow) or 'none'}")
 
 
 OLDER_FUSIONS = {"xla_cpu_use_fusion_emitters": False}

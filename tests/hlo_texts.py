@@ -1,6 +1,6 @@
 """Small texts of compiled programs, in the forms that XLA prints, for tests of what reads them."""
 
-from gspmd_mcmc.views.program.reading import read_report
+from gspmd_mcmc.views.communication import read_report
 
 MESH = {"a": 2, "b": 4}
 

@@ -27,10 +27,27 @@ MESHES = {
 OTHER_KINDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
-def mesh_of(sizes: str | dict[str, int]) -> Mesh:
-    """Make a mesh of `MESHES`, or of given sizes, of as many of the devices as it needs."""
-    sizes = MESHES[sizes] if isinstance(sizes, str) else sizes
+def mesh_of(sizes: str | int | dict[str, int]) -> Mesh:
+    """Make a mesh of as many of the devices as it needs: of 7, "2x4" or "2x2x2", or of named sizes."""
+    if not isinstance(sizes, dict):
+        counts = [int(n) for n in str(sizes).split("x")]
+        names = ("data",) if len(counts) == 1 else ("chains", "data", "model")[: len(counts)]
+        sizes = dict(zip(names, counts, strict=True))
     return gm.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+def real(value) -> np.ndarray:
+    """The real rows of an array, `Padded` or not."""
+    return value.unpad() if isinstance(value, gm.Padded) else np.asarray(value)
+
+
+def check_close(got, want, tolerance: float) -> None:
+    """Compare what is named in ``want``, in the norm of each array."""
+    for name in want:
+        a, b = np.asarray(got[name], np.float64), np.asarray(want[name], np.float64)
+        assert a.shape == b.shape, name
+        apart = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert apart <= tolerance, f"{name} differs by {apart:.2g}"
 
 
 def row_spec(sizes: dict[str, int]) -> P:
@@ -84,6 +101,11 @@ def gaussian(x, precision):
     return -0.5 * x * (precision @ x)
 
 
+def regression(params, block):
+    """Rows y of variance 1 around x · w."""
+    return -0.5 * (block["y"] - block["x"] @ params["w"]) ** 2
+
+
 def steep(x):
     return -(x**4)
 
@@ -91,6 +113,28 @@ def steep(x):
 def undefined_above_one(x):
     """A normal whose density is infinite above 1."""
     return jnp.where(x > 1, jnp.inf, -0.5 * x**2)
+
+
+class Exponential:
+    """A distribution of one's own: nothing but the two methods, and no pytree."""
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    def sample(self, rng_key, sample_shape=()):
+        return jax.random.exponential(rng_key, sample_shape) / self.rate
+
+    def log_prob(self, value):
+        return jnp.log(self.rate) - self.rate * value
+
+
+def prior_of_mean(x):
+    return -0.5 * x["mean"] ** 2
+
+
+def rows_with_effects(x, rows):
+    """Rows y of variance 1 around a mean that they share and a standard normal effect of each."""
+    return -0.5 * (rows["y"] - x["mean"] - x["effect"]) ** 2 - 0.5 * x["effect"] ** 2
 
 
 # Exact laws: draws are made of independent standard normals, and can be turned back into them
@@ -189,6 +233,14 @@ def moments_in_mcse(position, scales, bias_of_squares: float = 0.0) -> tuple[flo
         return max(jax.tree.leaves(errors))
 
     return worst(units, 0.0), worst(squares, bias_of_squares)
+
+
+def autoregression(phi: float, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """AR(1) chains [chains, draws, ...] of unit innovations."""
+    x = np.random.default_rng(seed).normal(size=shape)
+    for n in range(1, shape[1]):
+        x[:, n] += phi * x[:, n - 1]
+    return x
 
 
 # Isokinetic dynamics in NumPy's float64: in coordinates z, x = S z, the metric S Sᵀ is the identity

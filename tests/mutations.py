@@ -1,36 +1,54 @@
-"""Deliberate mutations of the package, each with the tests that are to fail.
+"""Deliberate faults of the package, each with the tests that must fail.
 
-``python -m tests.mutations`` breaks one line at a time in a copy of the package, runs the tests that
-are named for it, and prints a table: the first test that failed, or SURVIVED. First of all the same
-tests run on the package as it is: one that fails there catches nothing. ``--only WORD ...`` takes the
-mutations whose name, function or tests hold one of the words.
+``python -m tests.mutations`` applies the mutations of mutations.txt one at a time to a copy of the
+project, runs the tests named for each up to the first failure, and prints a table: the first test that
+failed, or SURVIVED. The same tests run first on the unchanged package: a test that fails there is left
+out, and a file that cannot be imported there tests nothing.
 
-They stand in mutations.txt. A mutation names a function, not a file, so that a move of a module
-changes nothing there; one whose function or text is found in no place, or in several, is NOT FOUND.
+- ``--check`` only looks mutations up, which takes a second: NOT FOUND is one whose function or text is
+  in no place, or in several, and one whose test file does not exist.
+- ``--only WORD ...`` takes the mutations whose name, function or tests contain one of the words.
+- ``--jobs 2`` runs two at a time, each in a copy of its own.
+- ``--out FILE`` keeps each result as a line of JSON. A later run with the same file skips a mutation
+  whose entry, module and test files are as they were when it was caught, and prints the whole table.
+
+A mutation names a function, not a file, so that moving a module changes nothing in mutations.txt.
 """
 
 import argparse
 import ast
+import hashlib
+import itertools
+import json
 import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = re.compile(r"(\w+)(?:\(([^)]*)\))?")
+COPIED = ("gspmd_mcmc", "tests", "benchmarks", "validation", "demos")  # the rest is linked
+FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/test_.*?)(?: - .*)?$", re.MULTILINE)
+NO_TESTS = 5  # pytest's exit status
+TIMEOUT_S = 900.0
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-rfE", "--no-header", "-p", "no:cacheprovider")
+NOT_CAUGHT = ("SURVIVED", "NOT FOUND", "NOT TESTED", "TIMED OUT")
 
 
 class Mutation(NamedTuple):
     """One fault.
 
-    ``function`` is its name in its module, with the class's before it, and ``old`` a part of its text
-    that stands there once; ``tests`` are files of this folder without ``test_`` and ``.py``, each
-    perhaps with a pytest expression in parentheses.
+    ``function`` is its name in its module, after the class's for a method. ``old`` occurs once in its
+    text. ``tests`` are files of this folder without ``test_`` and ``.py``, each perhaps followed by an
+    expression for ``pytest -k`` in parentheses.
     """
 
     name: str
@@ -40,8 +58,16 @@ class Mutation(NamedTuple):
     tests: str
 
 
+class Place(NamedTuple):
+    """Where the text of a mutation stands: a file, its first and last character."""
+
+    path: Path
+    begin: int
+    end: int
+
+
 def read(text: str) -> list[Mutation]:
-    """Read mutations.txt: ``name | function | tests``, then lines that go and lines that come."""
+    """Read mutations.txt: ``name | function | tests``, then lines removed and lines added."""
     found = []
     for block in text.split("\n\n"):
         head, *lines = block.strip().splitlines()
@@ -65,8 +91,8 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Functi
             yield f"{prefix}{node.name}", node
 
 
-def places(package: Path, mutation: Mutation) -> list[tuple[Path, int, int]]:
-    """Find where its text stands in functions of its name: file, first and last character."""
+def places(package: Path, mutation: Mutation) -> list[Place]:
+    """Find every place where the text stands in a function of that name."""
     found = []
     for path in sorted(package.rglob("*.py")):
         text = path.read_text()
@@ -78,98 +104,193 @@ def places(package: Path, mutation: Mutation) -> list[tuple[Path, int, int]]:
                 body = ast.get_source_segment(text, node) or ""
                 begin = text.index(body, starts[node.lineno - 1])
                 hits = re.finditer(re.escape(mutation.old), body)
-                found += [(path, begin + m.start(), begin + m.end()) for m in hits]
+                found += [Place(path, begin + m.start(), begin + m.end()) for m in hits]
     return found
 
 
-def pytest(folder: Path, tests: str) -> tuple[list[str], str]:
-    """Run tests in a copy of the project up to the first that fails; return it, and all output."""
-    environment = os.environ | {
-        "PYTHONPATH": str(folder),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    failed, output = [], ""
-    for file, words in re.findall(r"(\w+)(?:\(([^)]*)\))?", tests):
-        path = folder / "tests" / f"test_{file}.py"
-        if not path.exists():
-            output += f"{path.name} is not there\n"
-            continue
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-rfE",
-            "--no-header",
-            "-p",
-            "no:cacheprovider",
-        ]
-        command += [str(path), *(["-k", words] if words else [])]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        output += done.stdout + done.stderr
-        failed += re.findall(r"^(?:FAILED|ERROR) tests/test_(\S+)", done.stdout, re.MULTILINE)
-        if done.returncode and not failed:
-            failed.append(f"{file}: pytest ended with {done.returncode}")
-        if failed:
-            break
-    return failed, output
+def test_files(mutation: Mutation) -> list[Path]:
+    """Return the files of its tests."""
+    return [ROOT / "tests" / f"test_{file}.py" for file, _ in TESTS.findall(mutation.tests)]
 
 
-def copy_of_project(folder: Path) -> None:
-    """Copy what tests import; link what they only read."""
-    for name in ("gspmd_mcmc", "tests"):
+def defect(mutation: Mutation) -> str | None:
+    """Say why a mutation cannot be applied or tested; None if it can be."""
+    found = places(ROOT / "gspmd_mcmc", mutation)
+    if len(found) != 1:
+        return f"NOT FOUND: its text is in {len(found)} places"
+    missing = [path.name for path in test_files(mutation) if not path.exists()]
+    return f"NOT FOUND: {', '.join(missing)}" if missing else None
+
+
+def fingerprint(mutation: Mutation) -> str:
+    """Return a digest of the entry, of the module that it changes and of its test files."""
+    texts = [*mutation, *(place.path.read_text() for place in places(ROOT / "gspmd_mcmc", mutation))]
+    texts += [path.read_text() for path in test_files(mutation) if path.exists()]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def copy_of_project(folder: Path) -> Path:
+    """Copy what tests import, link what they only read, and return the folder."""
+    for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
         if not (folder / path.name).exists() and path.name not in (".git", "out"):
             (folder / path.name).symlink_to(path)
+    return folder
 
 
-def result(folder: Path, mutation: Mutation) -> str:
-    """Apply a mutation to the copy, run its tests, and take it back."""
-    found = places(folder / "gspmd_mcmc", mutation)
-    if len(found) != 1:
-        return f"NOT FOUND: {len(found)} places"
-    path, begin, end = found[0]
-    text = path.read_text()
+def pytest(folder: Path, programs: Path, file: str, words: str, *options: str) -> tuple[list[str], str]:
+    """Run one test file in a copy of the project; return the tests that failed, and all output.
+
+    Compiled programs are kept in ``programs``: most are the same in the next run.
+    """
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        "PYTHONDONTWRITEBYTECODE": "1",  # a module that changes twice a second needs no stale bytecode
+        "JAX_COMPILATION_CACHE_DIR": str(programs),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    command = [*PYTEST, *options, f"tests/test_{file}.py", *(["-k", words] if words else [])]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    failed = FAILED.findall(done.stdout)
+    # Where no test is selected, nothing is caught; else pytest itself has failed.
+    if done.returncode not in (0, NO_TESTS) and not failed:
+        failed = [f"tests/test_{file}.py"]
+    return failed, done.stdout + done.stderr
+
+
+def words_by_file(mutations: Sequence[Mutation]) -> dict[str, str]:
+    """Return the files that the mutations name, each with one expression for all tests named."""
+    found: dict[str, list[str]] = {}
+    for file, words in (pair for mutation in mutations for pair in TESTS.findall(mutation.tests)):
+        found.setdefault(file, []).append(words)
+    return {
+        file: "" if "" in words else " or ".join(f"({each})" for each in dict.fromkeys(words))
+        for file, words in found.items()
+    }
+
+
+def control(folder: Path, programs: Path, file: str, words: str) -> list[str]:
+    """Run tests on the unchanged package; print and return those that fail."""
+    failed, output = pytest(folder, programs, file, words)
+    if failed:
+        print(output, *(f"{test} fails without a mutation" for test in failed), sep="\n")
+    return failed
+
+
+def caught_by(folder: Path, programs: Path, mutation: Mutation, left_out: Sequence[str]) -> str:
+    """Apply a mutation to the copy, run its tests until one fails, and restore the copy.
+
+    Tests ``left_out`` fail without it.
+    """
+    path, begin, end = places(folder / "gspmd_mcmc", mutation)[0]
+    text, caught = path.read_text(), "SURVIVED"
     path.write_text(text[:begin] + mutation.new + text[end:])
     try:
-        failed, _ = pytest(folder, mutation.tests)
+        for file, words in TESTS.findall(mutation.tests):
+            if f"tests/test_{file}.py" in left_out:
+                caught = f"NOT TESTED: test_{file}.py fails as a whole"
+                continue
+            options = [f"--deselect={test}" for test in left_out]
+            failed, _ = pytest(folder, programs, file, words, "-x", *options)
+            if failed:
+                return failed[0].removeprefix("tests/test_")
+    except subprocess.TimeoutExpired:
+        return f"TIMED OUT after {TIMEOUT_S:.0f} s"
     finally:
         path.write_text(text)
-    return failed[0] if failed else "SURVIVED"
+    return caught
+
+
+def known(path: Path | None) -> dict[str, dict]:
+    """Return the results that a file holds of mutations that were caught, by fingerprint."""
+    lines = path.read_text().splitlines() if path and path.exists() else []
+    found = {record["fingerprint"]: record for record in map(json.loads, lines)}
+    return {key: one for key, one in found.items() if not one["caught_by"].startswith(NOT_CAUGHT)}
+
+
+def row(record: dict) -> str:
+    """Return the row of a Markdown table."""
+    cells = (record[key] for key in ("mutation", "function", "caught_by"))
+    return f"| {' | '.join(cells)} | {record['seconds']:.0f} |"
+
+
+def run(
+    mutations: Sequence[Mutation], before: dict[str, dict], jobs: int, no_control: bool
+) -> Iterator[dict]:
+    """Give a record for each mutation as it comes, first those that need no run; see `known`."""
+    left = []
+    for mutation in mutations:
+        one = {"mutation": mutation.name, "function": mutation.function, "seconds": 0.0}
+        one["fingerprint"] = fingerprint(mutation)
+        if reason := defect(mutation):
+            yield one | {"caught_by": reason}
+        elif one["fingerprint"] in before:
+            yield before[one["fingerprint"]]
+        else:
+            left.append((mutation, one))
+    if not left:
+        return
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(jobs) as pool:
+        top = Path(name).resolve()
+        programs = top / "programs"
+        folders: queue.Queue[Path] = queue.Queue()
+        for number in range(jobs):
+            folders.put(copy_of_project(top / f"copy_{number}"))
+
+        def in_a_copy(function: Callable, *arguments: Any) -> Any:
+            folder = folders.get()
+            try:
+                return function(folder, programs, *arguments)
+            finally:
+                folders.put(folder)
+
+        def record(mutation: Mutation, one: dict) -> dict:
+            began = time.monotonic()
+            found = in_a_copy(caught_by, mutation, left_out)
+            return one | {"caught_by": found, "seconds": time.monotonic() - began}
+
+        files = {} if no_control else words_by_file([mutation for mutation, _ in left])
+        failed = pool.map(lambda pair: in_a_copy(control, *pair), files.items())
+        left_out = list(itertools.chain(*failed))
+        yield from pool.map(record, *zip(*left, strict=True))
 
 
 def main() -> int:
-    """Print the table; return how many mutations were not caught."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[""], help="words, of which one is enough")
-    parser.add_argument("--no-control", action="store_true", help="do not run the tests unbroken first")
+    """Print the table; return how many mutations are not caught."""
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutations",
+        description=summary,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="take some of them")
+    parser.add_argument("--check", action="store_true", help="look them up; run nothing")
+    parser.add_argument("--no-control", action="store_true", help="do not run the unchanged package")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
+    parser.add_argument("--out", type=Path, help="results, a line of JSON each")
     options = parser.parse_args()
-    said = [(m, f"{m.name} {m.function} {m.tests}") for m in MUTATIONS]
-    chosen = [m for m, text in said if any(word in text for word in options.only)]
-    missed = 0
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name).resolve()
-        copy_of_project(folder)
-        if not options.no_control:
-            for tests in dict.fromkeys(m.tests for m in chosen):
-                failed, output = pytest(folder, tests)
-                if failed:
-                    print(output)
-                    sys.exit(f"{failed[0]} fails without a mutation")
-        print(
-            "| mutation | function | caught by | seconds |", "|---|---|---|---|", sep="\n", flush=True
-        )
-        for mutation in chosen:
-            began = time.monotonic()
-            caught = result(folder, mutation)
-            missed += caught.startswith(("SURVIVED", "NOT FOUND"))
-            seconds = time.monotonic() - began
-            print(f"| {mutation.name} | {mutation.function} | {caught} | {seconds:.0f} |", flush=True)
+    texts = [(m, f"{m.name} {m.function} {m.tests}") for m in MUTATIONS]
+    chosen = [m for m, text in texts if any(word in text for word in options.only)]
+    if options.check:
+        found = [(m.name, reason) for m in chosen if (reason := defect(m))]
+        print(*(f"{name}: {reason}" for name, reason in found), sep="\n", end="\n" if found else "")
+        print(f"{len(chosen) - len(found)} of {len(chosen)} mutations can be applied")
+        return len(found)
+    before, missed = known(options.out), 0
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+    print("| mutation | function | caught by | seconds |", "|---|---|---|---|", sep="\n", flush=True)
+    for record in run(chosen, before, options.jobs, options.no_control):
+        missed += record["caught_by"].startswith(NOT_CAUGHT)
+        print(row(record), flush=True)
+        if options.out and record["fingerprint"] not in before:
+            with options.out.open("a") as lines:
+                print(json.dumps(record), file=lines)
     print(f"{len(chosen) - missed} of {len(chosen)} mutations are caught", flush=True)
     return missed
 

@@ -47,11 +47,6 @@ def test_sizes_are_kept_in_the_order_of_make_mesh(sizes, shape):
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
-def test_it_has_the_axes_of_the_real_mesh_of_the_same_sizes():
-    assert MESH.shape_tuple == REAL.shape_tuple
-    assert MESH.axis_types == REAL.axis_types
-
-
 @pytest.mark.parametrize(
     "sizes", [{}, {"data": 0}, {"data": -1}, {"data": 8.0}, {"data": "8"}, {"data": None}]
 )
@@ -102,10 +97,6 @@ def test_it_gives_what_a_real_mesh_gives_but_for_the_values(leaf, as_shape):
     assert jax.tree.structure(abstract) == jax.tree.structure(real)
     for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(real), strict=True):
         assert (type(a), a.shape, a.dtype, a.sharding.spec) == (S, b.shape, b.dtype, b.sharding.spec)
-
-
-def test_a_float64_shape_is_what_jax_would_make_of_it():
-    assert gm.place(rows(8, dtype=np.float64), MESH, P("data")).dtype == F32
 
 
 def test_uneven_rows_are_padded():
@@ -189,11 +180,6 @@ def hierarchy(mesh):
     target = gm.Posterior(log_prior, gm.Plate(log_likelihood, data, local="effect"))
     position = {"effect": gm.place(rows(1001), mesh, P("data")), "mean": rows(), "log_sd": rows()}
     return gm.HMC(target, step_size=1e-2, num_integration_steps=3), position
-
-
-def test_a_posterior_of_shapes_knows_its_rows():
-    kernel, _ = hierarchy(MESH)
-    assert "1001 rows + 3 pad over data=4" in repr(kernel.target)
 
 
 @pytest.mark.parametrize("num", [8, 4096])

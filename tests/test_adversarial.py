@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.validation import adversarial
-from benchmarks.validation.adversarial_targets import ADVERSARIES
+from validation.sections import adversarial
+from validation.sections.adversarial_targets import ADVERSARIES
 
 NUM = 20_000
 

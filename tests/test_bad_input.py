@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -19,35 +20,59 @@ MESH = gm.make_mesh(chains=2, data=4)
 X = np.linspace(-1, 1, 20, dtype=np.float32).reshape(10, 2)
 Y = np.ones(10, np.float32)
 NOT_FINITE = (jnp.nan, jnp.inf, -jnp.inf)
-
-
-def log_prior(params):
-    return -0.5 * params["w"] ** 2
-
-
-def log_likelihood(params, block):
-    return -0.5 * (block["y"] - block["x"] @ params["w"]) ** 2
+NORMAL = gm.LogDensity(models.normal)
+regression = models.regression
 
 
 def log_of_y(params, block):
     return jnp.log(block["y"]) * jnp.sum(params["w"] ** 2)
 
 
+def log_prior(params):
+    return -0.5 * params["w"] ** 2
+
+
+def log_prior_of_one(params):
+    return log_prior(params) + 0 * jnp.zeros_like(params["free"])
+
+
+def flat(params):
+    return jnp.zeros(())
+
+
 def data(x=X, y=Y):
     return gm.place({"x": x, "y": y}, MESH, P("data"))
 
 
-def posterior(likelihood=log_likelihood, prior=log_prior, **arrays):
+def posterior(likelihood=regression, prior=log_prior, **arrays):
     return gm.Posterior(prior, gm.Plate(likelihood, data(**arrays)))
 
 
 TARGET = posterior()
 POSITION = {"w": np.zeros(2, np.float32)}
+FREE = {"free": np.zeros(1, np.float32)}
+
+
+def init(target: Any = TARGET, position: Any = POSITION):
+    return gm.HMC(target, 0.1, 1).init(position)
 
 
 def sample(target: Any = TARGET, position=POSITION, rng_key=KEY, **options):
     options = {"num_warmup": 0, "num_samples": 1, "progress": False} | options
     return gm.sample(rng_key, target, position, **options)
+
+
+def both(**given):
+    """Give it to a kernel and to `sample`, which must not hide the error while it looks for chains."""
+    with pytest.raises((TypeError, ValueError)) as error:
+        init(**given)
+    with pytest.raises(type(error.value), match=re.escape(str(error.value)[:60])):
+        sample(**given)
+    raise error.value
+
+
+def at_w(leaf):
+    return {"position": {"w": leaf}}
 
 
 def with_one(array, index, value):
@@ -56,77 +81,70 @@ def with_one(array, index, value):
     return changed
 
 
+def refuses(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
 # Numbers that are not finite.
 
 
 @pytest.mark.parametrize("value", NOT_FINITE)
-def test_data_that_are_not_finite_are_named(value):
+def test_data_and_starts_that_are_not_finite_are_named(value):
     target = posterior(x=with_one(X, (7, 1), value))
-    with pytest.raises(gm.NonFiniteStart, match=r"data .*\['x'\] has 1 values that are NaN or inf"):
-        gm.HMC(target, 0.1, 1).init(POSITION)
+    named = r"data .*\['x'\] has 1 values that are NaN or inf"
+    refuses(lambda: init(target), gm.NonFiniteStart, named)
+    start = {"w": jnp.array([0.0, value])}
+    refuses(lambda: init(position=start), gm.NonFiniteStart, r"position \['w'\] has 1 values")
 
 
-def test_sample_names_data_that_are_not_finite():
-    target = posterior(y=with_one(Y, 3, np.nan))
-    with pytest.raises(gm.NonFiniteStart, match=r"chains \[0, 1, 2, 3\] of 4.*data .*\['y'\] has 1"):
-        sample(target)
+def log_of_all(x):
+    return {"good": -(x**2), "bad": jnp.log(x)}
 
 
-@pytest.mark.parametrize("value", NOT_FINITE)
-def test_a_start_that_is_not_finite_is_named(value):
-    with pytest.raises(gm.NonFiniteStart, match=r"position \['w'\] has 1 values"):
-        gm.HMC(TARGET, 0.1, 1).init({"w": jnp.array([0.0, value])})
+ZERO_Y = with_one(with_one(Y, 5, 0), 8, -1)  # copies of the last row, which are pad, have a logarithm
+NONFINITE = {
+    "data of chains": (
+        lambda: sample(posterior(y=with_one(Y, 3, np.nan))),
+        r"chains \[0, 1, 2, 3\] of 4.*data .*\['y'\] has 1",
+    ),
+    "start of a chain": (
+        lambda: sample(position={"w": with_one(np.zeros((4, 2), np.float32), (2, 1), np.nan)}),
+        r"chains \[2\] of 4 .* in chain 2 position \['w'\]",
+    ),
+    "row": (
+        lambda: init(posterior(log_of_y, y=ZERO_Y), {"w": jnp.ones(2)}),
+        r"Plate\(log_of_y, 10 rows .*: 2 rows have a term .* the first is row 5",
+    ),
+    "summand": (
+        lambda: init(gm.LogDensity(log_of_all), jnp.array([-1.0, 1.0, 0.0])),
+        r"its summand \['bad'\] has 2 values",
+    ),
+    "every drawn start": (
+        lambda: sample(position=lambda key: {"w": jnp.full(2, jnp.nan)}),
+        r"chains \[0, 1, 2, 3\] of 4.*position \['w'\] has 2",
+    ),
+}
 
 
-def test_a_chain_whose_start_is_not_finite_is_named():
-    position = {"w": with_one(np.zeros((4, 2), np.float32), (2, 1), np.nan)}
-    with pytest.raises(gm.NonFiniteStart, match=r"chains \[2\] of 4 .* in chain 2 position \['w'\]"):
-        sample(position=position)
-
-
-def test_the_row_whose_term_is_not_finite_is_named():
-    """Rows 5 and 8 alone lie where the logarithm is not finite; copies of the last row do not."""
-    target = posterior(log_of_y, y=with_one(with_one(Y, 5, 0), 8, -1))
-    message = r"Plate\(log_of_y, 10 rows .*: 2 rows have a term .* the first is row 5"
-    with pytest.raises(gm.NonFiniteStart, match=message):
-        gm.HMC(target, 0.1, 1).init({"w": jnp.ones(2)})
-
-
-def test_the_summand_that_is_not_finite_is_named():
-    target = gm.LogDensity(lambda x: {"good": -(x**2), "bad": jnp.log(x)})
-    with pytest.raises(gm.NonFiniteStart, match=re.escape("its summand ['bad'] has 2 values")):
-        gm.HMC(target, 0.1, 1).init(jnp.array([-1.0, 1.0, 0.0]))
-
-
-def test_a_start_that_never_is_finite_ends_in_an_error():
-    with pytest.raises(gm.NonFiniteStart, match=r"chains \[0, 1, 2, 3\] of 4.*position \['w'\] has 2"):
-        sample(position=lambda key: {"w": jnp.full(2, jnp.nan)})
+@pytest.mark.parametrize("what", NONFINITE)
+def test_what_is_not_finite_at_a_start_is_named(what):
+    call, match = NONFINITE[what]
+    refuses(call, gm.NonFiniteStart, match)
 
 
 def test_chains_that_accept_next_to_nothing_are_warned_of_in_the_run_and_in_its_summary():
     """The energy of a step that is too large for its scale errs by hundreds, not by a thousand."""
-    kernel = gm.HMC(gm.LogDensity(log_prior), 3.0, 1)
+    kernel = gm.HMC(NORMAL, 3.0, 1)
     with pytest.warns(gm.SamplingWarning, match="next to no proposal is accepted: the median accept"):
-        draws = sample(kernel.target, {"w": jnp.full(3, 2.0)}, kernel=kernel, num_samples=20)
+        draws = sample(NORMAL, {"w": jnp.full(3, 2.0)}, kernel=kernel, num_samples=20)
     assert not np.any(draws.stats["is_divergent"])
     assert any(x.startswith("next to no proposal is accepted") for x in draws.summary().warnings)
 
 
-def nan_beyond_wall(x):
-    return jnp.where(x < 1, -0.5 * x**2, jnp.nan)
-
-
-def infinite_beyond_wall(x):
-    return jnp.where(x < 1, -0.5 * x**2, jnp.inf)
-
-
-def nothing_beyond_wall(x):
-    return jnp.where(x < 1, -0.5 * x**2, -jnp.inf)
-
-
-@pytest.mark.parametrize("fn", [nan_beyond_wall, infinite_beyond_wall, nothing_beyond_wall])
-def test_proposals_that_are_not_finite_are_divergent_and_never_kept(fn):
-    target = gm.LogDensity(fn)
+@pytest.mark.parametrize("beyond", [jnp.nan, jnp.inf, -jnp.inf])
+def test_proposals_that_are_not_finite_are_divergent_and_never_kept(beyond):
+    target = gm.LogDensity(lambda x: jnp.where(x < 1, -0.5 * x**2, beyond))
     kernel = gm.HMC(target, 0.5, 5)
     with pytest.warns(gm.SamplingWarning) as warned:
         draws = sample(target, gm.per_chain(jnp.zeros(4)), kernel=kernel, num_samples=64)
@@ -143,239 +161,220 @@ def test_proposals_that_are_not_finite_are_divergent_and_never_kept(fn):
 # Positions.
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64, jnp.uint8])
-def test_a_position_that_is_not_floating_is_refused(dtype):
-    message = re.escape("position ['w']: expected a floating dtype, got " + jnp.dtype(dtype).name)
-    with pytest.raises(TypeError, match=message):
-        sample(position={"w": jnp.zeros(2, dtype)})
-    with pytest.raises(TypeError, match=message):
-        gm.HMC(TARGET, 0.1, 1).init({"w": jnp.zeros(2, dtype)})
+def of_two(x):
+    return -(x[0] ** 2)
+
+
+OTHER_MESH = gm.make_mesh(model=2, devices=jax.devices()[:2])
+NOT_FLOATING = r"position \['w'\]: expected a floating dtype, got "
+UNREAD = r"position \['free'\]: neither log_prior nor a plate reads it"
+NO_POSITION = "position: expected a tree with at least one array"
+POSITIONS = {
+    "int32": (lambda: both(**at_w(jnp.zeros(2, int))), TypeError, NOT_FLOATING + "int32"),
+    "bool": (lambda: both(**at_w(jnp.zeros(2, bool))), TypeError, NOT_FLOATING + "bool"),
+    "complex64": (lambda: both(**at_w(jnp.zeros(2, complex))), TypeError, NOT_FLOATING + "complex64"),
+    "drawn integers": (
+        lambda: sample(position=lambda key: {"w": jnp.zeros(2, int)}),
+        TypeError,
+        NOT_FLOATING,
+    ),
+    "unread": (lambda: both(position=POSITION | FREE), ValueError, UNREAD),
+    "read times nothing": (
+        lambda: both(target=posterior(prior=log_prior_of_one), position=POSITION | FREE),
+        ValueError,
+        UNREAD,
+    ),
+    "unread by a log density": (
+        lambda: sample(gm.LogDensity(jax.jit(of_two)), [jnp.zeros(2), jnp.zeros(2)]),
+        ValueError,
+        r"position \[1\]: nothing reads it",
+    ),
+    "empty dict": (lambda: sample(position={}), ValueError, NO_POSITION),
+    "None": (lambda: sample(position=None), ValueError, NO_POSITION),
+    "empty tuple": (lambda: sample(position=()), ValueError, NO_POSITION),
+    "padded": (
+        lambda: sample(position={"w": gm.place(np.zeros(9, np.float32), MESH, P("data"))}),
+        ValueError,
+        r"position \['w'\]: got Padded\(float32\[12\]: 9 rows \+ 3 pad",
+    ),
+    "chains or not": (
+        lambda: sample(NORMAL, np.zeros((4, 3), np.float32)),
+        ValueError,
+        "leading axis of num_chains=4.*accepts it with and without.*per_chain.*uniform_start",
+    ),
+    "chains or none": (
+        lambda: sample(NORMAL, np.zeros(4, np.float32)),
+        ValueError,
+        "leading axis of num_chains=4.*accepts it with and without",
+    ),
+    "three chains of four": (
+        lambda: sample(position=gm.per_chain({"w": np.zeros((3, 2), np.float32)})),
+        ValueError,
+        r"per_chain position \['w'\]: expected a leading axis of num_chains=4, got shape \(3, 2\)",
+    ),
+    "another mesh": (
+        lambda: sample(position=gm.place({"w": np.zeros(2)}, OTHER_MESH, P("model"))),
+        ValueError,
+        r"position \['w'\] lies on .* but mesh=",
+    ),
+    "the axis of the rows": (
+        lambda: sample(position=gm.place({"w": np.zeros(4)}, MESH, P("data"))),
+        ValueError,
+        r"position \['w'\] lies over mesh axis 'data', which the rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", POSITIONS)
+def test_a_position_that_is_none_is_refused(what):
+    """One that nothing reads chains would walk to 4e12: nothing but the momentum moves them."""
+    refuses(*POSITIONS[what])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_position_of_few_digits_is_refused(dtype):
     """A chain whose moves are rounded to them has twice the standard deviation of its target."""
-    message = re.escape(f"position ['w']: expected float32 or float64, got {jnp.dtype(dtype).name}")
-    for start in ({"w": jnp.zeros(2, dtype)}, lambda key: {"w": jnp.zeros(2, dtype)}):
-        with pytest.raises(TypeError, match=message):
-            sample(position=start)
-    with pytest.raises(TypeError, match=message):
-        gm.HMC(TARGET, 0.1, 1).init({"w": jnp.zeros(2, dtype)})
+    match = rf"position \['w'\]: expected float32 or float64, got {jnp.dtype(dtype).name}"
+    leaf = jnp.zeros(2, dtype)
+    refuses(lambda: both(**at_w(leaf)), TypeError, match)
+    refuses(lambda: sample(position=lambda key: {"w": leaf}), TypeError, match)
 
 
-def test_a_drawn_start_that_is_not_floating_is_refused():
-    with pytest.raises(TypeError, match=re.escape("position ['w']: expected a floating dtype")):
-        sample(position=lambda key: {"w": jnp.zeros(2, int)})
-
-
-def log_prior_of_one(params):
-    return -0.5 * params["w"] ** 2 + 0 * jnp.zeros_like(params["free"])
-
-
-@jax.jit
-def likelihood_of_one(params, block):
-    return -0.5 * (block["y"] - block["x"] @ params["w"]) ** 2
-
-
-@pytest.mark.parametrize("prior", [log_prior, log_prior_of_one, None])
-def test_a_latent_that_nothing_reads_is_refused(prior):
-    """Chains would walk it to 4e12, as nothing but the momentum moves them; R-hat alone would tell."""
-    plate = gm.Plate(likelihood_of_one, data())
-    target = gm.Posterior(flat if prior is None else prior, plate)
-    position = POSITION | {"free": np.zeros(1, np.float32)}
-    message = re.escape("position ['free']: neither log_prior nor a plate reads it")
-    with pytest.raises(ValueError, match=message):
-        sample(target, position)
-    with pytest.raises(ValueError, match=message):
-        gm.HMC(target, 0.1, 1).init(position)
-    with pytest.raises(ValueError, match=re.escape("position [1]: nothing reads it")):
-        sample(gm.LogDensity(jax.jit(lambda x: -(x[0] ** 2))), [jnp.zeros(2), jnp.zeros(2)])
-
-
-def flat(params):
-    return jnp.zeros(())
+def test_a_latent_that_a_bijection_alone_reads_is_refused():
+    exp = pytest.importorskip("numpyro.distributions").transforms.ExpTransform()
+    target = gm.LogDensity(of_two, bijections=[None, exp])
+    match = r"position \[1\]: nothing reads it"
+    refuses(lambda: init(target, [jnp.zeros(2), jnp.zeros(2)]), ValueError, match)
 
 
 def test_a_flat_prior_is_taken_where_the_likelihood_reads_the_latent():
-    target = gm.Posterior(flat, gm.Plate(likelihood_of_one, data()))
-    assert np.isfinite(gm.HMC(target, 0.1, 1).init(POSITION).log_density)
-
-
-@pytest.mark.parametrize("position", [{}, None, ()])
-def test_an_empty_position_is_refused(position):
-    with pytest.raises(ValueError, match="position: expected a tree with at least one array"):
-        sample(position=position)
-
-
-def test_a_padded_position_is_refused():
-    position = {"w": gm.place(np.zeros(9, np.float32), MESH, P("data"))}
-    with pytest.raises(
-        ValueError, match=r"position \['w'\]: got Padded\(float32\[12\]: 9 rows \+ 3 pad"
-    ):
-        sample(position=position)
-
-
-def test_padded_data_are_refused_where_nothing_masks_them():
-    with pytest.raises(ValueError, match=r"LogDensity data \[0\]\['x'\]: got Padded.*use Posterior"):
-        gm.LogDensity(lambda x, d: -(x**2), data())
-
-
-def plain(x):
-    return -0.5 * x**2
-
-
-@pytest.mark.parametrize("position", [np.zeros((4, 3), np.float32), np.zeros(4, np.float32)])
-def test_a_position_that_could_have_chains_or_not_is_ambiguous(position):
-    message = "leading axis of num_chains=4.*accepts it with and without.*per_chain.*uniform_start"
-    with pytest.raises(ValueError, match=message):
-        sample(gm.LogDensity(plain), position)
+    assert np.isfinite(init(posterior(jax.jit(regression), flat)).log_density)
 
 
 @pytest.mark.parametrize(
     ("mark", "shape"), [(gm.per_chain, (4, 1, 3)), (gm.uniform_start, (4, 1, 4, 3))]
 )
 def test_per_chain_and_uniform_start_say_which(mark, shape):
-    target = gm.LogDensity(plain)
-    draws = sample(target, mark(jnp.zeros((4, 3))), kernel=gm.HMC(target, 0.1, 4))
+    draws = sample(NORMAL, mark(jnp.zeros((4, 3))), kernel=gm.HMC(NORMAL, 0.1, 4))
     assert draws.position.shape == shape
 
 
-def test_per_chain_needs_one_position_a_chain():
-    message = r"per_chain position \['w'\]: expected a leading axis of num_chains=4, got shape \(3, 2\)"
-    with pytest.raises(ValueError, match=message):
-        sample(position=gm.per_chain({"w": np.zeros((3, 2), np.float32)}))
-
-
-def test_a_position_on_another_mesh_is_refused():
-    other = gm.make_mesh(model=2, devices=jax.devices()[:2])
-    position = gm.place({"w": np.zeros(2)}, other, P("model"))
-    with pytest.raises(ValueError, match=r"position \['w'\] lies on .* but mesh="):
-        sample(position=position)
-
-
-def test_a_shared_latent_on_the_axis_of_the_rows_is_refused():
-    position = gm.place({"w": np.zeros(4)}, MESH, P("data"))
-    with pytest.raises(
-        ValueError, match=r"position \['w'\] lies over mesh axis 'data', which the rows"
-    ):
-        sample(position=position)
-
-
-# Data.
-
-
-def test_leaves_with_different_rows_are_refused():
-    with pytest.raises(ValueError, match=re.escape("['x'] has 10, ['y'] has 9")):
-        gm.Plate(log_likelihood, {"x": X, "y": Y[:9]})
-
-
-def test_a_scalar_among_the_data_is_refused():
-    message = r"plate data \['s'\]: expected a leading axis of rows, got a scalar.*Partial"
-    with pytest.raises(ValueError, match=message):
-        gm.Plate(log_likelihood, {"x": X, "s": 1.0})
-
-
-def test_a_spec_that_names_no_mesh_axis_is_refused():
-    with pytest.raises(
-        ValueError, match=r"leaf \['x'\] of shape \(10, 2\).*the mesh has no axis 'rows'"
-    ):
-        gm.place({"x": X}, MESH, P("rows"))
-
-
-@pytest.mark.parametrize("empty", [{}, None, {"x": []}])
-def test_a_plate_of_no_leaf_is_refused(empty):
-    with pytest.raises(ValueError, match="expected a tree with at least one array, got no leaf"):
-        gm.Plate(log_likelihood, empty)
-
-
-def test_a_plate_of_no_rows_is_refused():
-    with pytest.raises(ValueError, match=r"expected at least one row, got none in \['x'\]"):
-        gm.Plate(log_likelihood, {"x": X[:0]})
-
-
-def test_more_devices_than_exist_are_refused():
-    with pytest.raises(ValueError, match="the axes multiply to 64, but there are 8 devices"):
-        gm.make_mesh(chains=8, data=8)
-
-
-@pytest.mark.parametrize("tile_rows", [0, -1, 2.5])
-def test_a_tile_of_no_whole_number_of_rows_is_refused(tile_rows):
-    with pytest.raises(ValueError, match="tile_rows: expected"):
-        gm.Plate(log_likelihood, data(), tile_rows=tile_rows)
-
-
-# Log densities.
+# Data and log densities.
 
 
 def a_sum(params, block):
-    return jnp.sum(log_likelihood(params, block))
+    return jnp.sum(regression(params, block))
 
 
 def a_column(params, block):
-    return log_likelihood(params, block)[:, None]
+    return regression(params, block)[:, None]
 
 
 def a_pair(params, block):
-    return log_likelihood(params, block), log_likelihood(params, block)
+    return regression(params, block), regression(params, block)
 
 
-def nothing(params, block):
+def nothing(params, block=None):
     return None
-
-
-@pytest.mark.parametrize(
-    ("likelihood", "got"),
-    [(a_sum, "float32[]"), (a_column, "float32[3, 1]"), (a_pair, "('float32[3]', "), (nothing, "None")],
-)
-def test_a_likelihood_without_a_term_a_row_is_refused(likelihood, got):
-    """Blocks of 12 padded rows over 4 devices have 3 rows."""
-    expected = f"{likelihood.__name__}: expected one term for each row of the block, shape [3]"
-    with pytest.raises(ValueError, match=re.escape(expected) + ".*" + re.escape(f"got {got}")):
-        gm.HMC(posterior(likelihood), 0.1, 1).init(POSITION)
 
 
 def integers(params, block):
     return jnp.ones(block["y"].shape, int)
 
 
-def test_a_likelihood_that_returns_integers_is_refused():
-    with pytest.raises(TypeError, match="integers: expected floating terms, got dtype int32"):
-        sample(posterior(integers))
-
-
 def an_integer(params):
     return {"a": jnp.zeros(()), "b": jnp.ones((), int)}
 
 
-def test_a_prior_that_returns_integers_is_refused():
-    message = r"an_integer: expected floating summands, got dtype int32 at \['b'\]"
-    with pytest.raises(TypeError, match=message):
-        sample(posterior(prior=an_integer))
+def positive(x):
+    return jnp.sum(x > 0)
 
 
-def test_a_log_density_that_returns_integers_is_refused():
-    with pytest.raises(TypeError, match="expected floating summands, got dtype int32"):
-        gm.HMC(gm.LogDensity(lambda x: jnp.sum(x > 0)), 0.1, 1).init(jnp.zeros(3))
+# Blocks of 12 padded rows over 4 devices have 3 rows.
+NO_TERMS = r": expected one term for each row of the block, shape \[3\].*got "
+NO_LEAF = "expected a tree with at least one array, got no leaf"
+TARGETS = {
+    "padded data": (
+        lambda: gm.LogDensity(flat, data()),
+        ValueError,
+        r"LogDensity data \[0\]\['x'\]: got Padded.*use Posterior",
+    ),
+    "other rows": (
+        lambda: gm.Plate(regression, {"x": X, "y": Y[:9]}),
+        ValueError,
+        r"\['x'\] has 10, \['y'\] has 9",
+    ),
+    "a scalar": (
+        lambda: gm.Plate(regression, {"x": X, "s": 1.0}),
+        ValueError,
+        r"plate data \['s'\]: expected a leading axis of rows, got a scalar.*Partial",
+    ),
+    "no leaf": (lambda: gm.Plate(regression, {}), ValueError, NO_LEAF),
+    "None": (lambda: gm.Plate(regression, None), ValueError, NO_LEAF),
+    "no array": (lambda: gm.Plate(regression, {"x": []}), ValueError, NO_LEAF),
+    "no row": (
+        lambda: gm.Plate(regression, {"x": X[:0]}),
+        ValueError,
+        r"expected at least one row, got none in \['x'\]",
+    ),
+    "tiles of 0": (
+        lambda: gm.Plate(regression, data(), tile_rows=0),
+        ValueError,
+        "tile_rows: expected",
+    ),
+    "tiles of 2.5": (
+        lambda: gm.Plate(regression, data(), tile_rows=2.5),  # pyright: ignore
+        ValueError,
+        "tile_rows: expected",
+    ),
+    "a sum": (lambda: init(posterior(a_sum)), ValueError, r"a_sum" + NO_TERMS + r"float32\[\]"),
+    "a column": (
+        lambda: init(posterior(a_column)),
+        ValueError,
+        "a_column" + NO_TERMS + r"float32\[3, 1\]",
+    ),
+    "a pair": (
+        lambda: init(posterior(a_pair)),
+        ValueError,
+        "a_pair" + NO_TERMS + r"\('float32\[3\]', ",
+    ),
+    "nothing": (lambda: init(posterior(nothing)), ValueError, "nothing" + NO_TERMS + "None"),
+    "integers": (
+        lambda: sample(posterior(integers)),
+        TypeError,
+        "integers: expected floating terms, got dtype int32",
+    ),
+    "an integer of a prior": (
+        lambda: sample(posterior(prior=an_integer)),
+        TypeError,
+        r"an_integer: expected floating summands, got dtype int32 at \['b'\]",
+    ),
+    "an integer of a log density": (
+        lambda: init(gm.LogDensity(positive), jnp.zeros(3)),
+        TypeError,
+        "positive: expected floating summands, got dtype int32",
+    ),
+    # A forgotten return would otherwise sample from a flat density, or leave the prior out.
+    "no summand": (lambda: init(gm.LogDensity(nothing), jnp.zeros(3)), TypeError, "nothing: expected"),
+    "no summand of a prior": (
+        lambda: init(posterior(prior=nothing)),
+        (TypeError, ValueError),
+        "nothing: expected",
+    ),
+    "no plate": (
+        lambda: gm.Posterior(log_prior, regression),  # pyright: ignore
+        TypeError,
+        "Posterior: plate 0: expected a Plate, got function",
+    ),
+}
 
 
-def no_summand(params):
-    return None
+@pytest.mark.parametrize("what", TARGETS)
+def test_a_target_that_is_wrong_is_refused(what):
+    refuses(*TARGETS[what])
 
 
-def test_a_log_density_that_returns_nothing_is_refused():
-    """A forgotten return would otherwise sample from a flat density, or leave the prior out."""
-    with pytest.raises((TypeError, ValueError), match="no_summand: expected"):
-        gm.HMC(gm.LogDensity(no_summand), 0.1, 1).init(jnp.zeros(3))
-    with pytest.raises((TypeError, ValueError), match="no_summand: expected"):
-        gm.HMC(posterior(prior=no_summand), 0.1, 1).init(POSITION)
-
-
-def test_a_plate_that_is_none_is_refused():
-    with pytest.raises(TypeError, match="Posterior: plate 0: expected a Plate, got function"):
-        gm.Posterior(log_prior, log_likelihood)  # pyright: ignore[reportArgumentType]
-
-
-# Counts.
+# Arguments of a run.
 
 
 @pytest.mark.parametrize(
@@ -395,29 +394,50 @@ def test_a_plate_that_is_none_is_refused():
     ],
 )
 def test_a_count_that_is_none_is_refused(name, value, least):
-    message = f"{name}: expected an integer of at least {least}, got {value!r}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        sample(**{name: value})
+    match = re.escape(f"{name}: expected an integer of at least {least}, got {value!r}")
+    refuses(lambda: sample(**{name: value}), ValueError, match)
 
 
 def test_numpy_integers_are_counts():
-    target = gm.LogDensity(plain)
     counts = {"num_chains": np.int64(2), "num_warmup": np.int32(2), "num_samples": np.int64(3)}
     warmup = gm.WindowAdaptation(adapt_step_size=False)
-    draws = sample(target, jnp.zeros(()), kernel=gm.HMC(target, 0.1, 5), warmup=warmup, **counts)
+    draws = sample(NORMAL, jnp.zeros(()), kernel=gm.HMC(NORMAL, 0.1, 5), warmup=warmup, **counts)
     assert (draws.num_chains, draws.num_draws) == (2, 3)
 
 
-@pytest.mark.parametrize("device_bytes", [-1, "1GB"])
-def test_device_bytes_that_are_no_size_are_refused(device_bytes):
-    with pytest.raises(ValueError, match="device_bytes: expected"):
-        sample(device_bytes=device_bytes)
+SETTINGS = [
+    ("checkpoint", 3, "checkpoint: expected the path of a folder, got 3"),
+    ("checkpoint", b"run", "checkpoint: expected the path of a folder"),
+    ("every", None, "every: expected a number of seconds, got None"),
+    ("every", True, "every: expected a number of seconds, got True"),
+    ("device_bytes", True, "device_bytes: expected a number of bytes or None, got True"),
+    ("device_bytes", -1, "device_bytes: expected"),
+    ("device_bytes", "1GB", "device_bytes: expected"),
+    ("progress", "no", "progress: expected True or False, got 'no'"),
+    ("collect", "w", "collect: expected a function, got 'w'"),
+    ("callback", "log", "callback: expected a function, got 'log'"),
+    (
+        "num_chains",
+        3,
+        "num_chains=3 does not divide over mesh axis 'chains' of size 2; use a multiple of 2",
+    ),
+    ("rng_key", jax.random.PRNGKey(0), r"rng_key: expected one typed key, jax\.random\.key.*uint32"),
+    ("rng_key", jax.random.split(KEY, 2), r"rng_key: expected one typed key, .*shape \(2,\)"),
+    ("rng_key", 0, "rng_key: expected one typed key, .*got int"),
+    ("rng_key", None, "rng_key: expected one typed key, .*got NoneType"),
+]
 
 
-def test_chains_that_their_axis_does_not_divide_are_refused():
-    message = "num_chains=3 does not divide over mesh axis 'chains' of size 2; use a multiple of 2"
-    with pytest.raises(ValueError, match=message):
-        sample(num_chains=3)
+@pytest.mark.parametrize(("name", "value", "match"), SETTINGS)
+def test_a_setting_of_another_kind_is_refused(name, value, match):
+    refuses(lambda: sample(**{name: value}), (TypeError, ValueError), match)
+
+
+def test_a_key_that_depends_on_the_layout_warns():
+    key = jax.random.key(0, impl="rbg")
+    with pytest.warns(gm.SamplingWarning, match="kind rbg: only threefry keys give the same chain"):
+        draws = sample(NORMAL, gm.per_chain(jnp.zeros(4)), key, kernel=gm.HMC(NORMAL, 0.1, 4))
+    assert draws.num_draws == 1
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0, -0.5, float("nan")])
@@ -426,67 +446,9 @@ def test_a_target_acceptance_rate_out_of_range_is_refused(rate):
         gm.WindowAdaptation(target_acceptance_rate=rate)
 
 
-# Keys.
-
-
-@pytest.mark.parametrize(
-    ("key", "got"),
-    [
-        (jax.random.PRNGKey(0), "dtype uint32"),
-        (jax.random.split(jax.random.key(0), 2), r"shape \(2,\)"),
-        (0, "got int"),
-        (None, "got NoneType"),
-    ],
-)
-def test_what_is_no_single_typed_key_is_refused(key, got):
-    with pytest.raises(TypeError, match=rf"rng_key: expected one typed key, jax\.random\.key.*{got}"):
-        sample(rng_key=key)
-
-
-def test_a_key_that_depends_on_the_layout_warns():
-    target, key = gm.LogDensity(plain), jax.random.key(0, impl="rbg")
-    with pytest.warns(gm.SamplingWarning, match="kind rbg: only threefry keys give the same chain"):
-        draws = sample(target, gm.per_chain(jnp.zeros(4)), key, kernel=gm.HMC(target, 0.1, 4))
-    assert draws.num_draws == 1
-
-
 @pytest.fixture(scope="module")
 def draws():
     return sample(kernel=gm.HMC(TARGET, 0.1, 4))
-
-
-# Settings of a run.
-
-WRONG = [
-    ("checkpoint", 3, "checkpoint: expected the path of a folder, got 3"),
-    ("checkpoint", b"run", "checkpoint: expected the path of a folder"),
-    ("every", None, "every: expected a number of seconds, got None"),
-    ("every", True, "every: expected a number of seconds, got True"),
-    ("device_bytes", True, "device_bytes: expected a number of bytes or None, got True"),
-    ("progress", "no", "progress: expected True or False, got 'no'"),
-    ("collect", "w", "collect: expected a function, got 'w'"),
-    ("callback", "log", "callback: expected a function, got 'log'"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "message"), WRONG)
-def test_a_setting_of_another_kind_is_refused(name, value, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        sample(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"path": 3}, "path: expected the path of a folder, got 3"),
-        ({"num_samples": "3"}, "num_samples: expected an integer of at least 0, got '3'"),
-        ({"progress": "no"}, "progress: expected True or False, got 'no'"),
-        ({"callback": "log"}, "callback: expected a function, got 'log'"),
-    ],
-)
-def test_a_setting_of_another_kind_is_refused_by_resume(options, message, tmp_path):
-    with pytest.raises((TypeError, ValueError), match=message):
-        gm.resume(**{"path": tmp_path, "target": TARGET, **options})
 
 
 @pytest.mark.parametrize("wrong", [("w",), (["w"],), (3.0,), (None, "w"), (None, 2.5), (None, -1)])
@@ -496,41 +458,39 @@ def test_a_summary_of_no_number_of_superchains_or_rows_is_refused(wrong, draws):
         draws.summary(*wrong)
 
 
-@pytest.mark.parametrize("is_double", [False, True])
-def test_a_kernel_of_another_precision_is_refused(is_double):
-    with jax.enable_x64(is_double):
-        kernel = gm.HMC(TARGET, 0.1, 1)
-    with (
-        jax.enable_x64(not is_double),
-        pytest.raises(ValueError, match="kernel: its numbers are float.*jax_enable_x64 was switched"),
-    ):
-        sample(kernel=kernel, rng_key=jax.random.key(0))
+def test_earlier_draws_are_continued_with_their_own_target_kernel_and_chains(draws):
+    match = r"these draws are of another target.*per_chain\(draws\.state"
+    refuses(lambda: sample(posterior(), draws), ValueError, match)
+    match = "have 4 chains, got 2"
+    refuses(lambda: sample(position=draws, num_chains=2), ValueError, match)
+    match = "with their own kernel"
+    refuses(lambda: sample(position=draws, kernel=draws.kernel), ValueError, match)
 
 
 # Kernels.
 
 
-def test_a_kernel_of_another_target_is_refused():
-    with pytest.raises(ValueError, match="kernel: it was built on another target"):
-        sample(kernel=gm.HMC(posterior(), 0.1, 1))
+@pytest.mark.parametrize("is_double", [False, True])
+def test_a_kernel_of_another_precision_is_refused(is_double):
+    with jax.enable_x64(is_double):
+        kernel = gm.HMC(TARGET, 0.1, 1)
+    match = "kernel: its numbers are float.*jax_enable_x64 was switched"
+    with jax.enable_x64(not is_double):
+        refuses(lambda: sample(kernel=kernel, rng_key=jax.random.key(0)), ValueError, match)
 
 
-@pytest.mark.parametrize("step_size", [0, -0.1, float("nan"), float("inf"), np.ones(2), "a", None])
-def test_a_step_size_that_is_not_positive_is_refused(step_size):
-    with pytest.raises((TypeError, ValueError), match="HMC: step_size: expected a positive number"):
-        gm.HMC(TARGET, step_size, 1)
+KERNELS = {
+    "step_size": ([0, -0.1, float("nan"), float("inf"), np.ones(2), "a", None], "a positive number"),
+    "num_integration_steps": ([0, -1, 1.5, np.ones(2, int)], ""),
+    "jitter": ([-0.1, 1.1, float("nan")], "a number between 0 and 1"),
+}
 
 
-@pytest.mark.parametrize("count", [0, -1, 1.5, np.ones(2, int)])
-def test_a_number_of_leapfrogs_under_one_is_refused(count):
-    with pytest.raises(ValueError, match="HMC: num_integration_steps: expected"):
-        gm.HMC(TARGET, 0.1, count)
-
-
-@pytest.mark.parametrize("jitter", [-0.1, 1.1, float("nan")])
-def test_a_jitter_out_of_range_is_refused(jitter):
-    with pytest.raises(ValueError, match="HMC: jitter: expected a number between 0 and 1"):
-        gm.HMC(TARGET, 0.1, 1, jitter=jitter)
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, (vs, _) in KERNELS.items() for v in vs])
+def test_a_setting_of_a_kernel_out_of_range_is_refused(name, value):
+    settings = {"step_size": 0.1, "num_integration_steps": 1} | {name: value}
+    with pytest.raises((TypeError, ValueError), match=f"HMC: {name}: expected {KERNELS[name][1]}"):
+        gm.HMC(TARGET, **settings)
 
 
 def test_changing_a_kernel_checks_what_building_one_does():
@@ -550,45 +510,28 @@ def test_an_inverse_mass_matrix_unlike_the_position_is_refused(metric):
         sample(kernel=gm.HMC(TARGET, 0.1, 1, inverse_mass_matrix=metric))
 
 
-@pytest.mark.parametrize("target", [plain, 3, None])
-def test_a_target_without_terms_is_refused(target):
-    missing = r"\['terms', 'grad', 'terms_and_grad'\]"
-    message = rf"(HMC|NUTS): expected a target .* without {missing}; wrap .*LogDensity"
-    with pytest.raises(TypeError, match=message):
-        gm.HMC(target, 0.1, 1)
-    with pytest.raises(TypeError, match=message):
-        sample(target)
+@pytest.mark.parametrize("target", [flat, 3, None])
+def test_what_is_no_target_is_refused(target):
+    match = r"(HMC|NUTS): expected a target .*; wrap .*LogDensity.* class of your own is a .*Target"
+    refuses(lambda: gm.HMC(target, 0.1, 1), TypeError, match)
+    refuses(lambda: sample(target), TypeError, match)
 
 
-# Draws to go on from.
-
-
-def test_draws_of_another_target_are_refused(draws):
-    with pytest.raises(ValueError, match=r"these draws are of another target.*per_chain\(draws\.state"):
-        sample(posterior(), draws)
-
-
-def test_draws_of_another_number_of_chains_are_refused(draws):
-    with pytest.raises(ValueError, match="draws to continue have 4 chains, got 2"):
-        sample(position=draws, num_chains=2)
-
-
-def test_draws_are_not_gone_on_from_with_another_kernel(draws):
-    with pytest.raises(ValueError, match="draws are continued with their own kernel"):
-        sample(position=draws, kernel=draws.kernel)
+def test_a_kernel_of_another_target_is_refused():
+    kernel = gm.HMC(posterior(), 0.1, 1)
+    refuses(lambda: sample(kernel=kernel), ValueError, "kernel: it was built on another target")
 
 
 def test_a_kernel_may_be_made_in_a_program_of_numbers_and_a_metric_from_outside():
     """They are known while the program is staged, where jnp would trace what they are compared with."""
-    target = gm.LogDensity(lambda x: -(x**2))
     step_size, negative, metric = jnp.float32(0.1), jnp.float32(-0.1), jnp.float32(2.0)
 
     def step_size_of(x):
-        return x * gm.HMC(target, step_size, 10, inverse_mass_matrix=metric).step_size
+        return x * gm.HMC(NORMAL, step_size, 10, inverse_mass_matrix=metric).step_size
 
     assert float(jax.jit(step_size_of)(1.0)) == pytest.approx(0.1)
     with pytest.raises(ValueError, match="HMC: step_size: expected a positive number"):
-        jax.jit(lambda x: x * gm.HMC(target, negative, 10).step_size)(1.0)
+        jax.jit(lambda x: x * gm.HMC(NORMAL, negative, 10).step_size)(1.0)
 
 
 # Chains that cannot move, or are none.
@@ -598,24 +541,17 @@ def nowhere_but_at_zero(x):
     return jnp.where(x == 0, -0.5 * x**2, jnp.nan)
 
 
-@pytest.mark.parametrize("kernel", [gm.NUTS, gm.MAMS])
-def test_chains_that_diverge_at_every_step_stay_and_say_so(kernel):
-    target = gm.LogDensity(nowhere_but_at_zero)
-    kernel = kernel(target, 0.1) if kernel is gm.NUTS else kernel(target, 0.1, 1.0)
-    with pytest.warns(gm.SamplingWarning, match="40 of 40 transitions after warm-up diverged"):
-        draws = sample(target, gm.per_chain(jnp.zeros((4, 3))), kernel=kernel, num_samples=10)
-    assert not np.any(draws.position)
-    assert "no chain has moved" in str(draws.summary())
-
-
-@pytest.mark.parametrize("kernel", [gm.NUTS, gm.MAMS, gm.MCLMC])
-def test_a_warm_up_in_which_nothing_can_move_ends_with_a_step_size_and_says_so(kernel):
-    """The gradient is zero where the chains are, so that none tells MAMS and MCLMC a first step."""
+# The gradient is zero where the chains are, so that none tells MAMS and MCLMC a first step.
+@pytest.mark.parametrize(
+    ("kernel", "num_warmup"),
+    [(gm.NUTS, 0), (gm.MAMS, 0), (gm.NUTS, 300), (gm.MAMS, 300), (gm.MCLMC, 300)],
+)
+def test_chains_that_diverge_at_every_step_stay_and_say_so(kernel, num_warmup):
     target = gm.LogDensity(nowhere_but_at_zero)
     kernel = kernel(target, 0.1) if kernel is gm.NUTS else kernel(target, 0.1, 1.0)
     start = gm.per_chain(jnp.zeros((4, 3)))
     with pytest.warns(gm.SamplingWarning, match="40 of 40 transitions after warm-up diverged"):
-        draws = sample(target, start, kernel=kernel, num_warmup=300, num_samples=10)
+        draws = sample(target, start, kernel=kernel, num_warmup=num_warmup, num_samples=10)
     assert not np.any(draws.position) and 0 < draws.kernel.step_size < np.inf
     assert "no chain has moved" in str(draws.summary())
 
@@ -632,11 +568,11 @@ def test_a_step_size_that_nothing_stops_stays_in_float32(rate):
 
 
 def test_an_axis_of_no_chains_is_refused():
-    target = gm.LogDensity(nowhere_but_at_zero)
-    with pytest.raises(ValueError, match="expected a leading axis of num_chains=4, got shape"):
-        gm.sample(KEY, target, gm.per_chain(jnp.zeros((0, 3))), progress=False)
-    with pytest.raises(ValueError, match="num_chains: expected an integer of at least 1, got 0"):
-        gm.sample(KEY, target, gm.per_chain(jnp.zeros((0, 3))), num_chains=0, progress=False)
+    start = gm.per_chain(jnp.zeros((0, 3)))
+    match = "expected a leading axis of num_chains=4, got shape"
+    refuses(lambda: sample(NORMAL, start), ValueError, match)
+    match = "num_chains: expected an integer of at least 1, got 0"
+    refuses(lambda: sample(NORMAL, start, num_chains=0), ValueError, match)
     with pytest.raises(ValueError, match="with one chain or more"):
         rhat(jnp.zeros((0, 10, 3)))
 

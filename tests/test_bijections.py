@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from arviz_stats import mcse  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import PartitionSpec as P
+from models import check_close, mesh_of
 from numpyro.distributions import biject_to, constraints, transforms
 from seeds import seed, within
 
@@ -121,10 +122,6 @@ TREES: dict[str, tuple[Callable, Callable, Any, Any]] = {
 }
 
 
-def mesh_of(num_devices):
-    return gm.make_mesh(data=num_devices, devices=jax.devices()[:num_devices])
-
-
 def posterior(way="dict", num_devices=8):
     _, unpack, of, local = TREES[way]
     data = gm.place(DATA, mesh_of(num_devices), P("data"))
@@ -193,9 +190,7 @@ def check_density(target, pack=flat, unpack=flat, is_double=True):
         laid = lay_out(target, pack(z))
         terms, grad = jax.jit(type(target).terms_and_grad)(target, laid)
         got = unpack(cut(target, grad)) | {"log density": tree.total(terms)}
-        for name, want in expected().items():
-            apart = np.linalg.norm(np.asarray(got[name], np.float64) - want) / np.linalg.norm(want)
-            assert apart < (1e-9 if is_double else 1e-5), f"{name} differs by {apart:.2g}"
+        check_close(got, expected(), 1e-9 if is_double else 1e-5)
 
 
 @BOTH_FLOATS

@@ -1,7 +1,7 @@
 """Samplers draw from the posterior: calibration and Geweke's test, in forms small enough for every day.
 
 HMC on a mesh whose last device has a pad row, other kernels on one device, and one test a kernel;
-``python -m benchmarks validate`` has all of them. Broken samplers are put to the same tests on the
+``python -m validation`` has all of them. Broken samplers are put to the same tests on the
 same seeds, and fail.
 """
 
@@ -13,11 +13,11 @@ import pytest
 from seeds import seed, within
 
 import gspmd_mcmc as gm
-from benchmarks.validation import geweke, sbc, shapes
-from benchmarks.validation.broken import BREAKS, distorted
-from benchmarks.validation.sbc import chi_square_p, ecdf_p
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.targets.bijections import is_bijection
+from validation.sections import geweke, sbc, shapes
+from validation.sections.broken import BREAKS, distorted
+from validation.sections.sbc import chi_square_p, ecdf_p
 
 THIN, NUM_DRAWS = 5, 31
 NUM_CHAINS, NUM_STEPS = 1024, 40

@@ -15,16 +15,13 @@ import gspmd_mcmc as gm
 from gspmd_mcmc import HMC, ChEESAdaptation, JitteredHMC, SNAPERAdaptation, communication, tree
 from gspmd_mcmc.adaptation import adam, chees, dual_averaging, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import Transition
-from gspmd_mcmc.adaptation.criterion import ChangeOfSquares, Trajectories
+from gspmd_mcmc.adaptation.chees import ChangeOfSquares, Trajectories
 from gspmd_mcmc.adaptation.snaper import ChangeAlongPrincipal
-from gspmd_mcmc.diagnostics.mcse import mcse_mean
 from gspmd_mcmc.kernels.jittered_hmc import JITTER, van_der_corput
-from gspmd_mcmc.placement.layout import Layout, read_layout
+from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import draw_kernel, step_chains
 from gspmd_mcmc.sampling.start import init_chains
-from gspmd_mcmc.tree import pytree
 
-NO_LAYOUT = Layout(None, ())
 BOTH = [ChEESAdaptation, SNAPERAdaptation]
 CRITERIA = [ChangeOfSquares(), ChangeAlongPrincipal()]
 
@@ -50,7 +47,7 @@ def test_the_sequence_is_haltons_in_base_2():
 @pytest.mark.parametrize(("jitter", "least"), [(1.0, 1), (0.75, 3), (0.0, 11)])
 def test_a_step_has_as_many_leapfrogs_as_its_number_says(jitter, least):
     kernel = JitteredHMC(gm.LogDensity(normal), 0.1, 1.03, max_leapfrogs=18, jitter=jitter)
-    draw: Any = jax.jit(JitteredHMC.drawn)
+    draw: Any = jax.jit(JitteredHMC.with_jitter)
     key, other = jax.random.split(jax.random.key(0))
     drawn = [draw(kernel, key, i) for i in range(64)]
     counts = [int(k.num_integration_steps) for k in drawn]
@@ -63,7 +60,7 @@ def test_a_step_has_as_many_leapfrogs_as_its_number_says(jitter, least):
     longer = kernel.with_trajectory_length(0.32).with_step_size(0.2)
     assert int(draw(longer, key, 2).num_integration_steps) == np.ceil(1.6 * (1 + jitter / 2))
     assert draw._cache_size() == 1
-    assert int(kernel.one_leapfrog().drawn(key, jnp.int32(2)).num_integration_steps) == 1
+    assert int(kernel.one_leapfrog().with_jitter(key, jnp.int32(2)).num_integration_steps) == 1
 
 
 def test_bad_settings_are_refused():
@@ -80,7 +77,7 @@ def test_bad_settings_are_refused():
     one = jax.vmap(kernel.init)(jnp.ones((1, 2)))
     with pytest.raises(ValueError, match="ChEESAdaptation: expected at least 2 chains"):
         ChEESAdaptation().prepare(kernel, one)
-    with pytest.raises(TypeError, match="tunes a JitteredHMC"):
+    with pytest.raises(TypeError, match="SNAPERAdaptation tunes JitteredHMC, got HMC"):
         SNAPERAdaptation().prepare(HMC(target, 0.1, 3), one)
 
 
@@ -212,20 +209,6 @@ def test_adam_steps_are_gradients_in_units_of_their_recent_size():
     assert step == 0 and adam.update(still, jnp.ones(()))[1] > 0
 
 
-def test_dual_averaging_is_the_recursion_of_hoffman_and_gelman():
-    """With rates in steps of 1/64, γ = 0.05, t₀ = 10, κ = 0.75, and μ the first log step size."""
-    rates = np.round(64 * np.random.default_rng(2).uniform(size=50)) / 64
-    state, mu = dual_averaging.init(jnp.float32(0.3)), np.log(0.3)
-    shortfall, average = 0.0, 0.0
-    for t, rate in enumerate(rates, start=1):
-        shortfall += (0.8 - rate - shortfall) / (t + 10)
-        log_step_size = mu - np.sqrt(t) / 0.05 * shortfall
-        average += t**-0.75 * (log_step_size - average)
-        state = dual_averaging.update(state, jnp.float32(rate), 0.8)
-        np.testing.assert_allclose(state.log_step_size, log_step_size, rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(dual_averaging.final_step_size(state), np.exp(average), rtol=1e-3)
-
-
 # Stuck chains; where they go is in test_stuck_chains.py
 
 
@@ -296,6 +279,11 @@ def covariance(condition):
     return (rotation * np.geomspace(1, condition, SIZE)) @ rotation.T
 
 
+NO_MESH = read_layout(
+    None, gm.LogDensity(normal), jnp.zeros((NUM_CHAINS, SIZE)), NUM_CHAINS, has_chains=True
+)
+
+
 def gaussian_chains(condition):
     """Chains that start from exact draws, and a kernel that knows the variances."""
     cov = covariance(condition)
@@ -310,7 +298,7 @@ def tune(adaptation, kernel, states, key):
     """Eight hundred steps of one window, the metric known."""
     state = adaptation.init(kernel, states)
     known = tree.replace(state, variances=kernel.inverse_mass_matrix, num_metrics=jnp.int32(1))
-    one = partial(tuning_step, NO_LAYOUT, adaptation, kernel, key=key)
+    one = partial(tuning_step, NO_MESH, adaptation, kernel, key=key)
     (_, state), _ = jax.lax.scan(one, (states, known), jnp.arange(800))
     return adaptation.final(kernel, state)
 
@@ -352,31 +340,6 @@ def test_the_longest_trajectory_is_one_leapfrog_to_the_most(jitter):
         np.testing.assert_allclose(longest, most * 0.25, rtol=1e-5)
 
 
-def on_a_gaussian(cls, jitter):
-    """A step's correlation along the slowest direction, of squares along the worst, and its time."""
-    lengths, h = np.linspace(0.2, 6, 1000), (np.arange(1000) + 0.5) / 1000
-    time = lengths[:, None] * (1 + jitter * (2 * h - 1))
-    means = 2 * (1 - np.cos(time)) if cls is SNAPERAdaptation else 0
-    gained = np.mean((4 * np.sin(time) ** 2 + means) / time ** cls().length_cost, axis=1)
-    best = np.argmax(gained)
-    phases = time[best] / np.linspace(0.02, 1, 500)[:, None]
-    return np.cos(time[best]).mean(), (np.cos(phases) ** 2).mean(axis=1).max(), lengths[best]
-
-
-@pytest.mark.parametrize("cls", BOTH)
-def test_less_jitter_is_worth_more_and_too_little_returns(cls):
-    full, squares, work = on_a_gaussian(cls, 1.0)
-    less, less_squares, less_work = on_a_gaussian(cls, JITTER)
-    assert (1 - less) / (1 + less) / less_work > 1.05 * (1 - full) / (1 + full) / work
-    assert less_squares < squares < on_a_gaussian(cls, 0.4)[1]
-
-
-def test_snapers_steps_leave_less_correlation_than_those_of_squares_alone():
-    alone, _, _ = on_a_gaussian(ChEESAdaptation, JITTER)
-    both, _, _ = on_a_gaussian(SNAPERAdaptation, JITTER)
-    assert 0 < both < 0.6 * alone
-
-
 def check_length(name, cls, cost=1.0):
     """With 30 seeds: within 0.066, and with another cost off by 0.14 or more."""
     kernel, best = tuned_kernel(name, cls, cost), best_length(CONDITIONS[name], cls)
@@ -413,61 +376,6 @@ def test_best_lengths_are_told_apart():
     assert max(lengths) > 1.5 * min(lengths)
 
 
-@pytree
-class SkipsMetropolis(HMC):
-    def step(self, rng_key, state):
-        _, info, end = self.transition(rng_key, state)
-        return self.init(end.position), info
-
-
-@pytree
-class JitterDependsOnTheState(HMC):
-    def step(self, rng_key, state):
-        count = jnp.where(state.position[0] > 0, self.num_integration_steps, 1)
-        return HMC.step(tree.replace(self, num_integration_steps=count), rng_key, state)
-
-
-@partial(jax.jit, static_argnames="cls")
-def draws_of(cls, kernel, states, key):
-    """Positions [chains, steps, size] of three hundred steps, and acceptance rates."""
-
-    def one(states, i):
-        drawn, chains_key = draw_kernel(kernel, key, i)
-        metric = drawn.inverse_mass_matrix
-        used = cls(drawn.target, drawn.step_size, drawn.num_integration_steps, metric)
-        states, info = step_chains(used, chains_key, states, NO_LAYOUT, "step")
-        return states, (states.position, info.acceptance_rate)
-
-    positions, rates = jax.lax.scan(one, states, jnp.arange(300))[1]
-    return jnp.swapaxes(positions, 0, 1), rates
-
-
-def check_draws(cls):
-    """The means of x and of x² - σ² are 0, to within 4.5 Monte Carlo standard errors."""
-    kernel = tuned_kernel("ill-conditioned", SNAPERAdaptation)
-    kernel = kernel.with_step_size(1.85 * kernel.step_size)  # so that the Metropolis test has work
-    cov = covariance(CONDITIONS["ill-conditioned"])
-    _, states = gaussian_chains(CONDITIONS["ill-conditioned"])
-    key = jax.random.key(seed(0))
-    positions, rates = map(np.asarray, draws_of(cls, kernel, states, key))
-    assert 0.3 < np.mean(rates) < 0.9
-    both = {"x": positions, "squares": positions**2 - np.diag(cov)}
-    z = np.concatenate([v.mean((0, 1)) / mcse_mean(both)[n] for n, v in both.items()])
-    within(np.max(np.abs(z)), 4.5, "standard errors")
-
-
-@pytest.mark.statistical
-def test_draws_of_a_correlated_gaussian_are_right():
-    check_draws(HMC)
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize("broken", [SkipsMetropolis, JitterDependsOnTheState])
-def test_a_broken_sampler_is_rejected(broken):
-    with pytest.raises(AssertionError, match="standard errors"):
-        check_draws(broken)
-
-
 # The same lengths on every mesh, and one all-reduce for all of the adaptation
 
 
@@ -498,7 +406,12 @@ def ten_steps(layout, adaptation, kernel, carry):
 def prepared_on(name, adaptation):
     layout, kernel, states = chains_on(name)
     kernel = adaptation.prepare(kernel, states)
-    begin = jax.jit(lambda a, k, s: layout.pin_like(a.init(k, s), s.position))
+
+    @jax.jit
+    def begin(adaptation, kernel, states):
+        state = adaptation.init(kernel, states)
+        return layout.pin(state, tree.roles(state, layout.treedef))
+
     return layout, kernel, (states, begin(adaptation, kernel, states))
 
 

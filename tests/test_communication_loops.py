@@ -14,7 +14,6 @@ from blocks import (
     over_rows,
     psum,
     psum_and_ring,
-    ring,
     scanned,
     scoped,
     until_large,
@@ -42,17 +41,6 @@ def test_runs_multiply_the_loops_further_in(loop, trips):
     assert report.runs("all-gather", within=1) == 0
     with pytest.raises(ValueError, match="the program has loops 2 deep; got within=3"):
         report.runs("all-reduce", within=3)
-
-
-def test_no_collective_outside_a_loop_counts_in_it():
-    def inside_and_outside(x):
-        return psum(nested(one_psum)(ring(x)))
-
-    report = communication(on_blocks(inside_and_outside), X)
-    assert (report.count("all-reduce"), report.runs("all-reduce")) == (2, 16)
-    assert report.runs("all-reduce", within=1) == 5
-    assert report.runs("collective-permute", within=1) == 0
-    assert report.runs("collective-permute") == 1
 
 
 def test_loops_have_names_and_counts_by_name():
@@ -113,16 +101,6 @@ def test_a_loop_of_unknown_length_is_known_to_be_unknown():
     assert report.with_trips(**{report.loops[0].name: 9}).runs("all-reduce") == 9
 
 
-def test_an_unknown_loop_may_stand_inside_a_known_one_and_around_it():
-    inside = communication(on_blocks(lambda x: nested(until_large(one_psum))(x)), X)
-    assert [c.trips for c in inside.collectives] == [(3, 5, None)]
-    with pytest.raises(ValueError, match="has no trip count that the compiler knows"):
-        inside.runs("all-reduce", within=1)
-    around = communication(on_blocks(until_large(nested(one_psum))), X)
-    assert [c.trips for c in around.collectives] == [(None, 3, 5)]
-    assert around.runs("all-reduce", within=1) == 15
-
-
 def test_a_collective_in_the_test_of_a_loop_is_in_the_loop():
     def until_sum_is_large(x):
         return lax.while_loop(lambda a: psum(a[0, 0]) < 100, lambda a: a + 1, x)
@@ -153,16 +131,6 @@ def test_a_length_that_chains_share_needs_no_reduction():
 
 
 # Branches.
-
-
-@pytest.mark.parametrize("branch", [0, 1, 2])
-def test_collectives_of_every_branch_are_seen(branch):
-    branches = [psum if i == branch else lambda a, i=i: a + i for i in range(3)]
-
-    def switch(x):
-        return lax.switch(x[0, 0].astype(int), branches, x)
-
-    assert [c.kind for c in collectives(switch)] == ["all-reduce"]
 
 
 @pytest.mark.parametrize("sides", [(psum, jnp.sin), (jnp.sin, psum)])

@@ -3,20 +3,13 @@
 import jax
 import numpy as np
 import pytest
+from models import autoregression as chains
 from seeds import seed, within
 
 from gspmd_mcmc.diagnostics import streaming, streaming_ess
-from gspmd_mcmc.diagnostics.nested_rhat import nested_rhat
+from gspmd_mcmc.diagnostics.rhat import nested_rhat
 
 CUTS = [[300], [1, 299], [100, 0, 137, 63], [7] * 42 + [6]]
-
-
-def chains(phi, shape, seed=0):
-    noise = np.random.default_rng(seed).normal(size=shape)
-    x = noise.copy()
-    for n in range(1, shape[1]):
-        x[:, n] = phi * x[:, n - 1] + noise[:, n]
-    return x
 
 
 def draws_of(shape=(4, 300), offset=0.0):
@@ -146,14 +139,10 @@ def test_bad_input_is_named():
         state = module.init({"w": np.zeros(3)})
         with pytest.raises(ValueError, match=r"\['w'\].*\[chains, draws, \.\.\.\]"):
             module.update(state, {"w": np.zeros(3)})
+        # The moments of one leaf would be merged with the weights of the other.
+        state = module.init({"a": np.zeros(4), "b": np.zeros((4, 2))})
+        uneven = {"a": np.zeros((4, 10)), "b": np.zeros((4, 20, 2))}
+        with pytest.raises(ValueError, match=r"at \['b'\]: expected 10 draws .* \['a'\], got 20"):
+            module.update(state, uneven)
     with pytest.raises(ValueError, match="divisor of the number of chains"):
         streaming.nested_rhat(streaming.init(np.zeros((6, 2))), 4)
-
-
-@pytest.mark.parametrize("module", [streaming, streaming_ess])
-def test_leaves_with_different_numbers_of_draws_are_refused(module):
-    """The moments of one leaf would be merged with the weights of the other."""
-    state = module.init({"a": np.zeros(4), "b": np.zeros((4, 2))})
-    chunk = {"a": np.zeros((4, 10)), "b": np.zeros((4, 20, 2))}
-    with pytest.raises(ValueError, match=r"draws at \['b'\]: expected 10 draws .* \['a'\], got 20"):
-        module.update(state, chunk)

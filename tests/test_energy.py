@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from models import normal
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.metrics import metric as metrics
-from gspmd_mcmc.targets.two_float import two_float_sum, two_sum
+from gspmd_mcmc.targets.streaming.two_float import two_float_sum, two_sum
 
 NUM_ROWS = 2_900_001
 TOLERANCE = 0.02  # nat
@@ -29,10 +30,6 @@ terms = jax.jit(lambda target, x: target.terms(x))
 step = jax.jit(gm.HMC.step)
 init = jax.jit(gm.HMC.init)
 trajectory = jax.jit(gm.HMC.trajectory)
-
-
-def log_prior(x):
-    return jax.tree.map(lambda leaf: -(leaf**2) / 2, x)
 
 
 def log_likelihood(x, rows):
@@ -72,7 +69,7 @@ def make_target(num_devices, tile_rows=None):
     if num_devices > 1:
         mesh = gm.make_mesh(data=num_devices, devices=jax.devices()[:num_devices])
         data = gm.place(data, mesh, P("data"))
-    return gm.Posterior(log_prior, gm.Plate(log_likelihood, data, tile_rows=tile_rows))
+    return gm.Posterior(normal, gm.Plate(log_likelihood, data, tile_rows=tile_rows))
 
 
 def sum_of_differences(new, old):
@@ -377,7 +374,7 @@ def test_a_proposal_with_a_term_that_is_not_finite_is_rejected(beyond):
     rows["wall"][17] = 0.1
     rows = jax.tree.map(np.float32, rows)
     data = gm.place(rows, gm.make_mesh(data=8), P("data"))
-    target = gm.Posterior(log_prior, gm.Plate(walled_likelihood, data))
+    target = gm.Posterior(normal, gm.Plate(walled_likelihood, data))
     state, info = step_from(gm.HMC(target, 0.2, 3), {"mean": jnp.float32(0.0)}, num_chains=64)
     is_beyond = ~np.isfinite(info.energy_error)
     assert 0 < is_beyond.sum() < 64

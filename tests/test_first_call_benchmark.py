@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import first_call
+from benchmarks import compile as first_call
 from benchmarks.contenders import first_calls
 
 QUICK = {"num_warmup": 10, "num_samples": 8, "max_tree_depth": 2}

@@ -199,7 +199,7 @@ def test_a_matrix_where_variances_are_meant_has_words(matrix):
 
 @pytest.mark.parametrize("y", [np.array(["a"] * 20), np.array([None] * 20)])
 def test_labels_that_are_no_numbers_are_named(y):
-    with pytest.raises(TypeError, match=r"plate data \['y'\]: expected an array of numbers.*np.unique"):
+    with pytest.raises(ValueError, match=r"plate data \['y'\]: expected an array.*np.unique"):
         gm.Plate(log_likelihood, {"x": X, "y": y})
 
 

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.models import numpyro as of_numpyro
+from gspmd_mcmc.models import numpyro_sites as of_numpyro
 
 X = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
 Y = np.random.default_rng(1).integers(0, 2, 16).astype(np.uint8)
@@ -40,67 +40,111 @@ def logistic(x, y):
         numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
 
-# Plates.
+# What is refused.
 
 
-def test_a_plate_that_the_model_has_not_is_refused():
-    match = r"plates: the model has no plate 'users'; it has \['rows'\]"
-    refuses(logistic, X, Y, plates={"users": "data"}, match=match)
+def model(mean=lambda x, w: w, more=lambda w: None):
+    """A normal of each row around a function of the data and of one latent, and something more."""
 
-
-@pytest.mark.parametrize("over", ["model", ("data", "model")])
-def test_a_mesh_axis_that_the_mesh_has_not_is_refused(over):
-    match = r"'rows' is to lie over .*model.* lie on a mesh with axes \['data'\]"
-    refuses(logistic, X, Y, plates={"rows": over}, match=match)
-
-
-def test_a_plate_that_draws_a_subsample_is_refused():
-    def model(x, y):
+    def model(x):
         w = numpyro.sample("w", dist.Normal(0, 1))
-        with numpyro.plate("rows", 16, subsample_size=4) as rows:
-            numpyro.sample("y", dist.Bernoulli(logits=x[rows, 0] * w), obs=y[rows])
-
-    refuses(model, X, Y, match="'rows' draws 4 of its 16 rows; HMC needs all of them")
-
-
-def test_a_subsample_of_a_plate_that_is_not_sharded_is_refused():
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1))
-        with numpyro.plate("rows", 16, subsample_size=4) as rows:
-            numpyro.sample("y", dist.Bernoulli(logits=x[rows, 0] * w), obs=y[rows])
-
-    refuses(model, X, Y, plates={}, match="'rows' draws 4 of its 16 rows")
-
-
-def test_a_site_in_two_sharded_plates_is_refused():
-    def model(x):
-        level = numpyro.sample("level", dist.Normal(0, 1))
-        with numpyro.plate("columns", 2, dim=-1), numpyro.plate("rows", x.shape[0], dim=-2):
-            numpyro.sample("x", dist.Normal(level, 1), obs=x)
-
-    plates = {"rows": "data", "columns": "data"}
-    refuses(model, X, plates=plates, match="site 'x' lies in plates .* which are all to be sharded")
-
-
-# Sites.
-
-
-def test_a_discrete_latent_is_refused():
-    def model(x):
         with numpyro.plate("rows", x.shape[0]):
-            kind = numpyro.sample("kind", dist.Bernoulli(0.5))
-            numpyro.sample("x", dist.Normal(kind, 1), obs=x)
+            numpyro.sample("y", dist.Normal(mean(x, w), 1), obs=x)
+        more(w)
 
-    refuses(model, X[:, 0], match="site 'kind' is discrete .* and not observed")
+    return model
 
 
-def test_a_param_site_is_refused():
-    def model(x):
-        level = numpyro.param("level", 1.0)
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("x", dist.Normal(level, 1), obs=x)
+def subsampled(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1))
+    with numpyro.plate("rows", 16, subsample_size=4) as rows:
+        numpyro.sample("y", dist.Bernoulli(logits=x[rows, 0] * w), obs=y[rows])
 
-    refuses(model, X[:, 0], match="the model has numpyro.param sites")
+
+def in_two_plates(x):
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    with numpyro.plate("columns", 2, dim=-1), numpyro.plate("rows", x.shape[0], dim=-2):
+        numpyro.sample("x", dist.Normal(level, 1), obs=x)
+
+
+def discrete(x):
+    with numpyro.plate("rows", x.shape[0]):
+        kind = numpyro.sample("kind", dist.Bernoulli(0.5))
+        numpyro.sample("x", dist.Normal(kind, 1), obs=x)
+
+
+def param(x):
+    level = numpyro.param("level", 1.0)
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("x", dist.Normal(level, 1), obs=x)
+
+
+def closed_over(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]) as rows:
+        numpyro.sample("y", dist.Bernoulli(logits=x[:, 0] * w + OFFSET[rows]), obs=y)
+
+
+def walk(y):
+    with numpyro.plate("rows", y.shape[0]):
+        move = numpyro.sample("move", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(jnp.cumsum(move), 1), obs=y)
+
+
+def never(w):
+    numpyro.factor("never", -jnp.inf)
+
+
+OFFSET = jnp.asarray(3 * X[:, 1])
+COLUMN = X[:, 0]
+# Totals of so many rows hide that tiles have means of their own.
+MANY = np.random.default_rng(0).normal(size=3_000_000).astype(np.float32)
+TWO_PLATES = {"rows": "data", "columns": "data"}
+BESIDE = "depends on the rows beside it .* plates="
+REFUSED = {
+    "no such plate": (
+        *(logistic, (X, Y), {"plates": {"users": "data"}}),
+        r"plates: the model has no plate 'users'; it has \['rows'\]",
+    ),
+    "no such axis": (
+        *(logistic, (X, Y), {"plates": {"rows": "model"}}),
+        r"'rows' is to lie over .*model.* lie on a mesh with axes \['data'\]",
+    ),
+    "no such axis of two": (
+        *(logistic, (X, Y), {"plates": {"rows": ("data", "model")}}),
+        r"'rows' is to lie over .*model.* lie on a mesh with axes \['data'\]",
+    ),
+    "subsample": (subsampled, (X, Y), {}, "'rows' draws 4 of its 16 rows; HMC needs all of them"),
+    "subsample, not sharded": (subsampled, (X, Y), {"plates": {}}, "'rows' draws 4 of its 16 rows"),
+    "two sharded plates": (
+        *(in_two_plates, (X,), {"plates": TWO_PLATES}),
+        "site 'x' lies in plates .* which are all to be sharded",
+    ),
+    "discrete": (discrete, (COLUMN,), {}, "site 'kind' is discrete .* and not observed"),
+    "param": (param, (COLUMN,), {}, "the model has numpyro.param sites"),
+    "closed over": (
+        *(closed_over, (X, Y), {"check": True}),
+        "closed_over.rows, 16 rows.*: the term of row .* in another order",
+    ),
+    "centred": (model(mean=lambda x, w: w * (x - x.mean())), (COLUMN,), {"check": True}, BESIDE),
+    "summed up": (model(mean=lambda x, w: w * jnp.cumsum(x)), (COLUMN,), {"check": True}, BESIDE),
+    "reversed": (model(mean=lambda x, w: w * x[::-1]), (COLUMN,), {"check": True}, BESIDE),
+    "walk of latents": (walk, (COLUMN,), {"check": True}, BESIDE),
+    "a mean over three million rows": (
+        *(model(mean=lambda x, w: w * (x - x.mean()) / x.std()), (MANY,), {"check": True}),
+        BESIDE,
+    ),
+    "never finite": (
+        *(model(more=never), (COLUMN,), {"check": True}),
+        "NumPyro's log density is not finite at 10 points",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_model_that_is_wrong_is_refused(what):
+    function, args, options, match = REFUSED[what]
+    refuses(function, *args, match=match, **options)
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -110,7 +154,7 @@ def test_a_param_site_is_refused():
         (dist.Bernoulli(logits=jnp.zeros(())), np.where(np.arange(16) == 3, 2, Y), 1),
         (dist.Poisson(2.0), np.where(np.arange(16) < 3, -1, Y.astype(int)), 3),
         (dist.Categorical(logits=jnp.zeros(3)), np.where(np.arange(16) == 15, 3, Y), 1),
-        (dist.Gamma(2.0, 1.0), X[:, 0], int((X[:, 0] < 0).sum())),
+        (dist.Gamma(2.0, 1.0), COLUMN, int((COLUMN < 0).sum())),
         (dist.Bernoulli(logits=jnp.zeros(())), np.where(np.arange(16) == 3, np.nan, Y), 1),
     ],
 )
@@ -122,7 +166,7 @@ def test_observations_outside_the_support_are_refused(distribution, bad, num_bad
             numpyro.sample("y", distribution, obs=y)
 
     match = f"site 'y': {num_bad} of its observations lie outside the support"
-    refuses(model, X[:, 0], bad, check=check, match=match)
+    refuses(model, COLUMN, bad, check=check, match=match)
 
 
 def test_masked_observations_may_lie_outside_the_support():
@@ -134,41 +178,6 @@ def test_masked_observations_may_lie_outside_the_support():
     target_of(model, X, np.where(np.arange(16) == 3, 2, Y))
 
 
-# Rows that depend on each other.
-
-
-def test_rows_that_are_closed_over_and_indexed_by_the_plate_are_refused():
-    offset = jnp.asarray(3 * X[:, 1])
-
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1))
-        with numpyro.plate("rows", x.shape[0]) as rows:
-            numpyro.sample("y", dist.Bernoulli(logits=x[:, 0] * w + offset[rows]), obs=y)
-
-    refuses(model, X, Y, check=True, match="model.rows, 16 rows.*: the term of row .* in another order")
-
-
-@pytest.mark.parametrize(
-    "couple", [lambda x: x - x.mean(0), lambda x: jnp.cumsum(x, 0), lambda x: x[::-1]]
-)
-def test_rows_that_are_coupled_through_the_data_are_refused(couple):
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=couple(x) @ w), obs=y)
-
-    refuses(model, X, Y, check=True, match="depends on the rows beside it .* plates=")
-
-
-def test_rows_that_are_coupled_through_their_latents_are_refused():
-    def model(y):
-        with numpyro.plate("rows", y.shape[0]):
-            move = numpyro.sample("move", dist.Normal(0, 1))
-            numpyro.sample("y", dist.Normal(jnp.cumsum(move), 1), obs=y)
-
-    refuses(model, X[:, 0], check=True, match="depends on the rows beside it")
-
-
 def test_a_density_that_is_not_numpyro_s_is_refused(monkeypatch):
     right = of_numpyro.log_prob
     monkeypatch.setattr(of_numpyro, "log_prob", lambda *args: 1.01 * right(*args))
@@ -176,81 +185,48 @@ def test_a_density_that_is_not_numpyro_s_is_refused(monkeypatch):
 
 
 def test_what_is_not_checked_is_refused_when_it_is_sampled():
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=(x - x.mean(0)) @ w), obs=y)
-
-    target = target_of(model, X, Y)
+    target = target_of(model(mean=lambda x, w: w * (x - x.mean())), COLUMN)
     with pytest.raises(gm.CoupledRows, match="depends on the rows beside it"):
         gm.sample(jax.random.key(0), target, progress=False)
-
-
-def test_a_mean_over_three_million_rows_is_refused():
-    """Totals of so many rows hide that tiles have means of their own."""
-    x = np.random.default_rng(0).normal(size=3_000_000).astype(np.float32)
-
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1))
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("y", dist.Normal(w * (x - x.mean()) / x.std(), 1), obs=y)
-
-    refuses(model, x, x, check=True, match="depends on the rows beside it")
-
-
-def test_a_model_without_a_finite_density_is_refused():
-    def model(x):
-        w = numpyro.sample("w", dist.Normal(0, 1))
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("x", dist.Normal(w, 1), obs=x)
-        numpyro.factor("never", -jnp.inf)
-
-    match = "NumPyro's log density is not finite at 10 points"
-    refuses(model, X[:, 0], check=True, match=match)
 
 
 # Rows that cannot be streamed are evaluated at once, and said so. Their density is in
 # test_from_numpyro.py.
 
 
-def falls_back(model, *args, match, **options):
+def smoothed(y):
+    with numpyro.plate("rows", y.shape[0]):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(level, 1), obs=y)
+    numpyro.factor("smooth", -jnp.sum(jnp.diff(level) ** 2))
+
+
+def others(w):
+    with numpyro.plate("others", 5):
+        numpyro.sample("other", dist.Normal(w, 1))
+
+
+WHOLE = {
+    "latents are read outside": (
+        *(smoothed, ["rows"]),
+        "plate 'rows' cannot be streamed: sites outside of it read its latent 'level'",
+    ),
+    "no argument": (
+        *(model(more=others), ["rows", "others"]),
+        "plate 'others' cannot be streamed: no argument of the model has its rows",
+    ),
+    "fails on a block": (
+        *(model(mean=lambda x, w: w + OFFSET), ["rows"]),
+        "plate 'rows' cannot be streamed: on 3 of its rows alone, the model fails with .*Error",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", WHOLE)
+def test_a_plate_that_cannot_be_streamed_is_evaluated_at_once(why):
+    function, plates, match = WHOLE[why]
     with pytest.warns(UserWarning, match=match + r".*\. It is evaluated at once"):
-        return target_of(model, *args, **options)
-
-
-def test_a_plate_whose_latents_are_read_outside_of_it_is_evaluated_at_once():
-    def model(y):
-        with numpyro.plate("rows", y.shape[0]):
-            level = numpyro.sample("level", dist.Normal(0, 1))
-            numpyro.sample("y", dist.Normal(level, 1), obs=y)
-        numpyro.factor("smooth", -jnp.sum(jnp.diff(level) ** 2))
-
-    match = "plate 'rows' cannot be streamed: sites outside of it read its latent 'level'"
-    falls_back(model, X[:, 0], match=match, check=True)
-
-
-def test_a_plate_without_rows_among_the_arguments_is_evaluated_at_once():
-    def model(y):
-        level = numpyro.sample("level", dist.Normal(0, 1))
-        with numpyro.plate("others", 5):
-            numpyro.sample("other", dist.Normal(level, 1))
-        with numpyro.plate("rows", y.shape[0]):
-            numpyro.sample("y", dist.Normal(level, 1), obs=y)
-
-    match = "plate 'others' cannot be streamed: no argument of the model has its rows"
-    falls_back(model, X[:, 0], plates={"rows": "data", "others": "data"}, match=match, check=True)
-
-
-def test_a_model_that_fails_on_a_block_is_evaluated_at_once():
-    weights = jnp.asarray(X[:, 1])
-
-    def model(y):
-        level = numpyro.sample("level", dist.Normal(0, 1))
-        with numpyro.plate("rows", y.shape[0]):
-            numpyro.sample("y", dist.Normal(level + weights, 1), obs=y)
-
-    match = "plate 'rows' cannot be streamed: on 3 of its rows alone, the model fails with .*Error"
-    falls_back(model, X[:, 0], match=match, check=True)
+        target_of(function, COLUMN, plates=dict.fromkeys(plates, "data"), check=True)
 
 
 # Arguments and packages.
@@ -272,6 +248,23 @@ def test_without_numpyro_it_says_what_to_install(monkeypatch):
         gm.from_numpyro(logistic, X, Y)
 
 
+def test_a_numpy_scalar_may_be_the_size_of_a_plate():
+    def model(num, y):
+        w = numpyro.sample("w", dist.Normal(0, 1))
+        with numpyro.plate("rows", num):
+            numpyro.sample("y", dist.Bernoulli(logits=w), obs=y)
+
+    y = gm.place(Y, gm.make_mesh(data=8), P("data"))
+    target = gm.from_numpyro(model, np.int64(16), y, plates={"rows": "data"}, check=False)
+    assert [plate.rows.num_rows for plate in target.plates] == [16]
+
+
+def test_arguments_on_the_host_are_moved_to_the_device_once():
+    """They would be sent again with every chunk of steps."""
+    target = gm.from_numpyro(logistic, X, Y, check=False)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(target))
+
+
 # Cheap log probabilities.
 
 LOGITS = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
@@ -284,8 +277,12 @@ def bernoulli(shape=(5, 4)):
     return dist.Bernoulli(logits=jnp.asarray(LOGITS)[: shape[0], : shape[1]])
 
 
-def categorical():
-    return dist.Categorical(logits=jnp.asarray(LOGITS))
+def expanded():
+    return dist.Bernoulli(logits=0.3).expand([5, 4])
+
+
+def categorical(logits=LOGITS):
+    return dist.Categorical(logits=jnp.asarray(logits))
 
 
 DISTRIBUTIONS = {
@@ -300,14 +297,8 @@ DISTRIBUTIONS = {
     "Independent": (lambda: bernoulli().to_event(1), ONES),
     "Independent twice": (lambda: bernoulli().to_event(1).to_event(1), ONES),
     "Independent over both": (lambda: bernoulli().to_event(2), ONES),
-    "Independent of expanded": (
-        lambda: dist.Bernoulli(logits=0.3).expand([5, 4]).to_event(1),
-        ONES,
-    ),
-    "Independent of expanded, one label": (
-        lambda: dist.Bernoulli(logits=0.3).expand([5, 4]).to_event(1),
-        np.ones((1, 4), np.uint8),
-    ),
+    "Independent of expanded": (lambda: expanded().to_event(1), ONES),
+    "Independent of expanded, one label": (lambda: expanded().to_event(1), ONES[:1]),
     "Expanded": (lambda: bernoulli((1, 4)).expand([3, 5, 4]), ONES),
     "Expanded of independent": (lambda: bernoulli((1, 4)).to_event(1).expand([5]), ONES),
     "Masked": (lambda: bernoulli().mask(jnp.asarray(MASK)), ONES),
@@ -322,16 +313,10 @@ DISTRIBUTIONS = {
     "Categorical, bytes": (categorical, KINDS.astype(np.uint8)),
     "Categorical, one kind": (categorical, np.int32(2)),
     "Categorical, more kinds": (categorical, np.stack([KINDS, KINDS[::-1]])),
-    "Categorical, one row of logits": (lambda: dist.Categorical(logits=jnp.asarray(LOGITS[0])), KINDS),
-    "Categorical, a batch of two axes": (
-        lambda: dist.Categorical(logits=jnp.asarray(np.stack([LOGITS, -LOGITS]))),
-        KINDS,
-    ),
+    "Categorical, one row of logits": (lambda: categorical(LOGITS[0]), KINDS),
+    "Categorical, a batch of two axes": (lambda: categorical(np.stack([LOGITS, -LOGITS])), KINDS),
     "Categorical, independent": (lambda: categorical().to_event(1), KINDS),
-    "Categorical, expanded": (
-        lambda: dist.Categorical(logits=jnp.asarray(LOGITS[0])).expand([5]),
-        KINDS,
-    ),
+    "Categorical, expanded": (lambda: categorical(LOGITS[0]).expand([5]), KINDS),
     "Categorical, masked": (lambda: categorical().mask(jnp.asarray(MASK)[:, 0]), KINDS),
     "Normal": (lambda: dist.Normal(jnp.asarray(LOGITS), 1.0).to_event(1), ONES.astype(np.float32)),
     "Normal, masked": (lambda: dist.Normal(0.0, 1.0).mask(jnp.asarray(MASK)), LOGITS),
@@ -363,23 +348,3 @@ def test_gradients_by_the_logits_are_numpyro_s(make):
     got = jax.grad(lambda z: total(of_numpyro.log_prob, z))(jnp.asarray(LOGITS))
     want = jax.grad(lambda z: total(lambda d, v: d.log_prob(v), z))(jnp.asarray(LOGITS))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
-
-
-# Arguments that are not data.
-
-
-def test_a_numpy_scalar_may_be_the_size_of_a_plate():
-    def model(num, y):
-        w = numpyro.sample("w", dist.Normal(0, 1))
-        with numpyro.plate("rows", num):
-            numpyro.sample("y", dist.Bernoulli(logits=w), obs=y)
-
-    y = gm.place(Y, gm.make_mesh(data=8), P("data"))
-    target = gm.from_numpyro(model, np.int64(16), y, plates={"rows": "data"}, check=False)
-    assert [plate.rows.num_rows for plate in target.plates] == [16]
-
-
-def test_arguments_on_the_host_are_moved_to_the_device_once():
-    """They would be sent again with every chunk of steps."""
-    target = gm.from_numpyro(logistic, X, Y, check=False)
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(target))

@@ -6,8 +6,8 @@ import pytest
 from hlo_texts import ADD, GROUPS, MESH, read, text_of
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views.program.hlo_shapes import num_bytes_of, parts_of, shapes_of
-from gspmd_mcmc.views.program.reading import read_report
+from gspmd_mcmc.views.communication import read_report
+from gspmd_mcmc.views.program.hlo import num_bytes_of, shapes_of, tuple_shapes
 
 
 def seen(report):
@@ -54,8 +54,8 @@ def test_the_arrays_of_a_shape():
 
 def test_parts_of_a_tuple():
     text = "((f32[4,2]{1,0:T(8,128)}, s32[]), f32[4]{0}, u32[]{:S(2)})"
-    assert parts_of(text) == ["(f32[4,2]{1,0:T(8,128)}, s32[])", "f32[4]{0}", "u32[]{:S(2)}"]
-    assert parts_of("f32[4,2]{1,0}") == ["f32[4,2]{1,0}"]
+    assert tuple_shapes(text) == ["(f32[4,2]{1,0:T(8,128)}, s32[])", "f32[4]{0}", "u32[]{:S(2)}"]
+    assert tuple_shapes("f32[4,2]{1,0}") == ["f32[4,2]{1,0}"]
 
 
 # Collectives that are one line.
@@ -198,8 +198,7 @@ def test_local_operations_may_be_asynchronous_too(opcode):
 
 
 @pytest.mark.parametrize(
-    "pairs",
-    ['="{{0,1},{1,2},{2,3},{3,0}}"', '="{{0,1}, {1,2}}"', "={{0,1},{1,2}}"],
+    "pairs", ['="{{0,1},{1,2},{2,3},{3,0}}"', '="{{0,1}, {1,2}}"', "={{0,1},{1,2}}"]
 )
 def test_a_send_and_a_receive_carry_their_data_alone(pairs):
     attributes = f"channel_id=1, frontend_attributes={{_xla_send_recv_source_target_pairs{pairs}}}"
@@ -209,10 +208,7 @@ def test_a_send_and_a_receive_carry_their_data_alone(pairs):
         "%rd = (f32[32]{0}, token[]) recv-done(%r), channel_id=1",
         "%sd = token[] send-done(%s), channel_id=1",
     )
-    assert seen(report) == [
-        ("recv", "f32[32]", 128, "", 0),
-        ("send", "bf16[64]", 128, "bf16[64]", 128),
-    ]
+    assert seen(report) == [("recv", "f32[32]", 128, "", 0), ("send", "bf16[64]", 128, "bf16[64]", 128)]
     assert {c.axes for c in report.collectives} == {("b",)}
     assert report.unknown == ()
 

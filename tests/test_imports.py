@@ -1,8 +1,10 @@
-"""Imports run one way: tree <- placement <- targets <- kernels <- adaptation <- sampling."""
+"""Imports run one way, from room to room and from module to module, and name what is declared."""
 
 import ast
+import graphlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,59 +13,47 @@ import gspmd_mcmc
 
 PACKAGE = "gspmd_mcmc"
 ROOT = Path(gspmd_mcmc.__file__).parent
+BASE = {"versions", "errors", "extras", "tree"}
+UP_TO_TARGETS = BASE | {"multihost", "placement", "functions", "targets"}
 MAY_IMPORT = {
-    "versions": set(),
-    "tree": set(),
+    **{"versions": set(), "errors": set(), "extras": set(), "tree": {"errors"}},
     "moments": {"tree"},
-    "multihost": {"tree"},
-    "placement": {"tree", "multihost"},
-    "targets": {"tree", "multihost", "placement"},
-    "models": {"tree", "multihost", "placement", "targets"},
-    "kernels": {"tree", "targets"},
-    "adaptation": {"tree", "moments", "targets", "kernels"},
-    "diagnostics": {"tree", "moments", "multihost", "placement", "targets"},
-    "views": {"tree", "multihost", "placement", "targets", "diagnostics"},
-    "extras": set(),
-    "storage": {
-        "tree",
-        "extras",
-        "multihost",
-        "placement",
-        "targets",
-        "adaptation",
-        "diagnostics",
-        "sampling.draws",
-    },
-    "sampling": {
-        "tree",
-        "extras",
-        "multihost",
-        "placement",
-        "targets",
-        "kernels",
-        "adaptation",
-        "diagnostics",
-    }
-    | {"storage", "views"},
+    "multihost": BASE,
+    "placement": BASE | {"multihost"},
+    "functions": BASE | {"multihost", "placement"},
+    "targets": UP_TO_TARGETS,
+    "models": UP_TO_TARGETS,
+    "kernels": {"tree", "errors", "targets"},
+    "adaptation": {"tree", "errors", "moments", "targets", "kernels"},
+    "diagnostics": UP_TO_TARGETS | {"moments"},
+    "views": UP_TO_TARGETS | {"diagnostics"},
+    "storage": UP_TO_TARGETS | {"kernels", "adaptation", "diagnostics", "sampling.draws"},
+    "sampling": UP_TO_TARGETS | {"kernels", "adaptation", "diagnostics", "storage", "views"},
 }
 MAY_IMPORT["__init__"] = set(MAY_IMPORT)
 DEPENDENCIES = {"jax", "jaxlib", "numpy", "matplotlib", "rich"}
 OPTIONAL = {"optax", "orbax", "arviz_base", "arviz_stats", "xarray", "sklearn", "tensorstore", "zarr"}
 
 
-def modules_named(node, module):
-    """Full names of what an import statement of a module may bind, relative ones resolved."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if not isinstance(node, ast.ImportFrom):
-        return []
-    package = module.split(".")[: -node.level] if node.level else []
-    base = ".".join([*package, *([node.module] if node.module else [])])
-    return [f"{base}.{alias.name}" for alias in node.names]
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below, but for what only type checkers read."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield child
+            yield from statements(child)
 
 
 def imports_of(source, module):
-    return [name for node in ast.walk(ast.parse(source)) for name in modules_named(node, module)]
+    """Full names that a module may bind by imports at any depth, relative ones resolved."""
+    found = []
+    for node in statements(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*package, *([node.module] if node.module else [])])
+            found += [f"{base}.{alias.name}" for alias in node.names]
+    return found
 
 
 def layer_of(name):
@@ -79,12 +69,25 @@ def bad_imports(source, module):
     return [n for n in ours if layer_of(n) not in may and ".".join(n.split(".")[1:3]) not in may]
 
 
-def sources():
-    for path in sorted(ROOT.rglob("*.py")):
-        yield ".".join([PACKAGE, *path.relative_to(ROOT).with_suffix("").parts]), path
+SOURCES = {
+    ".".join([PACKAGE, *path.relative_to(ROOT).with_suffix("").parts]): path.read_text()
+    for path in sorted(ROOT.rglob("*.py"))
+}
 
 
-SOURCES = dict(sources())
+def circle(sources: dict[str, str]) -> list[str]:
+    """Modules that import each other in a circle, or nothing."""
+    named = {module.removesuffix(".__init__"): module for module in sources}
+    graph = {}
+    for module, source in sources.items():
+        names = [n for n in imports_of(source, module) if n.split(".")[0] == PACKAGE]
+        owners = (n if n in named else n.rpartition(".")[0] for n in names)
+        graph[module] = {named[owner] for owner in owners if owner in named}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
 
 
 def third_party(source, module):
@@ -93,29 +96,39 @@ def third_party(source, module):
 
 
 @pytest.mark.parametrize("module", SOURCES)
-def test_imports_run_one_way(module):
-    assert bad_imports(SOURCES[module].read_text(), module) == []
+def test_imports_run_one_way_and_name_declared_dependencies(module):
+    assert bad_imports(SOURCES[module], module) == []
+    assert third_party(SOURCES[module], module) <= DEPENDENCIES
 
 
-def test_every_layer_of_the_graph_but_those_to_come_has_modules():
-    found = {layer_of(module) for module in SOURCES}
-    assert found <= set(MAY_IMPORT)
-    assert found >= {"tree", "placement", "targets", "kernels", "adaptation", "sampling", "views"}
+def test_no_modules_import_each_other_in_a_circle():
+    assert circle(SOURCES) == []
 
 
-def test_each_layer_really_imports_the_one_below():
-    """A resolver that saw no import at all would pass the test above."""
+@pytest.mark.parametrize("line", ["from gspmd_mcmc.b import g", "from gspmd_mcmc import b"])
+def test_a_circle_is_found_also_below_functions_and_not_where_types_are_checked(line):
+    ring = {
+        f"{PACKAGE}.a": f"def f():\n    {line}",
+        f"{PACKAGE}.b": "from gspmd_mcmc import c",
+        f"{PACKAGE}.c": "from .a import f",
+    }
+    assert set(circle(ring)) == set(ring)
+    ring[f"{PACKAGE}.a"] = f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {line}"
+    assert circle(ring) == []
+
+
+def test_every_layer_has_modules_and_imports_the_one_below():
+    """A resolver that saw no import at all would pass the tests above."""
+    assert {layer_of(module) for module in SOURCES} == set(MAY_IMPORT)
     seen = {
         (layer_of(module), layer_of(name))
-        for module, path in SOURCES.items()
-        for name in imports_of(path.read_text(), module)
+        for module, source in SOURCES.items()
+        for name in imports_of(source, module)
         if name.startswith(f"{PACKAGE}.")
     }
-    chain = ["tree", "placement", "targets", "kernels", "adaptation", "sampling", "__init__"]
-    skips = {("kernels", "placement")}
-    below = {(high, low) for low, high in zip(chain, chain[1:], strict=False)} - skips
-    below -= {("adaptation", "kernels")}  # It is handed the kernel, and need not import one.
-    assert below <= seen
+    chain = ["tree", "multihost", "placement", "targets", "kernels", "adaptation", "sampling"]
+    assert {(high, low) for low, high in zip(chain, [*chain[1:], "__init__"], strict=True)} <= seen
+    assert {("models", "targets"), ("sampling", "storage"), ("views", "diagnostics")} <= seen
 
 
 @pytest.mark.parametrize(
@@ -131,8 +144,11 @@ def test_each_layer_really_imports_the_one_below():
         ("kernels.hmc", "def f():\n    from gspmd_mcmc.sampling.sample import sample"),
         ("adaptation.window", "from gspmd_mcmc.placement.padding import Padded"),
         ("targets.posterior", "from gspmd_mcmc.kernels import hmc"),
-        ("placement.place", "from gspmd_mcmc.targets.rows import Rows"),
+        ("placement.place", "from gspmd_mcmc.targets.streaming.rows import Rows"),
         ("tree", "from gspmd_mcmc.placement.padding import Padded"),
+        ("errors", "from gspmd_mcmc import tree"),
+        ("multihost.processes", "from gspmd_mcmc.placement.mesh import make_mesh"),
+        ("targets.plate", "from gspmd_mcmc.models.sharded import Sharded"),
         ("views.communication", "from gspmd_mcmc.kernels.hmc import HMC"),
         ("diagnostics.ess", "from gspmd_mcmc.kernels.hmc import HMC"),
         ("adaptation.window", "from gspmd_mcmc.sampling.chunks import advance"),
@@ -150,6 +166,7 @@ def test_the_checker_rejects(module, line):
         ("kernels.hmc", "from .. import tree"),
         ("kernels.hmc", "from .integrators import integrate"),
         ("sampling.sample", "from gspmd_mcmc.kernels.hmc import HMC"),
+        ("multihost.processes", "from gspmd_mcmc.errors import Preempted"),
         ("storage.saved_draws", "from gspmd_mcmc.sampling.draws import Draws"),
         ("__init__", "from gspmd_mcmc.sampling.sample import sample"),
     ],
@@ -160,37 +177,26 @@ def test_the_checker_accepts(module, line):
 
 @pytest.mark.parametrize("init", [m for m in SOURCES if m.endswith(".__init__") and m.count(".") > 1])
 def test_init_files_of_subpackages_import_nothing(init):
-    assert imports_of(SOURCES[init].read_text(), init) == []
-
-
-@pytest.mark.parametrize("module", SOURCES)
-def test_import_statements_name_declared_dependencies_only(module):
-    assert third_party(SOURCES[module].read_text(), module) <= DEPENDENCIES
+    assert imports_of(SOURCES[init], init) == []
 
 
 def test_the_third_party_checker_sees_a_nested_import():
     assert third_party("def f():\n    import optax.tree_utils\n", "made.up") == {"optax"}
 
 
-def run_python(code):
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def test_importing_the_package_imports_no_optional_dependency():
-    loaded = run_python("import sys, gspmd_mcmc; print(*{m.split('.')[0] for m in sys.modules})")
-    assert "gspmd_mcmc" in loaded.split()
-    assert OPTIONAL & set(loaded.split()) == set()
-
-
-def test_importing_the_package_starts_no_backend():
+def test_importing_the_package_starts_no_backend_and_imports_no_optional_dependency():
     """A user sets the number of CPU devices, or joins processes, after the import."""
-    count = run_python(
-        "import gspmd_mcmc, jax; jax.config.update('jax_platforms', 'cpu');"
-        "jax.config.update('jax_num_cpu_devices', 3); print(jax.device_count())"
+    code = (
+        "import sys, gspmd_mcmc, jax; loaded = {m.split('.')[0] for m in sys.modules};"
+        "jax.config.update('jax_platforms', 'cpu'); jax.config.update('jax_num_cpu_devices', 3);"
+        "print(jax.device_count(), *loaded)"
     )
-    assert count.strip() == "3"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    count, *loaded = done.stdout.split()
+    assert count == "3"
+    assert "gspmd_mcmc" in loaded
+    assert OPTIONAL & set(loaded) == set()
 
 
 def test_all_public_names_resolve_once():

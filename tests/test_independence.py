@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from models import normal
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.targets import independence
@@ -15,10 +16,6 @@ RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(3, 2, size=NUM_ROWS).astype(np.float32)
 Y = RANDOM.normal(size=NUM_ROWS).astype(np.float32)
 ORIGIN = {"level": jnp.zeros(()), "slope": jnp.zeros(())}  # where the slope hides what x is
-
-
-def log_prior(params):
-    return jax.tree.map(lambda z: -0.5 * z**2, params)
 
 
 def regression(covariate):
@@ -34,7 +31,7 @@ def regression(covariate):
 def target_of(log_likelihood, num_rows=NUM_ROWS, mesh=None, **data):
     data = {"x": X[:num_rows], "y": Y[:num_rows]} | data
     data = data if mesh is None else gm.place(data, mesh, P("data"))
-    return gm.Posterior(log_prior, gm.Plate(log_likelihood, data))
+    return gm.Posterior(normal, gm.Plate(log_likelihood, data))
 
 
 COUPLED = {
@@ -90,8 +87,8 @@ def test_latents_of_rows_that_read_each_other_are_refused():
 def test_the_right_plate_is_named():
     alone, beside = (gm.Plate(regression(f), {"x": X, "y": Y}) for f in (jnp.sin, jnp.cumsum))
     with pytest.raises(gm.CoupledRows):
-        independence.check_rows(gm.Posterior(log_prior, alone, beside), ORIGIN)
-    independence.check_rows(gm.Posterior(log_prior, alone), ORIGIN)
+        independence.check_rows(gm.Posterior(normal, alone, beside), ORIGIN)
+    independence.check_rows(gm.Posterior(normal, alone), ORIGIN)
 
 
 # What is right.

@@ -266,7 +266,9 @@ PROBLEMS = [
 ]
 BROKEN_HMC = [AcceptsAlways, HalvesTheEnergyError, ForgetsKineticEnergy, DrawsMomentaOfAnotherMass]
 BROKEN = [
-    *((problem, broken) for problem in PROBLEMS[:3] for broken in BROKEN_HMC),
+    *((hmc_on_a_gaussian, broken) for broken in BROKEN_HMC),
+    *((hmc_on_a_funnel, AcceptsAlways), (hmc_on_a_funnel, DrawsMomentaOfAnotherMass)),
+    *((mixture, HalvesTheEnergyError), (mixture, ForgetsKineticEnergy)),
     (nuts_on_a_funnel, WeighsLeavesAlike),
     (nuts_on_a_gaussian, ForgetsTurnsWithin),
     (nuts_on_a_gaussian, TreeOfAnotherMass),
@@ -376,12 +378,6 @@ def test_hmc_leaves_a_sharded_posterior_invariant():
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("broken", BROKEN_HMC)
-def test_a_broken_kernel_is_rejected_on_a_sharded_posterior(broken):
-    rejects(gaussian_mean(), convert(gaussian_mean().kernel, broken))
-
-
-@pytest.mark.statistical
 @pytest.mark.parametrize("breaking", [drops_terms, counts_pad_rows, counts_one_pad_row])
 def test_a_broken_target_is_rejected(breaking):
     problem = gaussian_mean()
@@ -389,16 +385,6 @@ def test_a_broken_target_is_rejected(breaking):
 
 
 # A dropped shard's gradient leaves HMC exact, so it is caught by what it is
-
-
-@pytest.mark.statistical
-def test_without_a_shard_s_gradient_hmc_stays_exact_and_accepts_less():
-    problem = gaussian_mean()
-    broken = with_target(problem.kernel, drops_gradient(problem.kernel.target))
-    _, rate, *_ = run_from_exact_draws(problem, problem.kernel)
-    positions, broken_rate, *_ = run_from_exact_draws(problem, broken)
-    check_is_exact(problem, positions)
-    within(0.1 / (rate - broken_rate), 1, "of the fall of the acceptance rate")
 
 
 def check_gradient_is_whole(target: Any) -> None:
@@ -418,37 +404,3 @@ def test_gradient_of_every_shard_counts_once():
 def test_a_broken_gradient_is_rejected(breaking):
     with pytest.raises(AssertionError, match="Not equal"):
         check_gradient_is_whole(breaking(gaussian_mean().kernel.target))
-
-
-@jax.jit
-def first_infos(kernel, keys, positions):
-    states = jax.vmap(type(kernel).init, (None, 0))(kernel, positions)
-    return jax.vmap(type(kernel).step, (None, 0, 0))(kernel, keys, states)[1]
-
-
-def energy_error(kernel: gm.HMC, step_size: float) -> float:
-    """Root mean square over starts, of trajectories of one length."""
-    kernel = kernel.with_step_size(step_size).with_num_integration_steps(round(1.6 / step_size))
-    positions = jax.tree.map(jnp.asarray, gaussian_mean().draw(np.random.default_rng(3), 64))
-    infos = first_infos(kernel, jax.random.split(jax.random.key(4), 64), positions)
-    return float(jnp.sqrt(jnp.mean(infos.energy_error**2)))
-
-
-def check_energy_error_falls_as_the_step_size_squared(kernel: gm.HMC) -> None:
-    errors = [energy_error(kernel, step_size) for step_size in (0.4, 0.2, 0.1)]
-    ratios = np.divide(errors[:-1], errors[1:])
-    assert np.all(np.abs(ratios - 4) < 0.5), f"halving the step divides the energy error by {ratios}"
-
-
-def test_energy_error_falls_as_the_step_size_squared():
-    with jax.enable_x64(True):
-        check_energy_error_falls_as_the_step_size_squared(gaussian_mean().kernel)
-
-
-@pytest.mark.parametrize("breaking", [drops_gradient, drops_terms])
-def test_energy_error_without_a_shard_does_not_fall(breaking):
-    with jax.enable_x64(True):
-        kernel = gaussian_mean().kernel
-        broken = with_target(kernel, breaking(kernel.target))
-        with pytest.raises(AssertionError, match="halving"):
-            check_energy_error_falls_as_the_step_size_squared(broken)

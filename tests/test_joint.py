@@ -7,6 +7,7 @@ import numpyro.distributions as dist
 import pytest
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
+from models import Exponential, mesh_of, real
 from scipy import stats
 from seeds import seed, within
 
@@ -18,7 +19,7 @@ from gspmd_mcmc import (
     Sharded,
     communication,
 )
-from gspmd_mcmc.targets.blocks import CannotStream
+from gspmd_mcmc.models.site_model import CannotStream
 from gspmd_mcmc.tree import total
 
 Root = JointDistributionCoroutine.Root
@@ -29,15 +30,7 @@ NOTEBOOK = (
         [0.8690128, -0.83167845, 1.2209264, 0.88412696, 0.76478404, -0.66208494, -0.0129658, 0.7391483]
     ),
 )
-SIZES = [1, 2, 4, 7, 8]
-
-
-def mesh_of(size):
-    return gm.make_mesh(data=size, devices=jax.devices()[:size])
-
-
-def real(value):
-    return value.unpad() if isinstance(value, gm.Padded) else np.asarray(value)
+SIZES = [1, 7, 8]
 
 
 # One model in three forms: w ~ N(0, 1), u_i ~ N(0, 2), y_i ~ N(w + u_i, 0.5)
@@ -229,6 +222,7 @@ def test_a_posterior_against_the_joint_and_float64(observed, size):
         value, grads = jax.tree.map(np.asarray, exact)
     state = gm.HMC(target, 0.01, 3).init(position)
     np.testing.assert_allclose(state.log_density, value, rtol=1e-6)
+    np.testing.assert_allclose(total(target.terms(state.position)), value, rtol=1e-6)
     jacobians = position["scale"] + jnp.sum(position["rate"])
     own = joint.log_prob((observed.weights, observed.scale, observed.rate.unpad(), y))
     np.testing.assert_allclose(state.log_density, own + jacobians, rtol=1e-6)
@@ -322,17 +316,6 @@ def test_two_plates_and_a_plate_without_data():
     np.testing.assert_allclose(state.log_density, joint.log_prob((w, few, many, last)), rtol=1e-6)
 
 
-class Exponential:
-    def __init__(self, rate):
-        self.rate = rate
-
-    def sample(self, rng_key, sample_shape=()):
-        return jax.random.exponential(rng_key, sample_shape) / self.rate
-
-    def log_prob(self, value):
-        return jnp.log(self.rate) - self.rate * value
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_distributions_of_ones_own(form):
     own, theirs = Exponential(2.0), lambda rate: Sharded(Exponential(rate), num_rows=13, name="y")
@@ -384,57 +367,60 @@ def test_values_of_other_parts():
         make("coroutine", 8).log_prob({"w": 0.5, "u": np.zeros(8), "y": np.zeros(8)})
 
 
-@pytest.mark.parametrize("part", [3.0, None, dist.Normal, "normal"])
-def test_parts_that_are_no_distribution(part):
-    with pytest.raises(TypeError, match="part 1: expected a distribution"):
-        JointDistributionSequential([dist.Normal(0, 1), part])
-    with pytest.raises(TypeError, match="'x': expected a distribution"):
-        JointDistributionNamed({"x": part})
-    with pytest.raises(TypeError, match="part 'var1': expected a distribution"):
-        JointDistributionSequential([dist.Normal(0, 1), lambda x: part]).sample(KEY)
-
+def rooted(part):
     def model():
         yield Root(part)
 
-    with pytest.raises(TypeError, match="part 'var0': expected a distribution"):
-        JointDistributionCoroutine(model).sample(KEY)
+    return JointDistributionCoroutine(model)
 
 
-def test_models_that_do_not_yield():
-    with pytest.raises(TypeError, match="generator"):
-        JointDistributionCoroutine(lambda: dist.Normal(0, 1)).sample(KEY)
-    with pytest.raises(ValueError, match="no parts"):
-        JointDistributionSequential([]).sample(KEY)
-    with pytest.raises(TypeError, match="list of parts"):
-        JointDistributionSequential({"x": dist.Normal(0, 1)})
-    with pytest.raises(TypeError, match="dict of parts"):
-        JointDistributionNamed([dist.Normal(0, 1)])  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("part", [3.0, None, dist.Normal, "normal"])
+@pytest.mark.parametrize(
+    ("make_one", "name"),
+    [
+        (lambda part: JointDistributionSequential([dist.Normal(0, 1), part]), "part 1"),
+        (lambda part: JointDistributionNamed({"x": part}), "'x'"),
+        (lambda part: JointDistributionSequential([lambda: part]).sample(KEY), "part 'var0'"),
+        (lambda part: rooted(part).sample(KEY), "part 'var0'"),
+    ],
+    ids=["list", "dict", "function", "generator"],
+)
+def test_parts_that_are_no_distribution(make_one, name, part):
+    with pytest.raises(TypeError, match=f"{name}: expected a distribution"):
+        make_one(part)
 
 
-def test_names_that_clash():
-    parts = [Sharded(dist.Normal(0, 1), num_rows=8, name="x") for _ in range(2)]
-    with pytest.raises(ValueError, match="two parts are called 'x'"):
-        JointDistributionSequential(parts, mesh=mesh_of(8)).sample(KEY)
-    with pytest.raises(ValueError, match="identifier"):
-        JointDistributionNamed({"a b": dist.Normal(0, 1)})
+def of_b(b):
+    return dist.Normal(b, 1)
 
 
-def test_parts_that_functions_cannot_have():
-    with pytest.raises(ValueError, match="only 0 parts before it"):
-        JointDistributionSequential([lambda x: dist.Normal(x, 1)])
-    with pytest.raises(ValueError, match="takes 'v', which is none of"):
-        JointDistributionNamed({"y": lambda v: dist.Normal(v, 1)})
-    with pytest.raises(ValueError, match="circle"):
-        JointDistributionNamed({"a": lambda b: dist.Normal(b, 1), "b": lambda a: dist.Normal(a, 1)})
+def of_a(a):
+    return dist.Normal(a, 1)
 
 
-def test_samples_need_a_mesh_and_a_key():
-    with pytest.raises(ValueError, match="make_mesh"):
-        make("named").sample(KEY)
-    with pytest.raises(TypeError, match="rng_key"):
-        make("named", 8, mesh_of(8)).sample(0)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="Padded"):
-        make("named", 13, mesh_of(8)).sample(KEY, 3)
+NAMED_X = Sharded(dist.Normal(0, 1), num_rows=8, name="x")
+WRONG = {
+    "generator": lambda: JointDistributionCoroutine(lambda: dist.Normal(0, 1)).sample(KEY),
+    "no parts": lambda: JointDistributionSequential([]).sample(KEY),
+    "list of parts": lambda: JointDistributionSequential({"x": dist.Normal(0, 1)}),
+    "dict of parts": lambda: JointDistributionNamed([dist.Normal(0, 1)]),  # pyright: ignore
+    "two parts are called 'x'": lambda: JointDistributionSequential(
+        [NAMED_X, NAMED_X], mesh=mesh_of(8)
+    ).sample(KEY),
+    "identifier": lambda: JointDistributionNamed({"a b": dist.Normal(0, 1)}),
+    "only 0 parts before it": lambda: JointDistributionSequential([of_a]),
+    "takes 'b', which is none of": lambda: JointDistributionNamed({"y": of_b}),
+    "circle": lambda: JointDistributionNamed({"a": of_b, "b": of_a}),
+    "make_mesh": lambda: make("named").sample(KEY),
+    "rng_key": lambda: make("named", 8, mesh_of(8)).sample(0),  # pyright: ignore
+    "Padded": lambda: make("named", 13, mesh_of(8)).sample(KEY, 3),
+}
+
+
+@pytest.mark.parametrize("match", WRONG)
+def test_a_joint_that_is_wrong_is_refused(match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        WRONG[match]()
 
 
 def test_a_program_that_closes_over_the_arrays():
@@ -524,10 +510,3 @@ def test_a_regression_finds_its_weights():
     # 800 draws, about independent or better: 0.2 is over 5 standard errors of the mean, 4 of the scale.
     within(np.max(np.abs(weights.mean(0) - mean) / scale), 0.2, "standard deviations off")
     within(np.max(np.abs(weights.std(0) / scale - 1)), 0.1, "of a standard deviation")
-
-
-def test_total_is_of_terms(observed):
-    """The terms of the target add up to what the kernel reports."""
-    target = regression_on(8).condition(y=observed.y)
-    state = gm.HMC(target, 0.01, 3).init(target.origin())
-    np.testing.assert_allclose(total(target.terms(state.position)), state.log_density, rtol=1e-6)

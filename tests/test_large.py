@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from models import prior_of_mean, rows_with_effects
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.placement import padding
@@ -13,22 +14,14 @@ NUM_ROWS = 3_000_000_001
 BLOCKS = 8
 
 
-def log_prior(x):
-    return -0.5 * x["mean"] ** 2
-
-
-def log_likelihood(x, rows):
-    return -0.5 * (rows["y"] - x["mean"] - x["effect"]) ** 2 - 0.5 * x["effect"] ** 2
-
-
 def plate(num_blocks):
     mesh = gm.make_abstract_mesh(data=num_blocks)
     data = gm.place({"y": jax.ShapeDtypeStruct((NUM_ROWS,), jnp.uint8)}, mesh, P("data"))
-    return gm.Plate(log_likelihood, data, local="effect")
+    return gm.Plate(rows_with_effects, data, local="effect")
 
 
 def test_a_step_over_three_thousand_million_rows_lowers():
-    kernel = gm.HMC(gm.Posterior(log_prior, plate(BLOCKS)), 0.1, 3)
+    kernel = gm.HMC(gm.Posterior(prior_of_mean, plate(BLOCKS)), 0.1, 3)
     position = {
         "mean": jax.ShapeDtypeStruct((), jnp.float32),
         "effect": jax.ShapeDtypeStruct((NUM_ROWS,), jnp.float32),

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gspmd_mcmc.adaptation.approach import ApproachHMC
 from models import (
     PRECISION,
     VARIANCES,
@@ -24,9 +23,11 @@ from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import MAMS, Diagonal, MAMSAdaptation, tree
+from gspmd_mcmc.adaptation.hmc_burn_in import BurnInHMC
 from gspmd_mcmc.kernels import isokinetic
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.isokinetic import LEAPFROG, MINIMAL_NORM
+from gspmd_mcmc.kernels.metrics.metric import Metric
 from gspmd_mcmc.tree import pytree
 
 init, step = jax.jit(MAMS.init), jax.jit(MAMS.step)
@@ -59,8 +60,8 @@ def integrate(data, metric, splitting, x, p, step_size, num_steps):
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class DenseMetric:
-    """What a metric object has that trajectories ask of it."""
+class DenseMetric(Metric):
+    """A metric with only the velocity, which is all that trajectories use."""
 
     covariance: jax.Array
 
@@ -172,16 +173,16 @@ def test_lengths_are_drawn_evenly_and_in_whole_steps():
     kernel = MAMS(gm.LogDensity(steep), 0.01, 0.2)
 
     def num_steps(i):
-        return kernel.drawn(jax.random.key(0), i)._num_steps()
+        return kernel.with_jitter(jax.random.key(0), i)._num_steps()
 
     counts = np.asarray(jax.jit(jax.vmap(num_steps))(jnp.arange(64)))
     assert counts.min() >= 1 and counts.max() <= 40 and abs(counts.mean() - 20) < 0.5
     assert len(set(counts)) > 35
-    held = MAMS(gm.LogDensity(steep), 0.01, 0.2, jitter=0.0).drawn(jax.random.key(0), jnp.int32(3))
+    held = MAMS(gm.LogDensity(steep), 0.01, 0.2, jitter=0.0).with_jitter(jax.random.key(0), 3)
     assert held._num_steps() == 20 and kernel.one_leapfrog()._num_steps() == 1
 
 
-def test_the_approach_tries_step_sizes_by_one_leapfrog_and_has_its_gradient_once():
+def test_the_burn_in_tries_step_sizes_by_one_leapfrog_and_has_its_gradient_once():
     traced = []
 
     def log_density(x):
@@ -189,17 +190,17 @@ def test_the_approach_tries_step_sizes_by_one_leapfrog_and_has_its_gradient_once
         return steep(x)
 
     kernel = MAMS(gm.LogDensity(log_density), 0.01, 0.2, jnp.ones(2))
-    state, approach = kernel.init(jnp.ones(2)), ApproachHMC.of(kernel)
+    state, burn_in = kernel.init(jnp.ones(2)), BurnInHMC.of(kernel)
 
     def step(hmc, number):
         traced.clear()
-        fall = hmc.drawn(jax.random.key(0), jnp.int32(number))
-        info = jax.jit(lambda fall: fall.step(jax.random.key(1), state)[1])(fall)
+        hmc = hmc.with_jitter(jax.random.key(0), jnp.int32(number))
+        info = jax.jit(lambda hmc: hmc.step(jax.random.key(1), state)[1])(hmc)
         return int(info.num_integration_steps), len(traced)
 
-    assert step(approach.one_leapfrog(), 0) == (1, 1)
+    assert step(burn_in.one_leapfrog(), 0) == (1, 1)
     # The van der Corput sequence begins with a half: 16 of 1 to 32.
-    assert step(approach, 0) == (16, 2)
+    assert step(burn_in, 0) == (16, 2)
 
 
 # Warm-up
@@ -239,7 +240,7 @@ def test_sample_tunes_step_size_length_and_metric_from_far_off():
 
 def test_the_kernel_of_another_warm_up_is_refused():
     hmc = gm.HMC(gm.LogDensity(steep), 0.1, 1)
-    with pytest.raises(TypeError, match="expected a MAMS kernel, got HMC; use WindowAdaptation"):
+    with pytest.raises(TypeError, match="MAMSAdaptation tunes MAMS, got HMC"):
         MAMSAdaptation().prepare(hmc, None)
     with pytest.raises(ValueError, match="target_acceptance_rate: expected a number between 0 and 1"):
         MAMSAdaptation(target_acceptance_rate=1.0)

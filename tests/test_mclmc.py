@@ -23,7 +23,7 @@ from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import MCLMC, Diagonal, MCLMCAdaptation, MCLMCInfo
-from gspmd_mcmc.adaptation import correlation
+from gspmd_mcmc.adaptation import batch_means
 from gspmd_mcmc.adaptation.mclmc_adaptation import StepSize, _updated
 from gspmd_mcmc.kernels.isokinetic import LEAPFROG, MINIMAL_NORM
 from gspmd_mcmc.kernels.metrics import metric as metrics
@@ -187,33 +187,33 @@ def test_step_sizes_settle_where_the_energy_variance_is_the_desired_one():
 def test_correlation_times_are_those_of_autoregressive_draws():
     """AR(1) of correlation r has (1 + r) / (1 - r) draws to an independent one."""
     rng, num_chains, size = np.random.default_rng(seed(1)), 4, 200
-    take = jax.jit(correlation.update)
+    take = jax.jit(batch_means.update)
     for r, length in ((0.9, 40), (0.97, 40), (0.0, 10)):
         x = rng.normal(size=(num_chains, size))
-        batches = correlation.init(jnp.asarray(x, jnp.float32), jnp.int32(length))
-        assert np.isnan(correlation.correlation_time(batches, size))
+        batches = batch_means.init(jnp.asarray(x, jnp.float32), jnp.int32(length))
+        assert np.isnan(batch_means.correlation_time(batches, size))
         for _ in range(400):
             x = r * x + np.sqrt(1 - r**2) * rng.normal(size=x.shape)
             batches = take(batches, jnp.asarray(x, jnp.float32))
-        time = correlation.correlation_time(batches, size)
+        time = batch_means.correlation_time(batches, size)
         within(abs(time / ((1 + r) / (1 - r)) - 1), 0.15, f"of the time of correlation {r}")
 
 
 @pytest.mark.statistical
 def test_the_slowest_leaf_tells_its_own_correlation_time():
     """One element of 0.9 among 200 that are independent; an element that never moves is no element."""
-    rng, take = np.random.default_rng(seed(2)), jax.jit(correlation.update)
+    rng, take = np.random.default_rng(seed(2)), jax.jit(batch_means.update)
     slow, fast = np.zeros((64, 1)), np.zeros((64, 200))
     stays = np.zeros((64, 1))
-    batches = correlation.init(_leaves(slow, np.concatenate([fast, stays], axis=1)), jnp.int32(40))
-    assert np.isnan(correlation.slowest_correlation_time(batches))
+    batches = batch_means.init(_leaves(slow, np.concatenate([fast, stays], axis=1)), jnp.int32(40))
+    assert np.isnan(batch_means.slowest_correlation_time(batches))
     for _ in range(400):
         slow = 0.9 * slow + np.sqrt(1 - 0.9**2) * rng.normal(size=slow.shape)
         fast = rng.normal(size=fast.shape)
         batches = take(batches, _leaves(slow, np.concatenate([fast, stays], axis=1)))
-    within(abs(correlation.slowest_correlation_time(batches) / 19 - 1), 0.3, "of the slowest time")
+    within(abs(batch_means.slowest_correlation_time(batches) / 19 - 1), 0.3, "of the slowest time")
     # The mean over elements does not see it.
-    within(correlation.correlation_time(batches, 201), 1.5, "the mean time")
+    within(batch_means.correlation_time(batches, 201), 1.5, "the mean time")
 
 
 def _leaves(slow, fast):
@@ -259,7 +259,7 @@ def test_sample_tunes_step_size_length_and_metric_from_far_off():
 
 def test_the_kernel_of_another_warm_up_is_refused():
     hmc = gm.HMC(gm.LogDensity(normal), 0.1, 1)
-    with pytest.raises(TypeError, match="expected an MCLMC kernel, got HMC; use WindowAdaptation"):
+    with pytest.raises(TypeError, match="MCLMCAdaptation tunes MCLMC, got HMC"):
         MCLMCAdaptation().prepare(hmc, None)
     with pytest.raises(ValueError, match="energy_variance: expected a positive number, got 0"):
         MCLMCAdaptation(energy_variance=0)

@@ -16,9 +16,8 @@ import numpyro.distributions as dist
 import pytest
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.targets.functions import as_partial
-from gspmd_mcmc.targets.meaning import Look
-from gspmd_mcmc.targets.retracing import run
+from gspmd_mcmc.functions.function import as_partial, run
+from gspmd_mcmc.functions.meaning import Look
 
 NAMESPACE = types.ModuleType("users_settings")
 sys.modules["users_settings"] = NAMESPACE
@@ -29,65 +28,9 @@ def means(function):
     return jax.tree.structure(as_partial(function))
 
 
-# Each makes a function, and something that changes what it reads.
+# Code of a cell, whose ``f`` is a function, and another cell that changes what it reads.
 
-
-def written(source, change):
-    """Code of a cell, run in a namespace of its own; ``f`` is its function, ``change`` another cell."""
-
-    def make():
-        cells = {"__name__": "__main__", "jnp": jnp, "jax": jax, "np": np, "functools": functools}
-        exec(source, cells)
-        return cells["f"], lambda: exec(change, cells)
-
-    return make
-
-
-@dataclasses.dataclass
-class Settings:
-    mu: Any
-    inner: Any = None
-
-    def f(self, x):
-        return x - self.mu
-
-    def nested(self, x):
-        return x - self.inner.mu
-
-    def __call__(self, x):
-        return x - self.mu
-
-
-class Plain:
-    shared = 1.0
-
-    def __init__(self, mu):
-        self.mu = mu
-        self.notes = []
-
-    def f(self, x):
-        return x - self.mu
-
-    def g(self, x):
-        return x - self.shared
-
-    def by_name(self, x):
-        return x - getattr(self, "m" + "u")
-
-    @property
-    def twice(self):
-        return 2 * self.mu
-
-    def through_property(self, x):
-        return x - self.twice
-
-    @staticmethod
-    def static(x):
-        return x - SETTINGS["mu"]
-
-    @classmethod
-    def of_class(cls, x):
-        return x - cls.shared
+Pair = namedtuple("Pair", "first second")
 
 
 class Slotted:
@@ -107,193 +50,140 @@ class Dynamic:
         return self.__dict__["_entries"][name]
 
 
-SETTINGS: dict[str, Any] = {"mu": 1.0}
-Pair = namedtuple("Pair", "first second")
-
-
-def with_object(cls, method, change, *args):
-    def make():
-        thing = cls(*args)
-        return getattr(thing, method), lambda: change(thing)
-
-    return make
-
-
-def closing_over(value, change, use=lambda value, x: x):
-    def make():
-        return lambda x: use(value, x), lambda: change(value)
-
-    return make
-
-
-def of_an_array(size):
-    def make():
-        array = np.zeros(size)
-        return lambda x: x - array[1], lambda: array.__setitem__(1, 3.0)
-
-    return make
-
-
-def of_a_module():
-    NAMESPACE.mu = 0.0  # pyright: ignore
-    return lambda x: x - NAMESPACE.mu, lambda: setattr(NAMESPACE, "mu", 1.0)  # pyright: ignore
-
-
-def of_an_import():
-    def f(x):
-        from users_settings import mu  # pyright: ignore
-
-        return x - mu
-
-    NAMESPACE.mu = 0.0  # pyright: ignore
-    return f, lambda: setattr(NAMESPACE, "mu", 1.0)
-
-
-def of_a_static_method():
-    SETTINGS["mu"] = 1.0
-    return Plain.static, lambda: SETTINGS.update(mu=2.0)
-
-
-def of_an_attribute():
-    def f(x):
-        return x - f.mu  # pyright: ignore
-
-    f.mu = 0.0  # pyright: ignore
-    return f, lambda: setattr(f, "mu", 1.0)
-
-
-def of_defaults():
-    def f(x, mu=0.0):
-        return x - mu
-
-    return f, lambda: setattr(f, "__defaults__", (1.0,))
-
-
-def of_replaced_code():
-    """As IPython's autoreload does."""
-
-    def f(x):
-        return x - 1
-
-    def g(x):
-        return x - 2
-
-    return f, lambda: setattr(f, "__code__", g.__code__)
-
-
-def of_a_custom_derivative():
-    slope = [1.0]
-
-    @jax.custom_vjp
-    def f(x):
-        return x
-
-    f.defvjp(lambda x: (x, None), lambda _, g: (g * slope[0],))
-    return f, lambda: slope.__setitem__(0, 2.0)
-
-
-def patched(cls):
-    def make():
-        owner = type(cls.__name__, (cls,), {"shared": 0.0, "__module__": __name__})
-        return owner(1.0).g, lambda: setattr(owner, "shared", 1.0)
-
-    return make
-
-
 HELPER = "mu = 0.0\ndef helper(x): return x - mu\n"
+OBJECT = "class A:\n def __init__(s, mu): s.mu, s.notes = mu, []\n"
+DATACLASS = "@dataclasses.dataclass\nclass A:\n mu: object\n inner: object = None\n"
 CASES = {
-    "global": written("mu = 0.0\ndef f(x): return x - mu", "mu = 10.0"),
-    "sign of zero": written("mu = 0.0\ndef f(x): return x / mu", "mu = -0.0"),
-    "type of a number": written("mu = 1\ndef f(x): return x / mu", "mu = 1.0"),
-    "nested function": written(
-        "mu = 0.0\ndef f(x):\n def g(y): return y - mu\n return g(x)", "mu = 1.0"
-    ),
-    "comprehension": written("mu = 0.0\ndef f(x): return sum([x - mu for _ in range(2)])", "mu = 1.0"),
-    "helper's global": written(HELPER + "def f(x): return helper(x)", "mu = 1.0"),
-    "another helper": written(HELPER + "def f(x): return helper(x)", "def helper(x): return x + mu"),
-    "jitted helper": written(HELPER + "h = jax.jit(helper)\ndef f(x): return h(x)", "mu = 1.0"),
-    "derivative": written(HELPER + "h = jax.vmap(jax.grad(helper))\ndef f(x): return h(x)", "mu = 1.0"),
-    "cached helper": written(
-        HELPER + "h = functools.lru_cache(helper)\ndef f(x): return h(x)", "mu = 1.0"
-    ),
-    "decorated": written(
+    # Globals and code.
+    "global": ("mu = 0.0\ndef f(x): return x - mu", "mu = 10.0"),
+    "sign of zero": ("mu = 0.0\ndef f(x): return x / mu", "mu = -0.0"),
+    "type of a number": ("mu = 1\ndef f(x): return x / mu", "mu = 1.0"),
+    "nested function": ("mu = 0.0\ndef f(x):\n def g(y): return y - mu\n return g(x)", "mu = 1.0"),
+    "comprehension": ("mu = 0.0\ndef f(x): return sum([x - mu for _ in range(2)])", "mu = 1.0"),
+    "helper's global": (HELPER + "def f(x): return helper(x)", "mu = 1.0"),
+    "another helper": (HELPER + "def f(x): return helper(x)", "def helper(x): return x + mu"),
+    "jitted helper": (HELPER + "h = jax.jit(helper)\ndef f(x): return h(x)", "mu = 1.0"),
+    "derivative": (HELPER + "h = jax.vmap(jax.grad(helper))\ndef f(x): return h(x)", "mu = 1.0"),
+    "cached helper": (HELPER + "h = functools.lru_cache(helper)\ndef f(x): return h(x)", "mu = 1.0"),
+    "decorated": (
         HELPER
         + "def twice(g):\n @functools.wraps(g)\n def h(x): return 2 * g(x)\n return h\n"
         + "@twice\ndef f(x): return helper(x)",
         "mu = 1.0",
     ),
-    "recursion": written("mu = 0\ndef f(x, n=3): return x - mu if n == 0 else f(x, n - 1)", "mu = 1"),
-    "builtin that is hidden": written("def f(x): return abs(x)", "def abs(x): return -x"),
-    "partial": written(
-        HELPER + "def g(a, x): return a * helper(x)\nf = functools.partial(g, 2.0)", "mu = 1.0"
+    "recursion": ("mu = 0\ndef f(x, n=3): return x - mu if n == 0 else f(x, n - 1)", "mu = 1"),
+    "builtin that is hidden": ("def f(x): return abs(x)", "def abs(x): return -x"),
+    "partial": (
+        HELPER + "def g(a, x): return a * helper(x)\nf = functools.partial(g, 2.0)",
+        "mu = 1.0",
     ),
-    "constant of a list": written("c = [1.0, [2.0]]\ndef f(x): return x - c[1][0]", "c[1][0] = 3.0"),
-    "set": written("c = {1.0}\ndef f(x): return x - sum(c)", "c.add(2.0)"),
-    "class in a cell": written(
+    "attribute of the function": ("def f(x): return x - f.mu\nf.mu = 0.0", "f.mu = 1.0"),
+    "defaults": ("def f(x, mu=0.0): return x - mu", "f.__defaults__ = (1.0,)"),
+    # As IPython's autoreload does.
+    "code": ("def f(x): return x - 1\ndef g(x): return x - 2", "f.__code__ = g.__code__"),
+    "custom derivative": (
+        "slope = [1.0]\n@jax.custom_vjp\ndef f(x): return x\n"
+        "f.defvjp(lambda x: (x, None), lambda _, g: (g * slope[0],))",
+        "slope[0] = 2.0",
+    ),
+    "module": ("users.mu = 0.0\ndef f(x): return x - users.mu", "users.mu = 1.0"),
+    "import within": (
+        "users.mu = 0.0\ndef f(x):\n from users_settings import mu\n return x - mu",
+        "users.mu = 1.0",
+    ),
+    # Data.
+    "constant of a list": ("c = [1.0, [2.0]]\ndef f(x): return x - c[1][0]", "c[1][0] = 3.0"),
+    "set": ("c = {1.0}\ndef f(x): return x - sum(c)", "c.add(2.0)"),
+    "dict that is closed over": (
+        "d = {'mu': 1.0}\ndef make(d):\n return lambda x: x - d['mu']\nf = make(d)",
+        "d.update(mu=2.0)",
+    ),
+    "queue": ("q = deque([1.0])\ndef f(x): return x - q[-1]", "q.append(2.0)"),
+    "namespace": ("n = types.SimpleNamespace(mu=1.0)\ndef f(x): return x - n.mu", "n.mu = 2.0"),
+    "tuple of dicts": (
+        "p = Pair({'mu': 1.0}, None)\ndef f(x): return x - p.first['mu']",
+        "p.first.update(mu=2.0)",
+    ),
+    "array": ("a = np.zeros(5)\ndef f(x): return x - a[1]", "a[1] = 3.0"),
+    "large array": ("a = np.zeros(100_000)\ndef f(x): return x - a[1]", "a[1] = 3.0"),
+    "array of objects": (
+        "a = np.array([{'mu': 1.0}], dtype=object)\ndef f(x): return x - a[0]['mu']",
+        "a[0].update(mu=2.0)",
+    ),
+    "masked array": (
+        "a = np.ma.masked_array([1.0, 2.0], mask=[False, False])\ndef f(x): return x - a",
+        "a.mask[0] = True",
+    ),
+    "jax array": ("mu = jnp.ones(3)\ndef f(x): return x - mu", "mu = mu.at[1].set(2.0)"),
+    "random state": ("r = np.random.default_rng(0)\ndef f(x): return x, r", "r.normal()"),
+    "distribution": ("d = dist.Normal(0.0, 1.0)\ndef f(x): return x, d", "d.loc = 1.0"),
+    # Objects.
+    "method": (OBJECT + " def f(s, x): return x - s.mu\na = A(1.0)\nf = a.f", "a.mu = 2.0"),
+    "callable object": (OBJECT + " def __call__(s, x): return x - s.mu\nf = A(1.0)", "f.mu = 2.0"),
+    "attribute by name": (
+        OBJECT + " def f(s, x): return x - getattr(s, 'm' + 'u')\na = A(1.0)\nf = a.f",
+        "a.mu = 2.0",
+    ),
+    "property": (
+        OBJECT + " @property\n def twice(s): return 2 * s.mu\n def f(s, x): return x - s.twice\n"
+        "a = A(1.0)\nf = a.f",
+        "a.mu = 2.0",
+    ),
+    "field": (DATACLASS + " def f(s, x): return x - s.mu\na = A(1.0)\nf = a.f", "a.mu = 2.0"),
+    "field of a field": (
+        DATACLASS + " def f(s, x): return x - s.inner.mu\na = A(1.0, A(1.0))\nf = a.f",
+        "a.inner.mu = 2.0",
+    ),
+    "slot": ("a = Slotted()\na.mu = 1.0\nf = a.f", "a.mu = 2.0"),
+    "attributes of a dict": (
+        "a = Dynamic(mu=1.0)\ndef f(x): return x - a.mu",
+        "a._entries.update(mu=2.0)",
+    ),
+    "class attribute": (
+        "class A:\n mu = 0.0\n def f(s, x): return x - s.mu\nf = A().f",
+        "A.mu = 1.0",
+    ),
+    "class in a cell": (
         "class A:\n def mu(self): return 1.0\na = A()\ndef f(x): return x - a.mu()",
         "A.mu = lambda s: 2.0",
     ),
-    "base class": written(
-        "class A:\n mu = 1.0\nclass B(A): pass\nb = B()\ndef f(x): return x - b.mu", "A.mu = 2.0"
+    "base class": (
+        "class A:\n mu = 1.0\nclass B(A): pass\nb = B()\ndef f(x): return x - b.mu",
+        "A.mu = 2.0",
     ),
-    "attribute over a class's": written(
-        "class A:\n mu = 1.0\na = A()\ndef f(x): return x - a.mu", "a.mu = 2.0"
+    "attribute over a class's": (
+        "class A:\n mu = 1.0\na = A()\ndef f(x): return x - a.mu",
+        "a.mu = 2.0",
     ),
-    "object made within": written(
-        "mu = 1.0\nclass A:\n def __init__(self): self.m = mu\ndef f(x): return x - A().m", "mu = 2.0"
+    "static method": (
+        "c = {'mu': 1.0}\nclass A:\n @staticmethod\n def f(x): return x - c['mu']\nf = A.f",
+        "c.update(mu=2.0)",
     ),
-    "operator": written(
+    "object made within": (
+        "mu = 1.0\nclass A:\n def __init__(self): self.m = mu\ndef f(x): return x - A().m",
+        "mu = 2.0",
+    ),
+    "operator": (
         "mu = 1.0\nclass A:\n def __rsub__(self, x): return x - mu\na = A()\ndef f(x): return x - a",
         "mu = 2.0",
     ),
-    "jax array": written("mu = jnp.ones(3)\ndef f(x): return x - mu", "mu = mu.at[1].set(2.0)"),
-    "field": with_object(Settings, "f", lambda s: setattr(s, "mu", 2.0), 1.0),
-    "callable object": lambda: (s := Settings(1.0), lambda: setattr(s, "mu", 2.0)),
-    "field of a field": with_object(
-        Settings, "nested", lambda s: setattr(s.inner, "mu", 2.0), 1.0, Settings(1.0)
-    ),
-    "field of a plain object": with_object(Plain, "f", lambda s: setattr(s, "mu", 2.0), 1.0),
-    "attribute by name": with_object(Plain, "by_name", lambda s: setattr(s, "mu", 2.0), 1.0),
-    "property": with_object(Plain, "through_property", lambda s: setattr(s, "mu", 2.0), 1.0),
-    "class attribute": patched(Plain),
-    "slot": lambda: (s := Slotted(), setattr(s, "mu", 1.0), (s.f, lambda: setattr(s, "mu", 2.0)))[2],
-    "attributes of a dict": lambda: (
-        c := Dynamic(mu=1.0),
-        (lambda x: x - c.mu, lambda: c._entries.update(mu=2.0)),
-    )[1],
-    "dict": closing_over({"mu": 1.0}, lambda d: d.update(mu=2.0), lambda d, x: x - d["mu"]),
-    "queue": closing_over(deque([1.0]), lambda d: d.append(2.0), lambda d, x: x - d[-1]),
-    "namespace": closing_over(
-        types.SimpleNamespace(mu=1.0), lambda n: setattr(n, "mu", 2.0), lambda n, x: x - n.mu
-    ),
-    "tuple of dicts": closing_over(
-        Pair({"mu": 1.0}, None), lambda p: p.first.update(mu=2.0), lambda p, x: x - p.first["mu"]
-    ),
-    "array": of_an_array(5),
-    "large array": of_an_array(100_000),
-    "array of objects": closing_over(
-        np.array([{"mu": 1.0}], dtype=object),
-        lambda a: a[0].update(mu=2.0),
-        lambda a, x: x - a[0]["mu"],
-    ),
-    "masked array": closing_over(
-        np.ma.masked_array([1.0, 2.0], mask=[False, False]), lambda a: a.mask.__setitem__(0, True)
-    ),
-    "random state": closing_over(np.random.default_rng(0), lambda g: g.normal()),
-    "distribution": closing_over(dist.Normal(0.0, 1.0), lambda d: setattr(d, "loc", 1.0)),
-    "module": of_a_module,
-    "import within": of_an_import,
-    "static method": of_a_static_method,
-    "attribute of the function": of_an_attribute,
-    "defaults": of_defaults,
-    "code": of_replaced_code,
-    "custom derivative": of_a_custom_derivative,
 }
+
+
+def made(name):
+    """The function of a cell that is run in a namespace of its own, and its change."""
+    source, change = CASES[name]
+    cells = {"__name__": "__main__", "users": NAMESPACE, "deque": deque, "types": types}
+    cells |= {"Pair": Pair, "Slotted": Slotted, "Dynamic": Dynamic}
+    cells |= {"jax": jax, "jnp": jnp, "np": np, "dist": dist}
+    cells |= {"functools": functools, "dataclasses": dataclasses}
+    exec(source, cells)
+    return cells["f"], lambda: exec(change, cells)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_of_what_is_read_is_another_meaning(name):
-    function, change = CASES[name]()
+    function, change = made(name)
     held = as_partial(function)
     before = jax.tree.structure(held)
     assert jax.tree.structure(held) == before
@@ -304,8 +194,8 @@ def test_a_change_of_what_is_read_is_another_meaning(name):
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"random state", "object made within"}))
 def test_what_is_made_again_means_the_same(name):
-    (one, _), (other, _) = CASES[name](), CASES[name]()
-    assert one is not other or name == "static method"
+    (one, _), (other, _) = made(name), made(name)
+    assert one is not other
     assert means(one) == means(other)
     assert hash(means(one)) == hash(means(other))
 
@@ -313,12 +203,22 @@ def test_what_is_made_again_means_the_same(name):
 # What does not count.
 
 
+class Plain:
+    shared = 1.0
+
+    def __init__(self):
+        self.mu, self.notes = 1.0, []
+
+    def f(self, x):
+        return x - self.mu
+
+
 def test_what_code_does_not_read_is_no_part_of_the_meaning():
-    thing = Plain(1.0)
+    thing: Any = Plain()
     held = as_partial(thing.f)
     before = jax.tree.structure(held)
     thing.notes.append("of a run")
-    thing.more = 3  # pyright: ignore
+    thing.more = 3
     thing.shared = 5.0
     thing.notes = [thing]
     assert jax.tree.structure(held) == before
@@ -381,7 +281,7 @@ def test_what_a_function_writes_itself_is_no_part_of_its_meaning():
 
 
 def test_a_walk_without_end_is_given_up(monkeypatch):
-    monkeypatch.setattr("gspmd_mcmc.targets.meaning.MOST_OBJECTS", 100)
+    monkeypatch.setattr("gspmd_mcmc.functions.meaning.MOST_OBJECTS", 100)
     many = [[i] for i in range(1000)]
     assert len(Look(lambda x: many).meaning.entries) < 200
     assert means(lambda x: many) == means(lambda x: many)

@@ -180,8 +180,8 @@ def check_chunks_do_not_matter(monkeypatch, num_warmup):
 
 
 @pytest.mark.filterwarnings("ignore::gspmd_mcmc.SamplingWarning")
-def test_sample_draws_the_same_whatever_the_chunks(monkeypatch, compiled_as_a_users):
-    """To the bit, so from the machine code that users have."""
+def test_sample_draws_the_same_whatever_the_chunks(monkeypatch):
+    """To the bit: chunks of all sizes have the same program."""
     check_chunks_do_not_matter(monkeypatch, num_warmup=100)
 
 

@@ -16,6 +16,8 @@ from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.kernels import nuts, u_turns
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric
+from gspmd_mcmc.sampling import defaults
+from gspmd_mcmc.tree import pytree
 
 init, step = jax.jit(NUTS.init), jax.jit(NUTS.step)
 
@@ -274,15 +276,6 @@ def test_energy_is_the_hamiltonian_where_the_step_ends():
     np.testing.assert_allclose(new.log_density, 0.5 * p @ (VARIANCES * p) - leaf.energy, rtol=1e-5)
 
 
-def test_a_step_size_is_tried_with_one_leapfrog_of_the_same_metric():
-    kernel = quartic_kernel()
-    tried = kernel.one_leapfrog()
-    _, info = tried.step(jax.random.key(0), init(kernel, split_leaves(START)))
-    assert info.num_integration_steps == 1 and 0 < info.acceptance_rate <= 1
-    assert tried.step_size is kernel.step_size
-    assert tried.inverse_mass_matrix is kernel.inverse_mass_matrix
-
-
 def test_a_kernel_of_one_leapfrog_has_the_gradient_once():
     traced = []
 
@@ -301,6 +294,10 @@ def test_a_kernel_of_one_leapfrog_has_the_gradient_once():
     (one, info), num_traced = stepped(kernel.one_leapfrog())
     (same, of_hmc), num_of_hmc = stepped(kernel)
     assert (num_traced, num_of_hmc) == (1, 2)
+    of_nuts = quartic_kernel()
+    tried = of_nuts.one_leapfrog()
+    assert tried.step_size is of_nuts.step_size
+    assert tried.inverse_mass_matrix is of_nuts.inverse_mass_matrix
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), vars(one), vars(same))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), vars(info), vars(of_hmc))
 
@@ -343,3 +340,16 @@ def test_draws_of_another_density_are_rejected_by_the_same_errors():
     wide = {n: 1.2 * s * rng.normal(size=(4, 500, *np.shape(s))) for n, s in SCALES.items()}
     with pytest.raises(AssertionError, match="standard errors"):
         within(max(moments_in_mcse(wide, SCALES)), 4, "standard errors off")
+
+
+@pytree
+class WithItsOwnWarmUp(gm.HMC):
+    def default_warmup(self):
+        return gm.WindowAdaptation(target_acceptance_rate=0.7)
+
+
+def test_a_kernel_of_ones_own_says_how_it_is_warmed_up():
+    target = gm.LogDensity(scaled_normal, SCALES)
+    warmup = defaults.warmup_for(WithItsOwnWarmUp(target, 0.1, 1))
+    assert isinstance(warmup, gm.WindowAdaptation) and warmup.target_acceptance_rate == 0.7
+    assert gm.NUTS(target, 0.1).default_warmup() is None

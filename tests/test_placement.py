@@ -8,19 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from models import mesh_of, real
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.placement.padding import padded_rows
 
 ROWS = np.arange(24, dtype=np.float32).reshape(12, 2)
-
-
-def devices(count):
-    return jax.devices()[:count]
-
-
-def data_mesh(count):
-    return gm.make_mesh(data=count, devices=devices(count))
+MESH = gm.make_mesh(chains=2, data=4)
 
 
 def row_sums(params, block):
@@ -104,30 +99,25 @@ def test_make_mesh_says_what_does_not_fit(sizes, message):
         gm.make_mesh(**sizes)
 
 
-def test_make_mesh_refuses_no_devices():
-    with pytest.raises(ValueError, match="device"):
-        gm.make_mesh(devices=[])
-
-
 # Specs.
 
 
 def test_one_spec_serves_every_leaf():
-    placed = gm.place({"x": ROWS, "y": ROWS[:, 0]}, data_mesh(4), P("data"))
+    placed = gm.place({"x": ROWS, "y": ROWS[:, 0]}, mesh_of(4), P("data"))
     assert placed["x"].sharding.spec == P("data")
     assert {s.data.shape for s in placed["x"].addressable_shards} == {(3, 2)}
     assert {s.data.shape for s in placed["y"].addressable_shards} == {(3,)}
 
 
 def test_no_spec_places_whole_copies():
-    placed = gm.place(ROWS, data_mesh(4))
+    placed = gm.place(ROWS, mesh_of(4))
     assert placed.sharding.is_fully_replicated
     assert len(placed.addressable_shards) == 4
 
 
 def test_a_prefix_tree_of_specs_reaches_every_subtree():
     tree = {"rows": {"x": ROWS, "y": ROWS[:, 0]}, "whole": [ROWS, 3.0]}
-    placed = gm.place(tree, data_mesh(4), {"rows": P("data"), "whole": P()})
+    placed = gm.place(tree, mesh_of(4), {"rows": P("data"), "whole": P()})
     specs = jax.tree.map(lambda a: a.sharding.spec, placed)
     assert specs == {"rows": {"x": P("data"), "y": P("data")}, "whole": [P(), P()]}
     np.testing.assert_array_equal(placed["rows"]["x"], ROWS)
@@ -153,77 +143,65 @@ def test_values_survive_any_spec(spec):
 )
 def test_a_spec_that_does_not_fit_names_leaf_shape_axis_and_mesh(spec, parts):
     with pytest.raises(ValueError, match="leaf") as error:
-        gm.place({"a": {"x": ROWS}}, data_mesh(4), spec)
+        gm.place({"a": {"x": ROWS}}, mesh_of(4), spec)
     assert [part for part in parts if part not in str(error.value)] == []
 
 
 def test_a_sharding_says_mesh_spec_and_memory():
     sharding = NamedSharding(gm.make_mesh(data=8), P("data"), memory_kind="pinned_host")
-    for x in (np.ones((16, 2)), jnp.ones((16, 2)), np.ones((9, 2))):
-        placed = gm.place({"x": x}, sharding)["x"]
-        placed = placed.values if isinstance(placed, gm.Padded) else placed
-        assert placed.sharding == sharding
+    for x in (np.ones((16, 2)), jnp.ones((16, 2))):
+        assert gm.place({"x": x}, sharding)["x"].sharding == sharding
+    assert gm.place(np.ones((9, 2)), sharding).values.sharding == sharding
     with pytest.raises(ValueError, match="the sharding has its spec"):
         gm.place(ROWS, sharding, P("data"))
 
 
-def test_what_is_no_mesh_is_refused():
-    for wrong in (jnp.ones(3).sharding, jax.devices(), P("data"), None):
-        with pytest.raises(TypeError, match="place: expected a mesh .* a NamedSharding"):
-            gm.place(ROWS, wrong)  # pyright: ignore[reportArgumentType]
+SPECS = "specs is no prefix of the tree"
+NUMBERS = r"leaf \['x'\]: expected an array of numbers"
+IN_32 = r"leaf \['x'\].*32"
+# Of each the error, the leaf x of the tree, and the specs.
+REFUSED = {
+    "a scalar's axis": (r"leaf \['x'\] of shape \(\)", 1.0, P("data")),
+    "a dict for an array": (SPECS, ROWS, {"x": {"z": P()}}),
+    "a list for a dict": (SPECS, ROWS, [P(), P()]),
+    "more keys": (SPECS, ROWS, {"x": P(), "y": P()}),
+    "a name": ("PartitionSpec", ROWS, {"x": "data"}),
+    "None": ("PartitionSpec", ROWS, {"x": None}),
+    "a tuple": ("PartitionSpec", ROWS, {"x": ("data",)}),
+    "an object": (NUMBERS, object(), None),
+    "text": (NUMBERS, np.zeros(4, "U1"), P("data")),
+    "dates": (NUMBERS, np.zeros(4, "datetime64[D]"), P("data")),
+    # Its mask would be dropped, and what lies under it taken for data.
+    "masked": (
+        r"leaf \['x'\].*mask",
+        np.ma.masked_array(ROWS, ROWS > 20),
+        P("data"),
+    ),
+    "a large number": (IN_32, 2**40, None),
+    "large integers": (IN_32, np.array([0, -(2**40)]), None),
+    "large unsigned integers": (IN_32, np.array([2**32, 1], np.uint64), None),
+    "no rows": ("there are no rows to lay over 4 devices", ROWS[:0], P("data")),
+}
 
 
-def test_a_spec_for_a_scalar_is_refused():
-    with pytest.raises(ValueError, match=re.escape("leaf ['b'] of shape ()")):
-        gm.place({"b": 1.0}, data_mesh(4), P("data"))
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_placed_is_refused(what):
+    match, leaf, specs = REFUSED[what]
+    with pytest.raises(ValueError, match=match):
+        gm.place({"x": leaf}, mesh_of(4), specs)
 
 
-@pytest.mark.parametrize("specs", [{"x": P()}, [P(), P()], {"x": P(), "y": {"z": P()}}])
-def test_specs_that_are_no_prefix_are_refused(specs):
-    with pytest.raises(ValueError, match="specs is no prefix of the tree"):
-        gm.place({"x": ROWS, "y": ROWS}, data_mesh(4), specs)
-
-
-@pytest.mark.parametrize("spec", ["data", None, ("data",)])
-def test_a_spec_that_is_no_partition_spec_is_refused(spec):
-    with pytest.raises(ValueError, match="PartitionSpec"):
-        gm.place({"x": ROWS}, data_mesh(4), {"x": spec})
-
-
-def test_something_that_is_no_array_is_refused():
-    with pytest.raises(ValueError, match=re.escape("leaf ['x']: expected an array of numbers")):
-        gm.place({"x": object()}, data_mesh(4))
-
-
-@pytest.mark.parametrize("kind", ["U1", "datetime64[D]"])
-def test_arrays_of_what_jax_cannot_hold_are_refused_by_name(kind):
-    with pytest.raises(ValueError, match=re.escape("leaf ['x']: expected an array of numbers")):
-        gm.place({"x": np.zeros(4, kind)}, data_mesh(4), P("data"))
-
-
-def test_a_masked_array_is_refused():
-    """Its mask would be dropped, and what lies under it taken for data."""
-    masked = np.ma.masked_array([1.0, 2.0], [True, False])
-    with pytest.raises(ValueError, match=re.escape("leaf ['x']") + ".*mask"):
-        gm.place({"x": masked}, data_mesh(2), P("data"))
-
-
-@pytest.mark.parametrize("number", [2**40, np.array([0, -(2**40)]), np.array([2**32, 1], np.uint64)])
-def test_integers_that_would_wrap_around_are_refused(number):
-    with pytest.raises(ValueError, match=re.escape("leaf ['x']") + ".*32"):
-        gm.place({"x": number}, data_mesh(2))
-
-
-def test_no_rows_over_several_devices_are_refused():
-    with pytest.raises(ValueError, match="there are no rows to lay over 4 devices"):
-        gm.place(ROWS[:0], data_mesh(4), P("data"))
+@pytest.mark.parametrize("mesh", [jnp.ones(3).sharding, jax.devices(), P("data"), None])
+def test_what_is_no_mesh_is_refused(mesh):
+    with pytest.raises(TypeError, match="place: expected a mesh .* a NamedSharding"):
+        gm.place(ROWS, mesh)
 
 
 # Padding.
 
 
 def test_uneven_rows_are_padded_with_copies_of_the_last():
-    placed = gm.place(ROWS[:10], data_mesh(4), P("data"))
+    placed = gm.place(ROWS[:10], mesh_of(4), P("data"))
     assert isinstance(placed, gm.Padded)
     assert (placed.num_rows, placed.num_pad) == (10, 2)
     np.testing.assert_array_equal(placed.values, np.concatenate([ROWS[:10], ROWS[[9, 9]]]))
@@ -231,12 +209,12 @@ def test_uneven_rows_are_padded_with_copies_of_the_last():
 
 
 def test_the_repr_of_a_padded_array_shows_the_pad():
-    placed = gm.place(ROWS[:10], data_mesh(4), P("data"))
+    placed = gm.place(ROWS[:10], mesh_of(4), P("data"))
     assert repr(placed) == "Padded(float32[12, 2]: 10 rows + 2 pad)"
 
 
 def test_a_padded_array_survives_a_round_trip_through_its_leaves():
-    placed = gm.place(ROWS[:10], data_mesh(4), P("data"))
+    placed = gm.place(ROWS[:10], mesh_of(4), P("data"))
     doubled = jax.tree.map(lambda a: 2 * a, placed)
     assert isinstance(doubled, gm.Padded)
     np.testing.assert_array_equal(doubled.unpad(), 2 * ROWS[:10])
@@ -251,7 +229,7 @@ def test_fewer_rows_than_devices_fill_whole_devices_with_copies(num_rows):
 
 
 def test_a_device_array_is_padded_as_a_host_array_is():
-    placed = gm.place({"host": ROWS[:10], "device": jnp.asarray(ROWS[:10])}, data_mesh(4), P("data"))
+    placed = gm.place({"host": ROWS[:10], "device": jnp.asarray(ROWS[:10])}, mesh_of(4), P("data"))
     assert placed["device"].num_rows == 10
     assert placed["device"].values.sharding == placed["host"].values.sharding
     np.testing.assert_array_equal(placed["device"].values, placed["host"].values)
@@ -259,7 +237,7 @@ def test_a_device_array_is_padded_as_a_host_array_is():
 
 def test_many_rows_on_seven_devices():
     rows = np.arange(60_000, dtype=np.int32)
-    placed = gm.place(rows, data_mesh(7), P("data"))
+    placed = gm.place(rows, mesh_of(7), P("data"))
     assert placed.num_pad == 4
     assert {s.data.shape for s in placed.values.addressable_shards} == {(8572,)}
     np.testing.assert_array_equal(placed.unpad(), rows)
@@ -309,7 +287,7 @@ def test_a_list_is_a_tree_of_its_numbers():
 
 
 def test_strided_and_reversed_views_are_placed_by_value():
-    placed = gm.place({"x": ROWS[::-1], "y": ROWS.T}, data_mesh(2), P("data"))
+    placed = gm.place({"x": ROWS[::-1], "y": ROWS.T}, mesh_of(2), P("data"))
     np.testing.assert_array_equal(placed["x"], ROWS[::-1])
     np.testing.assert_array_equal(placed["y"], ROWS.T)
 
@@ -330,8 +308,7 @@ def test_a_memory_mapped_array_is_read_shard_by_shard(tmp_path, num_rows):
     placed = gm.place(source, gm.make_mesh(), P("data"))
     assert max(source.reads) <= 200
     assert num_rows <= sum(source.reads) <= num_rows + 8
-    values = placed.unpad() if isinstance(placed, gm.Padded) else placed
-    np.testing.assert_array_equal(values, rows)
+    np.testing.assert_array_equal(real(placed), rows)
 
 
 def test_placing_again_moves_an_array():
@@ -343,9 +320,9 @@ def test_placing_again_moves_an_array():
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_a_padded_array_is_placed_anew_by_its_real_rows(count):
-    padded = gm.place({"x": ROWS[:10]}, data_mesh(4), P("data"))
-    moved = gm.place(padded, data_mesh(count), P("data"))
-    direct = gm.place({"x": ROWS[:10]}, data_mesh(count), P("data"))
+    padded = gm.place({"x": ROWS[:10]}, mesh_of(4), P("data"))
+    moved = gm.place(padded, mesh_of(count), P("data"))
+    direct = gm.place({"x": ROWS[:10]}, mesh_of(count), P("data"))
     assert jax.tree.structure(moved) == jax.tree.structure(direct)
     assert sum_of_terms(gm.Plate(row_sums, moved)) == ROWS[:10].sum()
 
@@ -364,7 +341,7 @@ def test_an_auto_mesh_with_names_of_the_users_own_works():
 
 
 def test_a_plate_of_arrays_that_the_user_put_there_works():
-    mesh = data_mesh(4)
+    mesh = mesh_of(4)
     plate = gm.Plate(row_sums, {"x": jax.device_put(ROWS, NamedSharding(mesh, P("data")))})
     assert (plate.rows.mesh, plate.rows.axes, plate.rows.num_blocks) == (mesh, ("data",), 4)
     assert sum_of_terms(plate) == ROWS.sum()
@@ -378,7 +355,7 @@ def test_a_plate_of_unplaced_arrays_is_one_block(rows):
 
 
 def test_a_plate_of_rows_that_lie_whole_on_a_mesh_is_one_block():
-    plate = gm.Plate(row_sums, gm.place({"x": ROWS}, data_mesh(4)))
+    plate = gm.Plate(row_sums, gm.place({"x": ROWS}, mesh_of(4)))
     assert plate.rows.num_blocks == 1
     assert sum_of_terms(plate) == ROWS.sum()
 
@@ -391,44 +368,64 @@ def test_copies_carry_no_density():
 
 
 def test_a_placed_leaf_may_stand_beside_an_unplaced_one():
-    placed = gm.place(ROWS, data_mesh(4), P("data"))
+    placed = gm.place(ROWS, mesh_of(4), P("data"))
     plate = gm.Plate(row_sums, {"x": placed, "unplaced": ROWS})
     assert plate.rows.num_blocks == 4
     assert sum_of_terms(plate) == ROWS.sum()
 
 
-def test_leaves_of_different_lengths_are_refused():
-    data = gm.place({"x": ROWS, "y": ROWS[:8]}, data_mesh(4), P("data"))
-    with pytest.raises(ValueError, match=re.escape("['x'] has 12, ['y'] has 8")):
+ON_TWO = {"x": gm.place(ROWS, mesh_of(4), P("data")), "y": gm.place(ROWS, mesh_of(2), P("data"))}
+TWO_MESHES = "['x'] and ['y'] lie on different meshes"
+UNEQUAL = {
+    "lengths": (
+        "['x'] has 12, ['y'] has 8",
+        gm.place({"x": ROWS, "y": ROWS[:8]}, mesh_of(4), P("data")),
+    ),
+    "pads": (
+        "['x'] has 10 (+2 pad), ['y'] has 10. Lay leaves",
+        gm.place({"x": ROWS[:10], "y": ROWS[:10]}, mesh_of(4), {"x": P("data"), "y": P()}),
+    ),
+    "axes": (
+        "rows of ['x'] lie over ('data',), those of ['y'] over ('chains',)",
+        gm.place({"x": ROWS[:8], "y": ROWS[:8]}, mesh_of("2x4"), {"x": P("data"), "y": P("chains")}),
+    ),
+    "meshes": (TWO_MESHES, ON_TWO),
+    # The first leaf lies on no mesh, so it is not one of the two at odds.
+    "meshes, after an unplaced leaf": (TWO_MESHES, {"unplaced": ROWS} | ON_TWO),
+}
+
+
+@pytest.mark.parametrize("what", UNEQUAL)
+def test_leaves_of_a_plate_that_lie_differently_are_refused(what):
+    match, data = UNEQUAL[what]
+    with pytest.raises(ValueError, match=re.escape(match)):
         gm.Plate(row_sums, data)
 
 
-def test_leaves_padded_differently_are_refused():
-    data = gm.place({"x": ROWS[:10], "y": ROWS[:10]}, data_mesh(4), {"x": P("data"), "y": P()})
-    with pytest.raises(ValueError, match=r"\['x'\] has 10 \(\+2 pad\), \['y'\] has 10\. Lay leaves"):
-        gm.Plate(row_sums, data)
+# Layouts.
 
 
-def test_leaves_of_different_layouts_are_refused():
-    mesh = gm.make_mesh(chains=2, data=4)
-    data = gm.place({"x": ROWS[:8], "y": ROWS[:8]}, mesh, {"x": P("data"), "y": P("chains")})
-    message = "rows of ['x'] lie over ('data',), those of ['y'] over ('chains',)"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        gm.Plate(row_sums, data)
+@pytest.fixture
+def layout():
+    x = gm.place(np.zeros((4, 8), np.float32), MESH, P(None, "data"))
+    return read_layout(MESH, gm.LogDensity(jnp.sum), x, 4, has_chains=True)
 
 
-def test_leaves_on_different_meshes_are_refused():
-    data = {"x": gm.place(ROWS, data_mesh(4), P("data")), "y": gm.place(ROWS, data_mesh(2), P("data"))}
-    with pytest.raises(ValueError, match=re.escape("['x'] and ['y'] lie on different meshes")):
-        gm.Plate(row_sums, data)
+def constraint_of(function):
+    """The spec that a function of positions of four chains pins its result to."""
+    (constraint,) = jax.make_jaxpr(function)(jnp.zeros((4, 8))).eqns
+    return constraint.params["sharding"].spec
 
 
-def test_a_mesh_is_named_by_the_leaf_that_lies_on_it():
-    """The first leaf lies on no mesh, so it is not one of the two at odds."""
-    data = {
-        "unplaced": ROWS,
-        "x": gm.place(ROWS, data_mesh(4), P("data")),
-        "y": gm.place(ROWS, data_mesh(2), P("data")),
-    }
-    with pytest.raises(ValueError, match=re.escape("['x'] and ['y'] lie on different meshes")):
-        gm.Plate(row_sums, data)
+def test_chains_and_positions_are_pinned_to_their_axes(layout):
+    assert constraint_of(layout.pin_chains) == P("chains")
+    assert constraint_of(layout.pin_positions) == P("chains", "data")
+
+
+def test_a_map_over_chains_pins_them_to_their_axis(layout):
+    """Left to the compiler, a constraint within a chain would say nothing of where the chains lie."""
+
+    def pinned(row):
+        return jax.lax.with_sharding_constraint(row, NamedSharding(MESH, P("data")))
+
+    assert constraint_of(layout.vmap(pinned, (0,))) == P("chains", "data")

@@ -19,14 +19,15 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import Accelerator, BudgetExceeded, LayoutView, communication, make_abstract_mesh, plan
-from gspmd_mcmc.views.program import ahead, extrapolation
-from gspmd_mcmc.views.program.accelerators import ACCELERATORS
-from gspmd_mcmc.views.program.ahead import compile_ahead
-from gspmd_mcmc.views.program.extrapolation import extrapolate, predict_report
+from gspmd_mcmc.views.chips import ACCELERATORS
+from gspmd_mcmc.views.plan import extrapolate, predict_report
+from gspmd_mcmc.views.program import aot_compilation
+from gspmd_mcmc.views.program.aot_compilation import compile_aot
 
 S = jax.ShapeDtypeStruct
 F32 = jnp.float32
 ROWS = P("data")
+PLAN: Any = sys.modules[plan.__module__]  # the function has the name of its module
 MESH = make_abstract_mesh(data=8)
 FILMS, DIMENSIONS, MANY_USERS = 3706, 20, 2_500_000
 
@@ -94,9 +95,9 @@ def over_columns(mesh):
     return step, kernel, jax.random.key(0), position
 
 
-def ahead_of(build, mesh):
+def planned_for(build, mesh):
     function, *args = build(mesh)
-    return compile_ahead(function, tuple(args), mesh)
+    return compile_aot(function, tuple(args), mesh)
 
 
 def wire(report):
@@ -124,7 +125,7 @@ def held(report):
     ],
 )
 def test_a_step_is_planned_as_it_is_compiled_for_devices(build, axes):
-    planned = ahead_of(build, make_abstract_mesh(**axes))
+    planned = planned_for(build, make_abstract_mesh(**axes))
     function, *args = build(gm.make_mesh(**axes))
     compiled = communication(function, *args)
     assert planned.count("all-reduce") >= 2
@@ -141,7 +142,7 @@ def test_a_plan_holds_what_a_run_holds():
     kernel, _ = effects(gm.make_mesh(data=8), np.ones(1001, np.int32))
     state = kernel.init({"effect": jnp.zeros(1001), "mean": jnp.zeros(()), "log_sd": jnp.zeros(())})
     run = communication(jax.jit(gm.HMC.step), kernel, jax.random.key(0), state)
-    planned = ahead_of(functools.partial(one_chain, effects), MESH)
+    planned = planned_for(functools.partial(one_chain, effects), MESH)
     assert held(planned) == held(run)
     assert wire(planned) == wire(run)
 
@@ -170,7 +171,7 @@ def mixed_arguments(mesh):
 
 
 def test_arguments_of_all_kinds_are_planned_as_they_are_compiled():
-    planned = ahead_of(mixed_arguments, MESH)
+    planned = planned_for(mixed_arguments, MESH)
     function, *args = mixed_arguments(gm.make_mesh(data=8))
     compiled = communication(function, *args)
     assert held(planned) == held(compiled)
@@ -189,7 +190,7 @@ def test_donation_and_layouts_of_outputs_are_planned():
         step = jax.jit(lambda x, y: (x + 1, y * 2), donate_argnums=0, out_shardings=out)
         return step, on(mesh, 1600), on(mesh, 80)
 
-    planned = ahead_of(build, MESH)
+    planned = planned_for(build, MESH)
     assert planned.alias_bytes == 800  # 1600 float32 over 8 devices
     assert planned.argument_bytes == 800 + 40
     assert [(c.kind, c.num_bytes) for c in planned.collectives] == [("all-gather", 320)]
@@ -209,7 +210,7 @@ def test_the_mesh_is_there_when_no_argument_lies_on_it():
 
 def test_float64_is_planned_where_it_is_on():
     with jax.enable_x64(True):
-        planned = ahead_of(lambda m: (sum_of_squares, on(m, 16, dtype=jnp.float64)), MESH)
+        planned = planned_for(lambda m: (sum_of_squares, on(m, 16, dtype=jnp.float64)), MESH)
     assert planned.argument_bytes == 2 * 8
     assert [(c.shape, c.num_bytes) for c in planned.collectives] == [("f64[]", 8)]
 
@@ -222,24 +223,24 @@ def movielens_likelihood(params, watched):
     return gm.bernoulli_logits(logits, watched).sum(1) - 0.5 * (params["U"] ** 2).sum(1)
 
 
-def movielens(users, mesh):
-    watched = gm.place(S((users, FILMS), jnp.bool_), mesh, P("data"))
+def movielens(mesh):
+    watched = gm.place(S((MANY_USERS, FILMS), jnp.bool_), mesh, P("data"))
     target = gm.Posterior(flat_prior, gm.Plate(movielens_likelihood, watched, local="U"))
     kernel = gm.HMC(target, step_size=1e-2, num_integration_steps=10)
-    shapes = {"U": (users, DIMENSIONS), "V": (FILMS, DIMENSIONS), "s": ()}
+    shapes = {"U": (MANY_USERS, DIMENSIONS), "V": (FILMS, DIMENSIONS), "s": ()}
     position = {name: S(shape, F32) for name, shape in shapes.items()}
     state = jax.eval_shape(gm.HMC.init, kernel, position)
     return jax.jit(gm.HMC.step), kernel, jax.random.key(0), state
 
 
 @functools.cache
-def movielens_on(users, num_devices):
-    return ahead_of(functools.partial(movielens, users), make_abstract_mesh(data=num_devices))
+def movielens_on(num_devices):
+    return planned_for(movielens, make_abstract_mesh(data=num_devices))
 
 
-def argument_bytes_of(users, num_devices, num_tiles):
+def argument_bytes_of(num_devices, num_tiles):
     """What a device holds: its rows of the cells and of U, and V, whole."""
-    rows = math.ceil(users / num_devices)
+    rows = math.ceil(MANY_USERS / num_devices)
     cells, u, v = rows * FILMS, 4 * rows * DIMENSIONS, 4 * FILMS * DIMENSIONS
     scalars = 4 * 6 + 8  # step size, leapfrogs, s, its gradient and prior, log density; the key
     # U and V in the position and in the gradient, V's prior, and a two-float sum of each tile.
@@ -250,11 +251,9 @@ def argument_bytes_of(users, num_devices, num_tiles):
 TILES = {64: 8, 512: 1, 1024: 1, 2048: 1}
 
 
-@pytest.mark.parametrize(
-    ("users", "num"), [(MANY_USERS, 64), (MANY_USERS, 512), (MANY_USERS, 2048), (6040, 2048)]
-)
-def test_movielens_sends_one_gradient_a_leapfrog_on_any_number_of_devices(users, num):
-    report = movielens_on(users, num)
+@pytest.mark.parametrize("num", [64, 512, 2048])
+def test_movielens_sends_one_gradient_a_leapfrog_on_any_number_of_devices(num):
+    report = movielens_on(num)
     assert report.num_devices == num
     assert report.runs("all-reduce", "leapfrog") == 1
     assert report.sent_bytes("leapfrog") == 4 * FILMS * DIMENSIONS
@@ -264,19 +263,18 @@ def test_movielens_sends_one_gradient_a_leapfrog_on_any_number_of_devices(users,
     after = [c.num_bytes for c in report.collectives if not c.loops]
     assert after == [4 * FILMS * DIMENSIONS + 16]
     assert {c.group_size for c in report.collectives} == {num}
-    tiles = 1 if users == 6040 else TILES[num]
-    assert report.argument_bytes == argument_bytes_of(users, num, tiles)
+    assert report.argument_bytes == argument_bytes_of(num, TILES[num])
     assert report.temporary_bytes < 1.2 * 2**28  # a tile
 
 
 def test_movielens_names_the_lines_and_not_those_of_the_process_that_compiled_it():
-    report = movielens_on(MANY_USERS, 2048)
+    report = movielens_on(2048)
     gradient = next(c for c in report.collectives if c.loops)
     assert gradient.library_source.startswith("gspmd_mcmc/")
     assert "kernels/integrators.py" in gradient.loops[0].source
     files = {frame.file for c in report.collectives for frame in c.stack}
     assert files
-    assert not any("ahead" in file for file in files)
+    assert not any("aot_process" in file for file in files)
 
 
 # Above 2,048 devices: the rule.
@@ -287,11 +285,10 @@ def movielens_plan(monkeypatch):
     """The step on 8,192 devices; the three programs that it needs are compiled once for all tests."""
 
     def cached(function, args, mesh):
-        return movielens_on(MANY_USERS, mesh.size)
+        return movielens_on(mesh.size)
 
-    monkeypatch.setattr(extrapolation, "compile_ahead", cached)
-    build = functools.partial(movielens, MANY_USERS)
-    return plan(build, data=8192, accelerator="TPU v5e", trips={"leapfrog": 10})
+    monkeypatch.setattr(PLAN, "compile_aot", cached)
+    return plan(movielens, data=8192, accelerator="TPU v5e", trips={"leapfrog": 10})
 
 
 def test_movielens_is_planned_on_8192_devices(movielens_plan):
@@ -301,7 +298,7 @@ def test_movielens_is_planned_on_8192_devices(movielens_plan):
     assert report.runs("all-reduce") == 11
     assert report.sent_bytes("leapfrog") == 4 * FILMS * DIMENSIONS
     assert {c.group_size for c in report.collectives} == {8192}
-    assert report.argument_bytes == argument_bytes_of(MANY_USERS, 8192, 1)
+    assert report.argument_bytes == argument_bytes_of(8192, 1)
     assert report.argument_bytes == sum(a.bytes_per_device for a in report.arguments)
     assert movielens_plan.rule.compiled == (512, 1024, 2048)
     assert movielens_plan.fits
@@ -309,7 +306,7 @@ def test_movielens_is_planned_on_8192_devices(movielens_plan):
 
 def test_the_rule_predicts_2048_devices_from_64_and_512():
     """Collectives exactly, arguments but for pad. A tile of 64 devices is full, so that one is off."""
-    small, large, true = (movielens_on(MANY_USERS, n) for n in (64, 512, 2048))
+    small, large, true = (movielens_on(n) for n in (64, 512, 2048))
     predicted = predict_report(small, large, 64, 512, "data", 2048)
     assert wire(predicted) == wire(true)
     assert predicted.argument_bytes == pytest.approx(true.argument_bytes, rel=2e-4)
@@ -319,7 +316,7 @@ def test_the_rule_predicts_2048_devices_from_64_and_512():
 
 def test_the_rule_predicts_2048_devices_from_1024_and_1536():
     """On 512 the compiler shares one buffer of users less, so temporaries begin above that."""
-    small, large, true = (movielens_on(MANY_USERS, n) for n in (1024, 1536, 2048))
+    small, large, true = (movielens_on(n) for n in (1024, 1536, 2048))
     predicted = predict_report(small, large, 1024, 1536, "data", 2048)
     assert wire(predicted) == wire(true)
     for name in ("argument_bytes", "output_bytes", "temporary_bytes", "peak_bytes"):
@@ -327,9 +324,11 @@ def test_the_rule_predicts_2048_devices_from_1024_and_1536():
 
 
 @pytest.mark.parametrize("sizes", [(64, 512, 2048), (512, 1024, 2048)])
-def test_the_rule_says_how_far_it_is_off(sizes):
-    reports = [movielens_on(MANY_USERS, n) for n in sizes]
-    _, rule = extrapolation._rule_applied(reports, "data", sizes, make_abstract_mesh(data=8192))
+def test_the_rule_says_how_far_it_is_off(sizes, monkeypatch):
+    reports = [movielens_on(n) for n in sizes]
+    monkeypatch.setattr(PLAN, "smaller_sizes", lambda mesh: ("data", sizes))
+    monkeypatch.setattr(PLAN, "compile_aot", lambda function, args, mesh: movielens_on(mesh.size))
+    _, rule = extrapolate(movielens, make_abstract_mesh(data=8192))
     off = []
     for name in ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes"):
         first, second, last = (getattr(report, name) for report in reports)
@@ -349,9 +348,8 @@ def on_real_devices(monkeypatch):
             function, *jax.tree.map(lambda x: on(real(mesh), *x.shape, spec=x.sharding.spec), args)
         )
 
-    monkeypatch.setattr(extrapolation, "MOST_DEVICES", 8)
-    monkeypatch.setattr(sys.modules[plan.__module__], "MOST_DEVICES", 8)
-    monkeypatch.setattr(extrapolation, "compile_ahead", compiled)
+    monkeypatch.setattr(PLAN, "MOST_DEVICES", 8)
+    monkeypatch.setattr(PLAN, "compile_aot", compiled)
 
 
 def real(mesh):
@@ -371,7 +369,7 @@ def descent(mesh):
 
 
 def test_an_extrapolated_plan_is_what_would_be_compiled(on_real_devices):
-    true = ahead_of(descent, make_abstract_mesh(data=32))
+    true = planned_for(descent, make_abstract_mesh(data=32))
     planned = plan(descent, data=32)
     assert planned.rule is not None
     assert (planned.rule.axis, planned.rule.compiled) == ("data", (2, 4, 8))
@@ -479,21 +477,8 @@ def test_a_plan_is_drawn_in_100_columns(movielens_plan):
 CELLS = np.random.default_rng(0).normal(size=(5000, 100)).astype(np.float32)
 
 
-def test_data_that_no_spec_lays_out_are_named():
-    def build(mesh):
-        data = {"cells": S((50_000, 16), F32), "seen": S((50_000,), F32)}
-        placed = gm.place(data, mesh, {"cells": P(), "seen": P("data")})
-        return lambda data, w: sum_of_squares(data["cells"] @ w), placed, on(mesh, 16, spec=P())
-
-    planned = plan(build, data=8)
-    assert planned.report.whole == ("argument [0]['cells'] float32[50000, 16], 3.2 MB",)
-    assert "whole on each of 8 devices:\n  argument [0]['cells']" in str(planned)
-    with pytest.raises(BudgetExceeded, match=re.escape("argument [0]['cells']")):
-        planned.report.check(whole_bytes=1e6)
-
-
 def test_data_that_a_function_closes_over_are_named():
-    report = ahead_of(lambda m: (lambda w: jnp.sum((CELLS @ w) ** 2), on(m, 100, spec=P())), MESH)
+    report = planned_for(lambda m: (lambda w: jnp.sum((CELLS @ w) ** 2), on(m, 100, spec=P())), MESH)
     assert len(report.whole) == 1
     assert report.whole[0].startswith("constant f32[5000,100], 2 MB: CELLS, a global that")
     with pytest.raises(BudgetExceeded, match="CELLS, a global that"):
@@ -501,10 +486,6 @@ def test_data_that_a_function_closes_over_are_named():
 
 
 # What goes wrong.
-
-
-def refuse(build, **axes):
-    return plan(build, **(axes or {"data": 8}))
 
 
 def on_a_real_mesh(mesh):
@@ -612,23 +593,23 @@ def test_an_error_of_the_caller_passes_through(where):
 def test_more_devices_than_can_be_compiled_for_are_refused():
     mesh = make_abstract_mesh(data=4096)
     with pytest.raises(ValueError, match="a mesh of 4096 devices; at most 2048"):
-        compile_ahead(sum_of_squares, (on(mesh, 4096),), mesh)
+        compile_aot(sum_of_squares, (on(mesh, 4096),), mesh)
 
 
 def test_an_argument_elsewhere_is_found_before_smaller_meshes_are_compiled_for(monkeypatch):
-    monkeypatch.setattr(extrapolation, "compile_ahead", lambda *args: pytest.fail("compiled"))
+    monkeypatch.setattr(PLAN, "compile_aot", lambda *args: pytest.fail("compiled"))
     with pytest.raises(ValueError, match=re.escape("argument [0] lies on AbstractMesh('data': 8")):
         plan(lambda mesh: (sum_of_squares, X), data=4096)
 
 
 def test_a_loop_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="no loop 'leapfrogs'"):
-        movielens_on(MANY_USERS, 512).with_trips(leapfrogs=3)
+        movielens_on(512).with_trips(leapfrogs=3)
 
 
 def test_what_the_other_process_says_is_in_the_error(monkeypatch):
-    broken = ahead._environment() | {"JAX_PLATFORMS": "abacus"}
-    monkeypatch.setattr(ahead, "_environment", lambda: broken)
+    broken = aot_compilation._environment() | {"JAX_PLATFORMS": "abacus"}
+    monkeypatch.setattr(aot_compilation, "_environment", lambda: broken)
     with pytest.raises(
         RuntimeError, match=r"(?s)compiling for 8 devices failed, exit status 1:.*abacus"
     ):

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.targets import tiling
-from gspmd_mcmc.targets.products import with_narrow_factor_first
+from gspmd_mcmc.targets.streaming import tiling
+from gspmd_mcmc.targets.streaming.products import with_narrow_factor_first
 
 ROWS, FEATURES, CLASSES, CHAINS = 96, 24, 3, 2
 RNG = np.random.default_rng(0)

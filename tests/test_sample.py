@@ -21,11 +21,10 @@ from seeds import seed, within
 import gspmd_mcmc as gm
 from gspmd_mcmc import moments
 from gspmd_mcmc.adaptation import dual_averaging
-from gspmd_mcmc.adaptation.estimators.diagonal import pooled_variance
+from gspmd_mcmc.adaptation.estimators.estimator import pooled_variance
 from gspmd_mcmc.sampling import run
 from gspmd_mcmc.sampling.draws import capacity
 from gspmd_mcmc.sampling.reporting import Report
-from gspmd_mcmc.sampling.start import copied
 
 KEY = jax.random.key(seed(0))
 MEAN = {"a": np.linspace(-2, 2, 50, dtype=np.float32), "b": np.float32(3)}
@@ -151,7 +150,7 @@ SHARDED_POSITION = gm.place({"w": np.zeros(4), "z": np.zeros(8)}, MESH, {"w": P(
 def mesh_draws():
     """Rows over "data", a latent over "model"; fewer draws than their buffer holds, so they are cut."""
     kernel = gm.HMC(REGRESSION, 0.1, 6, jitter=0.5)
-    return sample(REGRESSION, SHARDED_POSITION, kernel=kernel, num_warmup=200, num_samples=400)
+    return sample(REGRESSION, SHARDED_POSITION, kernel=kernel, num_warmup=200, num_samples=380)
 
 
 @pytest.mark.statistical
@@ -344,9 +343,10 @@ def test_windows_of_a_long_warm_up_are_those_of_stan_and_none_of_no_warm_up():
 # What is kept.
 
 
-def test_thinning_keeps_every_third_step(compiled_as_a_users):
-    """To the bit, so from the machine code that users have."""
-    every, thinned = fixed(num_samples=36), fixed(num_samples=12, thin=3)
+def test_thinning_keeps_every_third_step():
+    """To the bit: buffers of the same size have the same program."""
+    small = {"device_bytes": 8000}
+    every, thinned = fixed(num_samples=36, **small), fixed(num_samples=12, thin=3, **small)
     assert_equal(thinned.position, jax.tree.map(lambda x: x[:, 2::3], every.position))
     stats = {n: np.asarray(x).reshape(4, 12, 3) for n, x in every.stats.items()}
     np.testing.assert_allclose(
@@ -421,16 +421,9 @@ def test_going_on_after_warm_up_equals_one_long_run(warm):
     first = sample(num_warmup=500, num_samples=963)
     second = sample(initial=first, num_warmup=0, num_samples=37)
     # Programs with and without warm-up, of which each is compiled quickly here, round differently.
-    apart = jax.tree.map(lambda x, y, s: (x - y[:, 963:]) / s, second.position, warm.position, SCALE)
-    assert max(float(np.abs(x).max()) for x in apart.values()) < 1e-3
-
-
-def test_a_copy_of_states_lies_as_they_do(mesh_draws):
-    pairs = zip(*map(jax.tree.leaves, (mesh_draws.state, copied(mesh_draws.state))), strict=True)
-    for x, copy in pairs:
-        assert copy.sharding == x.sharding
-        assert_equal(copy, x)
-    assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(mesh_draws.state))
+    for name, scale in SCALE.items():
+        expected = np.asarray(warm.position[name])[:, 963:]
+        assert np.abs((np.asarray(second.position[name]) - expected) / scale).max() < 1e-3
 
 
 def test_going_on_on_a_mesh_runs_the_chunk_that_is_there(compiled):
@@ -460,7 +453,7 @@ def test_a_placed_position_of_the_caller_survives(mesh_draws):
         {"w": P("chains"), "z": P("chains", "model")},
     )
     position = gm.place(zeros, MESH, specs)
-    options = {"kernel": mesh_draws.kernel, "num_warmup": 0, "num_samples": 400}
+    options = {"kernel": mesh_draws.kernel, "num_warmup": 0, "num_samples": 380}
     with pytest.warns(gm.SamplingWarning, match="4 of 4 chains had not arrived"):
         draws = sample(REGRESSION, gm.per_chain(position), **options)
     assert_laid_out(draws)
@@ -879,8 +872,8 @@ def test_a_jitted_step_keeps_the_layout_of_the_position():
 
 
 def assert_laid_out(draws):
-    assert draws.position["w"].shape == (4, 400, 4) and draws.position["z"].shape == (4, 400, 8)
-    assert {s.data.shape for s in draws.position["w"].addressable_shards} == {(2, 400, 4)}
+    assert draws.position["w"].shape == (4, 380, 4) and draws.position["z"].shape == (4, 400, 8)
+    assert {s.data.shape for s in draws.position["w"].addressable_shards} == {(2, 380, 4)}
     assert lies(draws.position["w"], MESH, P("chains"))
     assert all(lies(x, MESH, P("chains")) for x in draws.stats.values())
     assert lies(draws.position["z"], MESH, P("chains", None, "model"))
@@ -892,11 +885,11 @@ def assert_laid_out(draws):
 
 
 def test_going_on_keeps_the_layout_and_the_host_has_the_same_draws(mesh_draws):
-    """A draw is 140 bytes of its 2 chains: 400 fill four buffers of 89, and a rest."""
+    """A draw is 140 bytes of its 2 chains: 380 fill four buffers of 89, and a rest."""
     assert_laid_out(mesh_draws)
-    device = sample(REGRESSION, mesh_draws, num_warmup=0, num_samples=400)
+    device = sample(REGRESSION, mesh_draws, num_warmup=0, num_samples=380)
     assert_laid_out(device)
-    host = sample(REGRESSION, mesh_draws, num_warmup=0, num_samples=400, device_bytes=12_500)
+    host = sample(REGRESSION, mesh_draws, num_warmup=0, num_samples=380, device_bytes=12_500)
     assert isinstance(host.position["z"], np.ndarray)
     assert_equal((host.position, host.stats), (device.position, device.stats))
 

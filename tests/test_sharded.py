@@ -7,6 +7,7 @@ import numpyro.distributions as dist
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from models import Exponential, mesh_of, real
 from scipy import stats
 
 import gspmd_mcmc as gm
@@ -17,28 +18,7 @@ KEY = jax.random.key(0)
 SAMPLE = np.array(
     [1.2152631, 0.7818249, 0.32549605, 0.6828047, 1.3973192, -0.57830244, 0.37862757, 2.7706041]
 )
-SIZES = [1, 2, 4, 7, 8]
-
-
-def mesh_of(size, axis="data"):
-    return gm.make_mesh(**{axis: size}, devices=jax.devices()[:size])
-
-
-def real(value):
-    return value.unpad() if isinstance(value, gm.Padded) else np.asarray(value)
-
-
-class Exponential:
-    """A distribution of one's own: nothing but the two methods, and no pytree."""
-
-    def __init__(self, rate):
-        self.rate = rate
-
-    def sample(self, rng_key, sample_shape=()):
-        return jax.random.exponential(rng_key, sample_shape) / self.rate
-
-    def log_prob(self, value):
-        return jnp.log(self.rate) - self.rate * value
+SIZES = [1, 4, 7, 8]
 
 
 class Seeded(Exponential):
@@ -270,49 +250,38 @@ def test_a_gather_would_be_seen():
 # Errors
 
 
-def test_sampling_takes_a_mesh():
-    with pytest.raises(ValueError, match="make_mesh"):
-        Sharded(dist.Normal(0, 1), num_rows=8).sample(KEY)
+NORMAL = dist.Normal(0, 1)
+ON_8 = {"mesh": mesh_of(8)}
+NO_DISTRIBUTIONS = [3.0, None, "normal", dist.Normal, object(), jnp.zeros(3), Sharded(NORMAL)]
+NO_KEYS = [0, None, np.zeros(2, np.uint32), jax.random.split(KEY)]
+TWICE = ("data", "data")
+# Calls, what they are given, and the error that all of them raise.
+WRONG = [
+    (Sharded, NO_DISTRIBUTIONS, TypeError, "expected a distribution"),
+    (lambda n: Sharded(NORMAL, num_rows=n), [0, -1, 2.5, "8", True], ValueError, "num_rows"),
+    (lambda axis: Sharded(NORMAL, axis), [0, None, (), ("data", 1)], TypeError, "axis"),
+    (lambda axis: Sharded(NORMAL, axis), [TWICE], ValueError, "axis: expected each mesh axis once"),
+    (
+        lambda axis: Sharded(NORMAL, axis, **ON_8),
+        ["rows", ("data", "rows")],
+        ValueError,
+        "no axis 'rows'",
+    ),
+    (lambda mesh: Sharded(NORMAL, mesh=mesh), ["data"], TypeError, "Sharded: mesh: expected a mesh"),
+    (lambda key: Sharded(NORMAL, num_rows=8, **ON_8).sample(key), NO_KEYS, TypeError, "rng_key"),
+    (lambda key: Sharded(NORMAL, num_rows=8).sample(key), [KEY], ValueError, "make_mesh"),
+    (lambda key: Sharded(NORMAL, **ON_8).sample(key), [KEY], ValueError, "num_rows="),
+    (lambda n: Sharded(NORMAL, num_rows=13, **ON_8).sample(KEY, (n,)), [3], ValueError, "jax.vmap"),
+]
 
 
-@pytest.mark.parametrize("thing", [3.0, None, "normal", dist.Normal, object(), jnp.zeros(3)])
-def test_things_that_are_no_distribution(thing):
-    with pytest.raises(TypeError, match="expected a distribution"):
-        Sharded(thing)
-
-
-def test_sharded_twice():
-    with pytest.raises(TypeError, match="expected a distribution"):
-        Sharded(Sharded(dist.Normal(0, 1)))
-
-
-@pytest.mark.parametrize("num_rows", [0, -1, 2.5, "8", True])
-def test_rows_that_are_no_number_of_rows(num_rows):
-    with pytest.raises(ValueError, match="num_rows"):
-        Sharded(dist.Normal(0, 1), num_rows=num_rows)
-
-
-@pytest.mark.parametrize("axis", ["rows", ("data", "rows")])
-def test_an_axis_that_the_mesh_has_not(axis):
-    with pytest.raises(ValueError, match="no axis 'rows'"):
-        Sharded(dist.Normal(0, 1), axis, mesh=mesh_of(8))
-
-
-@pytest.mark.parametrize("axis", [0, None, (), ("data", 1)])
-def test_an_axis_that_is_no_name(axis):
-    with pytest.raises(TypeError, match="axis"):
-        Sharded(dist.Normal(0, 1), axis)
-
-
-def test_a_mesh_that_is_none():
-    with pytest.raises(TypeError, match="Sharded: mesh: expected a mesh"):
-        Sharded(dist.Normal(0, 1), mesh="data")  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("key", [0, None, np.zeros(2, np.uint32), jax.random.split(KEY)])
-def test_keys_that_are_none(key):
-    with pytest.raises(TypeError, match="rng_key"):
-        Sharded(dist.Normal(0, 1), mesh=mesh_of(8), num_rows=8).sample(key)
+@pytest.mark.parametrize(
+    ("call", "given", "error", "match"),
+    [(call, x, error, match) for call, given, error, match in WRONG for x in given],
+)
+def test_what_is_wrong_is_refused(call, given, error, match):
+    with pytest.raises(error, match=match):
+        call(given)
 
 
 @pytest.mark.parametrize(
@@ -333,18 +302,3 @@ def test_keys_that_are_none(key):
 def test_values_with_other_rows(distribution, num_rows, value):
     with pytest.raises(ValueError, match="expected one value of shape"):
         Sharded(distribution, num_rows=num_rows).log_prob(value)
-
-
-def test_uneven_rows_behind_a_sample_shape():
-    with pytest.raises(ValueError, match="jax.vmap"):
-        Sharded(dist.Normal(0, 1), mesh=mesh_of(8), num_rows=13).sample(KEY, (3,))
-
-
-def test_a_scalar_has_no_rows():
-    with pytest.raises(ValueError, match="num_rows="):
-        Sharded(dist.Normal(0, 1), mesh=mesh_of(8)).sample(KEY)
-
-
-def test_an_axis_that_is_named_twice_is_refused():
-    with pytest.raises(ValueError, match=r"axis: expected each mesh axis once, got \('data', 'data'\)"):
-        Sharded(dist.Normal(0.0, 1.0), ("data", "data"), num_rows=8)

@@ -13,10 +13,8 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.diagnostics.extremes import _extreme
-from gspmd_mcmc.diagnostics.summary import summarise
-from gspmd_mcmc.diagnostics.summary_views import _rounded
-from gspmd_mcmc.diagnostics.table import named_leaves
+from gspmd_mcmc.diagnostics.summary import _extreme, summarise
+from gspmd_mcmc.diagnostics.table import _rounded, named_leaves
 
 arviz = pytest.importorskip("arviz_stats.base").array_stats
 
@@ -210,7 +208,7 @@ def test_chains_that_diverge_at_every_step_are_told_where_to_look_and_once():
 
 def test_what_no_statistic_sees_is_noted_whatever_the_draws(good):
     """A kernel without a Metropolis test says so in its summary, and no other does."""
-    assert gm.MCLMC.note.startswith("These draws are biased, tails the most")
+    assert gm.MCLMC.note.startswith("These draws are biased, most of all in the tails")
     found = summarise(DRAWN, stats_of(), note=gm.MCLMC.note)
     assert found.warnings == good.warnings and found.notes == [gm.MCLMC.note] and good.notes == []
     out = io.StringIO()
@@ -261,8 +259,6 @@ def test_superchains_are_judged_by_nested_rhat():
     assert any(
         x.startswith("nested R-hat is over 1.01 for") and "worst a (" in x for x in apart.warnings
     )
-    with pytest.raises(ValueError, match="divisor of the number of chains"):
-        summarise({"a": x}, {"log_density": x}, num_superchains=5)
 
 
 # Large leaves.
@@ -374,14 +370,10 @@ def test_half_precision_and_integer_draws_have_a_summary(draws):
     np.testing.assert_allclose(found.mean["b"], np.mean(np.asarray(b), axis=(0, 1)), atol=2e-3)
 
 
-def test_draws_that_are_no_real_numbers_are_named(draws):
-    position = {"z": np.zeros((CHAINS, DRAWS), np.complex64)}
-    with pytest.raises(TypeError, match=r"\['z'\].*complex"):
-        dataclasses.replace(draws, position=position).summary()
-
-
-@pytest.mark.parametrize(("offset", "is_told"), [(1e7, True), (1e4, False), (0.0, False)])
-@pytest.mark.parametrize("size", [3, 2000])
+@pytest.mark.parametrize(
+    ("offset", "is_told", "size"),
+    [(1e7, True, 3), (1e4, False, 3), (0.0, False, 3), (1e7, True, 2000)],
+)
 def test_draws_as_coarse_as_their_numbers_are_told_of(offset, is_told, size):
     x = (np.random.default_rng(0).normal(size=(4, 100, size)) + offset).astype(np.float32)
     x[..., 0] = 1e7  # all equal, as the diagonal of a correlation matrix: nothing is rounded

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
-from gspmd_mcmc.models import numpyro as of_numpyro
+from gspmd_mcmc.models import numpyro_sites as of_numpyro
 
 MESH = gm.make_mesh(data=8)
 Y = np.random.default_rng(0).normal(1, 1, size=21).astype(np.float32)

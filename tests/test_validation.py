@@ -6,9 +6,11 @@ import itertools
 import json
 import math
 import os
+import re
 import warnings
 import zipfile
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,20 +20,21 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
-from scipy import integrate
 from scipy.special import gammaln, logsumexp
 from seeds import seed, within
 
+import benchmarks
 import gspmd_mcmc as gm
-from benchmarks.validation import posteriordb, report, run, sections, sequence_models
-from benchmarks.validation.configuration import Configuration, superchain_starts
-from benchmarks.validation.judge import UNADJUSTED, Reference, judge, threshold
-from benchmarks.validation.kernels import SETTINGS
-from benchmarks.validation.model import whole_target
-from benchmarks.validation.posteriors import MODELS
-from benchmarks.validation.process import run_group
-from benchmarks.validation.row_models import POSITIVE, flat_regression, regression
+from benchmarks import posteriordb
 from demos.datasets import DATA_ENV, DownloadError
+from validation import report, run, sections
+from validation.configuration import Configuration, superchain_starts
+from validation.judge import UNADJUSTED, Reference, judge, threshold
+from validation.kernels import SETTINGS
+from validation.posteriors import MODELS, sequence_models
+from validation.posteriors.model import whole_target
+from validation.posteriors.row_models import POSITIVE, flat_regression, regression
+from validation.process import run_group
 
 stats: Any = importlib.import_module("scipy.stats")  # its types hide logpdf
 SCHOOLS = {"y": [28, 8, -3, 7, -1, 1, 18, 12], "sigma": [15, 10, 16, 11, 9, 11, 10, 18]}
@@ -591,31 +594,6 @@ def regression_truth(x, y):
     )
 
 
-def schools_truth():
-    """Quadrature over tau: given it all is normal."""
-    y, s = (np.array(SCHOOLS[n], float)[:, None] for n in ("y", "sigma"))
-    log_tau = np.linspace(-12, 9, 20001)
-    tau = np.exp(log_tau)
-    precision = 1 / 25 + np.sum(1 / (s**2 + tau**2), axis=0)
-    mu = np.sum(y / (s**2 + tau**2), axis=0) / precision
-    log_density = log_tau - np.log1p((tau / 5) ** 2) - 0.5 * np.log(precision) + 0.5 * mu**2 * precision
-    log_density += np.sum(-0.5 * np.log(s**2 + tau**2) - 0.5 * y**2 / (s**2 + tau**2), axis=0)
-    weight = np.exp(log_density - log_density.max())
-    weight /= integrate.simpson(weight, x=log_tau)
-
-    pull = tau**2 / (s**2 + tau**2)
-    given = {f"theta[{j + 1}]": pull[j] * y[j] + (1 - pull[j]) * mu for j in range(8)}
-    spread = {f"theta[{j + 1}]": pull[j] * s[j] ** 2 + (1 - pull[j]) ** 2 / precision for j in range(8)}
-    given |= {"mu": mu, "tau": tau}
-    spread |= {"mu": 1 / precision, "tau": np.zeros_like(tau)}
-    mean = {n: float(integrate.simpson(weight * x, x=log_tau)) for n, x in given.items()}
-    second = {
-        n: float(integrate.simpson(weight * (spread[n] + (given[n] - mean[n]) ** 2), x=log_tau))
-        for n in mean
-    }
-    return Reference.exact(mean, second)
-
-
 def nuts_draws(model, target, position, num_warmup=200, num_samples=1200):
     with warnings.catch_warnings():
         # Of a divergence in thousands: draws are judged by what is known.
@@ -656,18 +634,6 @@ def test_a_regression_with_a_known_posterior():
     assert broken.rhat < 1.01, "converged, to what it should not have"
 
 
-@pytest.mark.statistical
-def test_eight_schools_with_the_truth_by_quadrature():
-    model = MODELS["eight_schools-eight_schools_noncentered"]
-    target = model.target(SCHOOLS, small_mesh())
-    reference = schools_truth()
-    limit = threshold(len(reference.names))
-    verdict = judge(nuts_draws(model, target, model.initial_position(SCHOOLS)), reference, limit)
-    within(verdict.worst_z, limit, "standard errors off")
-    within(verdict.rhat - 1, 0.01, "R-hat beyond 1")
-    assert verdict.failures == []
-
-
 REAL = (
     "kidiq_with_mom_work-kidscore_interaction_z",
     "low_dim_gauss_mix-low_dim_gauss_mix",
@@ -684,3 +650,12 @@ def test_real_posteriors(name):
     target = model.target(recorded.data)
     draws = nuts_draws(model, target, model.initial_position(recorded.data))
     assert judge(draws, Reference.from_draws(recorded.draws), LIMIT).failures == []
+
+
+def test_benchmarks_do_not_import_the_validation():
+    """The validation uses what benchmarks share, never the other way around."""
+    files = list(Path(benchmarks.__path__[0]).rglob("*.py"))
+    assert len(files) > 30
+    imports = re.compile(r"^\s*(from|import) validation\b", re.MULTILINE)
+    assert [str(path) for path in files if imports.search(path.read_text())] == []
+    assert imports.search("def f():\n    from validation import run\n")

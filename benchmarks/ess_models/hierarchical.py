@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import posteriordb
 from benchmarks.ess_models.model import Model, bernoulli, half_cauchy, normal, single
-from benchmarks.validation import posteriordb
 
 # Eight schools, not centred
 

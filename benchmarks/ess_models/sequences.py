@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import posteriordb
 from benchmarks.ess_models.model import (
     HALF_LOG_TWO_PI,
     Model,
@@ -14,7 +15,6 @@ from benchmarks.ess_models.model import (
     normal,
     single,
 )
-from benchmarks.validation import posteriordb
 
 # An autoregression: each row holds its own lags
 

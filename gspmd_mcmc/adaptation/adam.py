@@ -15,18 +15,18 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.tree import pytree
 
 DECAY = 0.95
-# A gradient counts as this many times its recent size at most: a single wild one, as chains make that
-# have not found the posterior yet, would otherwise make the steps after it tiny for hundreds of steps.
+# A gradient is clipped to this many times its recent size: a single outlier, from chains that have not
+# found the posterior yet, would otherwise make hundreds of later steps tiny.
 MOST = 10.0
-# Steps are taken in 64ths, as acceptance rates are for the step size: a mesh sums in another order than
-# one device does, and what rounding changes would go into the lengths of all later trajectories.
+# Steps are rounded to multiples of 1/64, as acceptance rates are for the step size: a mesh sums in
+# another order than one device, and rounding errors would enter the lengths of all later trajectories.
 RESOLUTION = 64
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
 class AdamState:
-    """How many gradients there were, and the decaying average of their squares; scalars."""
+    """The number of gradients, and the decaying average of their squares; scalars."""
 
     num_updates: jax.Array
     square_average: jax.Array
@@ -40,7 +40,8 @@ def init(like: jax.Array) -> AdamState:
 def update(state: AdamState, gradient: jax.Array) -> tuple[AdamState, jax.Array]:
     """Return the state, and the step uphill, to be multiplied by a learning rate."""
     size = _size(state)
-    most = jnp.where(size > 0, MOST * size, _largest(gradient.dtype))
+    largest = float(jnp.finfo(gradient.dtype).max) ** 0.49  # its square is finite
+    most = jnp.where(size > 0, MOST * size, largest)
     gradient = jnp.clip(gradient, -most, most)
     state = tree.replace(
         state,
@@ -53,9 +54,5 @@ def update(state: AdamState, gradient: jax.Array) -> tuple[AdamState, jax.Array]
 
 
 def _size(state: AdamState) -> jax.Array:
-    """Return the recent size of gradients, corrected for the zero that the average began with."""
+    """Return the recent size of gradients, corrected for the start of the average at zero."""
     return jnp.sqrt(state.square_average / (1 - DECAY ** jnp.maximum(state.num_updates, 1)))
-
-
-def _largest(dtype) -> float:
-    return float(jnp.finfo(dtype).max) ** 0.49

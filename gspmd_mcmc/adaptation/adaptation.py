@@ -1,22 +1,24 @@
-"""What a warm-up is: settings whose pure functions carry a state through windows of steps.
+"""The contract of a warm-up: settings whose pure functions carry a state through windows of steps.
 
 A run owns the loop. It steps all chains with the kernel, hands each step to `update`, takes the kernel
-of the next step from `tuned`, and calls `begin` and `end` around every window; between any two steps
-all there is to keep is the kernel, the chains' states and the adaptation's state, all of them data.
+of the next step from `tuned`, and calls `begin` and `end` around every window. Between any two steps
+the kernel, the states of the chains and the state of the adaptation are all there is to keep.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.kernel import Info, Kernel
-from gspmd_mcmc.tree import pytree
+from gspmd_mcmc.tree import PyTree, pytree
 
+AnyKernel = TypeVar("AnyKernel", bound=Kernel)
 AcceptanceRates = Callable[[Kernel, jax.Array], jax.Array]
 
 
@@ -27,9 +29,14 @@ class Window(NamedTuple):
     end: int
     learns_metric: bool
 
+    @classmethod
+    def cut(cls, ends: Sequence[int], learn_metric: Sequence[bool]) -> "list[Window]":
+        """Return windows that follow each other from step 0, by their ends."""
+        return [cls(*window) for window in zip([0, *ends], ends, learn_metric, strict=False)]
+
 
 class Stage(NamedTuple):
-    """Windows that follow each other, and the adaptation that they are of."""
+    """Windows that follow each other, and the adaptation that they belong to."""
 
     adaptation: "Adaptation"
     windows: list[Window]
@@ -41,11 +48,11 @@ class Transition(NamedTuple):
     Attributes
     ----------
     before, after
-        The kernel's states.
+        The states of the kernel.
     info
-        What the kernel tells of the step.
+        What the kernel reports of the step.
     end
-        Where the trajectories ended, accepted or not; None unless the adaptation asks for it.
+        The ends of the trajectories, accepted or not; None unless the adaptation asks for them.
     """
 
     before: Any
@@ -57,46 +64,80 @@ class Transition(NamedTuple):
 class Adaptation(ABC):
     """Settings of a warm-up: a frozen pytree, whose own state is data that its functions return.
 
-    A warm-up of your own has `windows`, `init`, `tuned` and `update`, and what else it needs. States
-    that are handed over have leaves [chains, ...]; fields of the adaptation's own state say by
-    `like_position` and `each_chain` what they are. All but `stages` and `windows` are traced.
+    A warm-up of your own has `init`, `tuned` and `update`; everything else has a default. States have
+    leaves [chains, ...]; fields of the adaptation's own state declare by `like_position` and
+    `each_chain` what they are. All functions but `stages` and `windows` are traced.
 
     Attributes
     ----------
     metric
-        The estimator of the metric that is learned. Where a warm-up has such a field and it is None,
+        The estimator of the metric that is learned. Where a warm-up has this field and it is None,
         `sample` chooses one.
+    kernel_type
+        The kernels that this warm-up tunes.
     is_per_chain
-        Whether every chain has a state of its own, so that all of its leaves are [chains, ...].
+        Whether every chain has a state of its own, so that all leaves of the state are [chains, ...].
     needs_end
-        Whether `update` looks at the ends of trajectories.
+        Whether `update` reads the ends of trajectories.
     traced
         Names of the kernel's numbers that are recorded at each step.
     """
 
     metric: Any = ()
+    kernel_type: ClassVar[type[Kernel]] = Kernel
     is_per_chain: ClassVar[bool] = False
     needs_end: ClassVar[bool] = False
     traced: ClassVar[tuple[str, ...]] = ("step_size",)
+
+    @property
+    def learns_metric(self) -> bool:
+        """Whether there is a metric to learn, and an estimator to learn it with."""
+        return self.metric not in (None, ())
 
     def stages(self, num_warmup: int) -> list[Stage]:
         """Cut warm-up into stages that follow each other, each with an adaptation."""
         return [Stage(self, self.windows(num_warmup))]
 
     def windows(self, num_warmup: int) -> list[Window]:
-        """Cut warm-up into windows that follow each other."""
+        """Cut warm-up into windows that follow each other: by default one, with the metric held."""
         return [Window(0, num_warmup, False)] if num_warmup else []
 
     def with_metric(self, choose: Callable[[], Any]) -> Self:
-        """Return the settings with the estimator that ``choose()`` gives, where they leave it open."""
+        """Return the settings with the estimator ``choose()``, where they leave the metric open."""
         return self if self.metric is not None else tree.replace(self, metric=choose())
 
     def from_mode(self) -> Self:
         """Return the settings for chains that start exactly at a mode."""
         return self
 
-    def prepare(self, kernel: Kernel, states: Any) -> Kernel:
-        """Return the kernel with a metric of the structure that it will have; raise if it cannot."""
+    def prepare(self, kernel: AnyKernel, states: Any) -> AnyKernel:
+        """Return the kernel with a metric of the structure that will be learned.
+
+        A metric of that structure that the kernel has already stays as the first.
+
+        Raises
+        ------
+        TypeError
+            If the kernel is not one that this warm-up tunes.
+        ValueError
+            If the metric of the kernel is of another kind.
+        """
+        if not isinstance(kernel, self.kernel_type):
+            raise TypeError(
+                f"{type(self).__name__} tunes {self.kernel_type.__name__}, got "
+                f"{type(kernel).__name__}; without warmup=, sample takes the one for that kernel"
+            )
+        if not self.learns_metric:
+            return kernel
+        own = kernel.inverse_mass_matrix
+        if own is None:
+            return kernel.with_inverse_mass_matrix(self.metric.identity(states.position))
+        identity = jax.eval_shape(self.metric.identity, states.position)
+        if jax.tree.map(jnp.shape, own) != jax.tree.map(jnp.shape, identity):
+            raise ValueError(
+                f"inverse_mass_matrix: the kernel has one of another kind than {self.metric} learns; "
+                "leave the kernel's out, learn another kind, or keep it by adapt_mass_matrix=False"
+            )
         return kernel
 
     def stepper(self, kernel: Kernel) -> Kernel:
@@ -105,7 +146,7 @@ class Adaptation(ABC):
 
     @abstractmethod
     def init(self, kernel: Kernel, states: Any) -> Any:
-        """Return the adaptation's state before any step."""
+        """Return the state of the adaptation before any step."""
 
     def begin(
         self,
@@ -125,7 +166,7 @@ class Adaptation(ABC):
 
     @abstractmethod
     def update(self, state: Any, kernel: Kernel, transition: Transition) -> Any:
-        """Take in a step of all chains, and the kernel that took it."""
+        """Take in one step of all chains, and the kernel that took it."""
 
     def end(self, state: Any, kernel: Kernel, states: Any, learns_metric: bool) -> Any:
         """End a window: learn the metric."""
@@ -134,6 +175,14 @@ class Adaptation(ABC):
     def final(self, kernel: Kernel, state: Any) -> Kernel:
         """Return the kernel to keep."""
         return self.tuned(kernel, state)
+
+    def init_moments(self, states: Any) -> PyTree:
+        """Return the moments of no draws, for the metric that is learned."""
+        return self.metric.init(states.position) if self.learns_metric else ()
+
+    def update_moments(self, moments: PyTree, states: Any) -> PyTree:
+        """Take one draw of every chain into the moments."""
+        return self.metric.update(moments, states.position) if self.learns_metric else moments
 
 
 @pytree

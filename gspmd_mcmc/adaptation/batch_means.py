@@ -1,9 +1,8 @@
-"""How long draws stay correlated, from means of batches; and the windows of microcanonical warm-ups.
+"""The correlation time of draws, from means of batches, as microcanonical warm-ups need it.
 
 A batch of b draws whose correlation falls as exp(-t / T) has a mean of variance r σ² with
-r = 2 T/b (1 - T/b (1 - exp(-b/T))). So r, averaged over the position's elements, tells T, and that the
-time 2 T that one independent draw takes, without any lag being kept, and with no need that b be much
-longer than T.
+r = 2 T/b (1 - T/b (1 - exp(-b/T))). So r, averaged over the elements of the position, gives T, and the
+time 2 T of one independent draw. No lags are stored, and b need not be much longer than T.
 
 References
 ----------
@@ -23,17 +22,20 @@ from gspmd_mcmc import moments as streaming
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Window
 from gspmd_mcmc.kernels import isokinetic
+from gspmd_mcmc.kernels.kernel import Kernel
+from gspmd_mcmc.kernels.mams import MAMS
+from gspmd_mcmc.kernels.mclmc import MCLMC
 from gspmd_mcmc.moments import Moments
 from gspmd_mcmc.tree import Pad, PyTree, like_position, pytree
 
-# T/b from r; beyond the last the batches are too short to tell more.
+# T/b from r; beyond the last one the batches are too short to tell.
 TIMES = np.logspace(-3, np.log10(4), 200)
 RATIOS = 2 * TIMES * (1 - TIMES * -np.expm1(-1 / TIMES))
 LEAST_BATCHES = 2
-# A batch is as many times the length.
+# Lengths in a batch.
 BATCH_LENGTHS = 10
-# Shares of warm-up at which windows end: two of the HMC burn-in, the second learns a metric; then
-# three that learn one each; one that measures the correlation, one in which the step size settles.
+# Fractions of warm-up at which windows end: two of the HMC burn-in, of which the second learns a
+# metric; three that learn one each; one that measures the correlation; one that settles the step size.
 ENDS = (0.05, 0.1, 0.2, 0.4, 0.7, 0.9, 1.0)
 LEARN_METRIC = (False, True, True, True, True, False, False)
 ENDS_WITH_METRIC_HELD = (0.1, 0.8, 1.0)
@@ -48,11 +50,11 @@ class Batches:
     Attributes
     ----------
     length
-        Draws of a batch, [].
+        Draws in a batch, [].
     draws, means
         Moments so far, leaves [chains, ...].
     sum
-        Of the draws of the batch that is not complete, leaves [chains, ...].
+        Of the draws in the incomplete batch, leaves [chains, ...].
     """
 
     length: jax.Array
@@ -83,21 +85,21 @@ def update(batches: Batches, positions: PyTree) -> Batches:
 
 
 def correlation_time(batches: Batches, dimension: int) -> jax.Array:
-    """Draws that one independent draw takes, a mean over the position's elements; NaN if unknown."""
+    """Return the draws per independent draw, averaged over elements of the position; NaN if unknown."""
     return _time(batches, tree.total([total for total, _ in _ratios(batches)]) / dimension)
 
 
 def slowest_correlation_time(batches: Batches) -> jax.Array:
-    """Draws that one independent draw takes, a mean over the elements of the slowest leaf."""
+    """Return the draws per independent draw, averaged over the elements of the slowest leaf."""
     means = [total / jnp.maximum(count, 1) for total, count in _ratios(batches)]
     return _time(batches, jnp.max(jnp.stack(means)))
 
 
 def _ratios(batches: Batches) -> list[tuple[jax.Array, jax.Array]]:
-    """Return of each leaf r, summed over its elements, and how many there are."""
+    """Return for each leaf r, summed over its elements, and the number of elements."""
 
     def ratio(of_means, of_draws):
-        # The pad of local latents does not move, and counts for nothing.
+        # The pad of local latents does not move, and does not count.
         moves = of_draws > 0
         r = jnp.where(moves, of_means / jnp.where(moves, of_draws, 1), 0)
         return jnp.sum(r), jnp.sum(moves).astype(r.dtype)
@@ -126,16 +128,16 @@ def _variance(moments: Moments) -> PyTree:
 @pytree
 @dataclass(frozen=True, eq=False)
 class Length:
-    """The length of a trajectory, or that after which a direction is forgotten, as it is tuned.
+    """The length of trajectories, or over which directions decorrelate, as it is tuned.
 
     Attributes
     ----------
     value
         In units of the metric.
     is_measured
-        Whether it is that of the correlation.
+        Whether it comes from the correlation of draws.
     batches
-        Of this window's draws.
+        Of the draws in this window.
     """
 
     value: jax.Array
@@ -143,14 +145,14 @@ class Length:
     batches: Batches
 
     @classmethod
-    def first(cls, kernel: Any, positions: PyTree) -> "Length":
-        """Return the kernel's length, as that of the metric's scale."""
+    def first(cls, kernel: MAMS | MCLMC, positions: PyTree) -> "Length":
+        """Return the length of the kernel, not yet measured."""
         batches = init(positions, jnp.ones((), jnp.int32))
         return cls(kernel.trajectory_length, jnp.zeros((), bool), batches)
 
-    def begun(self, positions: PyTree, lengths_a_draw: jax.Array) -> "Length":
-        """Forget the draws; a batch is ten lengths, of which a draw covers a number."""
-        draws = jnp.maximum(jnp.round(BATCH_LENGTHS / lengths_a_draw), 1).astype(jnp.int32)
+    def begun(self, positions: PyTree, lengths_per_draw: jax.Array) -> "Length":
+        """Reset the batches, to ten lengths each."""
+        draws = jnp.maximum(jnp.round(BATCH_LENGTHS / lengths_per_draw), 1).astype(jnp.int32)
         return tree.replace(self, batches=init(positions, draws))
 
     def updated(self, positions: PyTree) -> "Length":
@@ -158,9 +160,9 @@ class Length:
         return tree.replace(self, batches=update(self.batches, positions))
 
     def ended(self, measured: jax.Array) -> "Length":
-        """End a window in which the metric was held: the first measures the length, which stays.
+        """End a window in which the metric was held; the first such window fixes the length.
 
-        NaN if the window was too short to tell: it stays what it was.
+        ``measured`` is NaN if the window was too short: then the length stays as it was.
         """
         keeps = self.is_measured | jnp.isnan(measured)
         value = jnp.where(keeps, self.value, measured).astype(self.value.dtype)
@@ -168,23 +170,22 @@ class Length:
 
 
 def windows(num_warmup: int, learns_metric: bool) -> list[Window]:
-    """Cut warm-up into windows; the metric is held in all of them if it is not to be learned."""
+    """Cut warm-up into windows; the metric is held in all of them unless it is learned."""
     if num_warmup < LEAST_WARMUP:
         return [Window(0, num_warmup, False)] if num_warmup else []
-    shares = ENDS if learns_metric else ENDS_WITH_METRIC_HELD
-    learn = LEARN_METRIC if learns_metric else (False,) * len(shares)
-    ends = [round(share * num_warmup) for share in shares]
-    return [Window(a, b, x) for a, b, x in zip([0, *ends], ends, learn, strict=False)]
+    fractions = ENDS if learns_metric else ENDS_WITH_METRIC_HELD
+    learn_metric = LEARN_METRIC if learns_metric else (False,) * len(fractions)
+    return Window.cut([round(x * num_warmup) for x in fractions], learn_metric)
 
 
-def dimension_of_chain(kernel: Any, positions: PyTree) -> int:
-    """Count the real elements of a chain's position, for positions with leaves [chains, ...]."""
+def dimension_of_chain(kernel: Kernel, positions: PyTree) -> int:
+    """Count the real elements of the position of one chain, for positions with leaves [chains, ...]."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), positions)
     return isokinetic.dimension(type(kernel).__name__, kernel.target, shapes)
 
 
-def steepness(kernel: Any, states: Any) -> jax.Array:
-    """Median over chains of the gradient's length in the metric, sqrt(g·M⁻¹g)."""
+def steepness(kernel: Kernel, states: Any) -> jax.Array:
+    """Median over chains of the length of the gradient in the metric, sqrt(g·M⁻¹g)."""
 
     def squared(grad):
         return isokinetic.Span.of(kernel.inverse_mass_matrix, grad).products[0, 0]
@@ -192,18 +193,18 @@ def steepness(kernel: Any, states: Any) -> jax.Array:
     return jnp.sqrt(jnp.median(jax.vmap(squared)(states.log_density_grad)))
 
 
-def change_of_scale(kernel: Any, metric: Any, states: Any) -> jax.Array:
-    """Return the ratio of steps that turn directions alike, in a new metric and in the kernel's.
+def change_of_scale(kernel: Kernel, metric: PyTree, states: Any) -> jax.Array:
+    """Return the step size in a new metric, over that in the kernel's, that turns directions as much.
 
-    It is 1 where no gradient turns one: chains that never left a mode.
+    It is 1 where no gradient turns them: chains that never left a mode.
     """
     new = steepness(tree.replace(kernel, inverse_mass_matrix=metric), states)
     change = steepness(kernel, states) / new
     return jnp.where(jnp.isfinite(change), change, 1).astype(kernel.step_size.dtype)
 
 
-def first_step_size(kernel: Any, states: Any, dimension: int) -> jax.Array:
-    """Return a step in which the gradient turns a direction by a quarter; the kernel's if it is 0."""
+def first_step_size(kernel: Kernel, states: Any, dimension: int) -> jax.Array:
+    """Return a step in which the gradient turns a direction by 1/4; without gradient, the kernel's."""
     now = kernel.step_size
     found = 0.25 * (dimension - 1) / steepness(kernel, states)
     return jnp.where(jnp.isfinite(found), found, now).astype(now.dtype)

@@ -1,7 +1,8 @@
 """ChEES: step size, metric and trajectory length of jittered HMC, learned by all chains together.
 
-The trajectory length climbs the ChEES criterion, the change in the estimator of the expected square:
-E[(|z'|² - |z|²)²] for trajectories from z to z', positions centred and in units of their scales.
+The trajectory length climbs a criterion: the expected squared change E[|f(z') - f(z)|²] over
+trajectories from z to z', of a function f of positions that are centered and in units of their scales.
+That of ChEES, the change in the estimator of the expected square, has f = |z|². SNAPER has another.
 
 References
 ----------
@@ -10,7 +11,7 @@ Monte Carlo", AISTATS (2021).
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +19,112 @@ import jax.numpy as jnp
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import adam, dual_averaging, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Adaptation, Transition, Window
-from gspmd_mcmc.adaptation.criterion import ChangeOfSquares, Criterion, Trajectories
 from gspmd_mcmc.adaptation.estimators.diagonal import Diagonal
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
-from gspmd_mcmc.adaptation.window import first_metric
 from gspmd_mcmc.kernels.hmc import HMC
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
-from gspmd_mcmc.kernels.metrics import metric as metrics
-from gspmd_mcmc.tree import PyTree, each_chain, like_position, pytree, static
+from gspmd_mcmc.targets.target import Target
+from gspmd_mcmc.tree import Pad, PyTree, each_chain, like_position, pytree, static
 
-# Where windows end, in parts of warm-up. The first finds the posterior, with no metric yet; five learn
-# a metric each; the last, with that metric, the step size and the trajectory length. Where coefficients
-# are strongly correlated chains come together only with a metric that knows it, and that is learned
-# only from chains that have: each of many short windows mixes better than the one before.
+# Ends of windows, as fractions of warm-up. The first window finds the posterior, without a metric; five
+# learn a metric each; the last one, with that metric, tunes step size and trajectory length. Where
+# coefficients are strongly correlated, chains converge only with a metric that knows it, and that is
+# learned only from chains that have converged: each of many short windows mixes better than the last.
 WINDOW_ENDS = (0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0)
-# The mean number of leapfrogs that the first trajectories have, and the most until there is a metric.
+# The mean number of leapfrogs of the first trajectories, and the largest until there is a metric.
 FIRST_LEAPFROGS, FIRST_MAX_LEAPFROGS = 4, 128
-# Where the length begins in the windows after the first metrics: near the best one where a metric knows
-# all that there is to know. Chains that have not come together yet drive it far beyond, and it would
-# need more steps to come back than to grow where it has to.
+# The first length in the windows after the first metrics: near the best one where the metric knows the
+# posterior. Chains that have not converged drive the length far beyond it, and from there it would need
+# more steps to return than it needs from here to grow where it has to.
 FIRST_LENGTH, NUM_FIRST_METRICS = 1.25, 3
-# A step's acceptance rates count as this much at least in their harmonic mean: one alone could else
-# bring it to zero.
+# A lower bound of acceptance rates in their harmonic mean, which a single one could bring to zero.
 LEAST_RATE = 0.05
+
+
+class Trajectories(NamedTuple):
+    """What a criterion measures.
+
+    Attributes
+    ----------
+    before, end, velocity
+        Positions at the start and at the end, and velocities at the end, leaves [chains, ...].
+    variances
+        The squares of the scales of the position, a tree like one position.
+    """
+
+    before: PyTree
+    end: PyTree
+    velocity: PyTree
+    variances: PyTree
+
+
+class Criterion(Protocol):
+    """A function f of the position that trajectories should change as much as possible."""
+
+    def init(self, target: Target, positions: PyTree) -> Any:
+        """Return the state before any step."""
+        ...
+
+    def measure(self, state: Any, trajectories: Trajectories) -> tuple[Any, jax.Array, jax.Array]:
+        """Return a value for `update`; and |f' - f|² of each trajectory and its rate, [chains]."""
+        ...
+
+    def update(self, state: Any, measured: Any, trajectories: Trajectories, target: Target) -> Any:
+        """Take in the starts of the trajectories."""
+        ...
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class RunningMean:
+    """The mean over chains and recent steps, about the last eighth of them."""
+
+    count: jax.Array  # []
+    mean: PyTree = like_position(pad=Pad.ZERO)
+
+    @classmethod
+    def of(cls, mean: PyTree) -> "RunningMean":
+        """Begin at a first guess, which the first step replaces."""
+        return cls(jnp.zeros(()), mean)
+
+    def add(self, mean: PyTree) -> "RunningMean":
+        """Take in the mean over chains of one step."""
+        weight = 1 / (1 + self.count / 8)
+        return RunningMean(self.count + 1, tree.axpy(weight, tree.sub(mean, self.mean), self.mean))
+
+
+@dataclass(frozen=True)
+class ChangeOfSquares:
+    """The criterion of ChEES: f is |z|², the squared distance from the mean in units of the scales."""
+
+    def init(self, target: Target, positions: PyTree) -> RunningMean:
+        """Begin at the mean over chains."""
+        return RunningMean.of(mean_of_chains(positions))
+
+    def measure(self, state: RunningMean, trajectories: Trajectories) -> tuple[Any, Any, Any]:
+        """Return nothing, the square of |z'|² - |z|², and its rate of change at the end."""
+        before, end, velocity, variances = trajectories
+
+        def products(before, end, velocity):
+            moved, from_mean = tree.sub(end, before), tree.sub(end, state.mean)
+            weigh = jax.tree.map(jnp.divide, (moved, velocity), (variances, variances))
+            # Summed over differences, so that what does not move, as pads, does not count.
+            both = tree.add(from_mean, tree.sub(before, state.mean))
+            change, rate = tree.dot(weigh[0], both), 2 * tree.dot(weigh[1], from_mean)
+            return change**2, 2 * change * rate
+
+        return ((), *jax.vmap(products)(before, end, velocity))
+
+    def update(
+        self, state: RunningMean, measured: Any, trajectories: Trajectories, target: Target
+    ) -> RunningMean:
+        """Take in the starts of the trajectories."""
+        return state.add(mean_of_chains(trajectories.before))
+
+
+def mean_of_chains(x: PyTree) -> PyTree:
+    """Return the mean over chains of leaves [chains, ...]."""
+    return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), x)
 
 
 @pytree
@@ -53,20 +137,20 @@ class ChEESState:
     step_size
         The recursion of the step size.
     log_trajectory_length, log_trajectory_length_average, num_updates
-        Of this moment; averaged over the window, with weights that grow linearly; steps in it.
+        The current one; its mean over the window, with weights that grow linearly; steps in the window.
     ascent
-        The optimiser's state.
+        The state of the optimizer.
     max_leapfrogs, jitter
-        The kernel's.
+        Of the kernel.
     inverse_mass_matrix, moments
-        The metric, and what this window has seen of positions.
+        The metric, and the moments of positions in this window.
     num_metrics
-        How many metrics there were but the first, which knows nothing.
+        How many metrics were learned.
     variances, spread
-        The squares of the positions' scales, in whose units the criterion is; moments for them, where
-        the metric is not these variances itself.
+        The squares of the scales of the position, which are the units of the criterion; moments for
+        them, where the metric is not these variances itself.
     criterion
-        The criterion's own state.
+        The state of the criterion.
     rates
         Recent acceptance rates, [chains].
     """
@@ -90,26 +174,26 @@ class ChEESState:
 @pytree
 @dataclass(frozen=True, eq=False)
 class ChEESAdaptation(Adaptation):
-    """Settings of a warm-up of `JitteredHMC` by many chains together; 32 or more are advised.
+    """Settings of a warm-up of `JitteredHMC` by many chains together; use 32 or more.
 
-    Chains whose recent acceptance rate is under 0.1, while most others move, have no part in the shared
-    step size.
+    Chains whose recent acceptance rate is under 0.1, while most others move, have no effect on the
+    shared step size.
 
     Parameters
     ----------
     target_acceptance_rate
-        What the harmonic mean over chains of acceptance rates is to be; their mean is then higher.
+        The target of the harmonic mean of acceptance rates over chains; their mean is then higher.
     learning_rate
-        Of the log trajectory length: its step in units of the gradient's recent size.
+        Of the log trajectory length: its step, in units of the recent size of the gradient.
     length_cost
-        The criterion is divided by the number of leapfrogs to this power: with 0 it is the change of a
-        step, with 1 the change for the work. With 0 it is so flat beyond its first maximum that some
-        runs settle on trajectories several times as long as others.
+        The criterion is divided by the number of leapfrogs to this power: 0 maximizes the change of a
+        step, 1 the change per leapfrog. With 0 the criterion is so flat beyond its first maximum that
+        some runs settle on trajectories several times as long as others.
     metric
         The kind of metric that is learned (`Diagonal`, ...). None leaves the choice to `sample`; a
-        warm-up that is driven without one keeps the kernel's own.
+        warm-up without one keeps the metric of the kernel.
     criterion
-        What trajectories are to change: `ChangeOfSquares` here.
+        The function that trajectories should change: `ChangeOfSquares` by default.
     """
 
     target_acceptance_rate: float = 0.6
@@ -118,50 +202,38 @@ class ChEESAdaptation(Adaptation):
     metric: Any = None
     criterion: Criterion = static(default=ChangeOfSquares())
 
+    kernel_type: ClassVar[type[JitteredHMC]] = JitteredHMC
     needs_end: ClassVar[bool] = True
     traced: ClassVar[tuple[str, ...]] = ("step_size", "trajectory_length")
 
     def __post_init__(self):
-        if not 0 < self.target_acceptance_rate < 1:
-            raise ValueError(
-                f"{type(self).__name__}: target_acceptance_rate: expected a number between 0 and 1, "
-                f"got {self.target_acceptance_rate}"
-            )
+        dual_averaging.check_target(self)
 
     def windows(self, num_warmup: int) -> list[Window]:
-        """Cut warm-up at `WINDOW_ENDS`; with fewer than 20 steps nothing but numbers is learned."""
+        """Cut warm-up at `WINDOW_ENDS`; with fewer than 20 steps no metric is learned."""
         if num_warmup < 20:
-            return [Window(0, num_warmup, False)] if num_warmup else []
-        ends = [round(part * num_warmup) for part in WINDOW_ENDS]
-        spans = list(zip([0, *ends], ends, strict=False))
-        return [Window(a, b, a > 0 and b < num_warmup) for a, b in spans]
+            return super().windows(num_warmup)
+        ends = [round(x * num_warmup) for x in WINDOW_ENDS]
+        return Window.cut(ends, [False, *[True] * (len(ends) - 2), False])
 
-    def prepare(self, kernel: Any, states: Any) -> Any:
-        """Return the kernel with a first metric.
+    def prepare(self, kernel: JitteredHMC, states: Any) -> JitteredHMC:
+        """Return the kernel with a first metric; see `Adaptation.prepare`.
 
         Raises
         ------
-        TypeError
-            If the kernel is no `JitteredHMC`.
         ValueError
-            If there are fewer than two chains.
+            If there is only one chain.
         """
-        name = type(self).__name__
-        if not isinstance(kernel, JitteredHMC):
-            raise TypeError(
-                f"{name} tunes a JitteredHMC, whose trajectory length is one number for all chains; "
-                f"got {type(kernel).__name__}"
-            )
+        kernel = super().prepare(kernel, states)
         if len(states.log_density) < 2:
             raise ValueError(
-                f"{name}: expected at least 2 chains, as it learns from their differences (32 or more "
-                "are advised), got 1; use NUTS and WindowAdaptation"
+                f"{type(self).__name__}: expected at least 2 chains (better 32 or more), because it "
+                "learns from their differences, got 1; use NUTS and WindowAdaptation"
             )
-        return kernel if self.metric is None else first_metric(self.metric, kernel, states.position)
+        return kernel
 
-    def init(self, kernel: Any, states: Any) -> ChEESState:
+    def init(self, kernel: JitteredHMC, states: Any) -> ChEESState:
         """Return the state before any step."""
-        positions = states.position
         zero = jnp.zeros_like(kernel.step_size)
         return ChEESState(
             step_size=dual_averaging.init(kernel.step_size),
@@ -172,31 +244,31 @@ class ChEESAdaptation(Adaptation):
             max_leapfrogs=kernel.max_leapfrogs,
             jitter=kernel.jitter,
             inverse_mass_matrix=kernel.inverse_mass_matrix,
-            moments=self._no_moments(positions),
+            moments=self.init_moments(states),
             num_metrics=jnp.zeros((), jnp.int32),
-            variances=Diagonal().identity(positions),
-            spread=self._no_spread(positions),
-            criterion=self.criterion.init(kernel.target, positions),
+            variances=Diagonal().identity(states.position),
+            spread=self._init_spread(states),
+            criterion=self.criterion.init(kernel.target, states.position),
             rates=stuck_chains.no_rates(states.log_density),
         )
 
     def begin(
         self,
         state: ChEESState,
-        kernel: Any,
+        kernel: JitteredHMC,
         states: Any,
         is_first: jax.Array,
         rng_key: jax.Array,
         acceptance_rates: AcceptanceRates,
     ) -> ChEESState:
-        """Begin a window: search a step size that suits the chain in the middle; forget the moments."""
+        """Begin a window: search for a step size that suits the median chain; reset the moments."""
 
         def middle_rate(kernel, key):
             return jnp.median(acceptance_rates(kernel, key))[None]
 
         found = find_step_size(self.final(kernel, state), rng_key, middle_rate)
         is_early = (state.num_metrics > 0) & (state.num_metrics <= NUM_FIRST_METRICS)
-        is_early &= self.metric is not None  # the units of a kernel's own may be far from the scales
+        is_early &= self.learns_metric  # the units of a kernel's own may be far from the scales
         length = jnp.where(is_early, jnp.log(FIRST_LENGTH), state.log_trajectory_length)
         length = jnp.where(is_first, jnp.log(FIRST_LEAPFROGS * found), length)
         zero = jnp.zeros_like(found)
@@ -207,18 +279,20 @@ class ChEESAdaptation(Adaptation):
             log_trajectory_length_average=zero,
             num_updates=zero,
             ascent=adam.init(zero),
-            moments=self._no_moments(states.position),
-            spread=self._no_spread(states.position),
+            moments=self.init_moments(states),
+            spread=self._init_spread(states),
         )
 
-    def tuned(self, kernel: Any, state: ChEESState) -> Any:
-        """Return the kernel with the step size and the trajectory length of this moment."""
+    def tuned(self, kernel: JitteredHMC, state: ChEESState) -> JitteredHMC:
+        """Return the kernel with the current step size and trajectory length."""
         return _with(kernel, state, state.step_size.log_step_size, state.log_trajectory_length)
 
     def update(self, state: ChEESState, kernel: HMC, transition: Transition) -> ChEESState:
-        """Take in one step of all chains; what is summed over chains is summed here, once."""
-        info, positions = transition.info, transition.after.position
-        trajectories = self._trajectories(state, kernel, transition)
+        """Take in one step of all chains; all sums over chains are taken here, at once."""
+        end, info = transition.end, transition.info
+        assert end is not None
+        velocity = jax.vmap(kernel.velocity)(end.momentum)
+        trajectories = Trajectories(transition.before.position, end.position, velocity, state.variances)
         measured, square, rate = self.criterion.measure(state.criterion, trajectories)
         gains = self.gains(kernel, square, rate)
         rates = stuck_chains.recent_rates(state.rates, info.acceptance_rate)
@@ -230,6 +304,9 @@ class ChEESAdaptation(Adaptation):
         length = _within_bounds(state, state.step_size.log_step_size, length)
         num_updates = state.num_updates + 1
         average = state.log_trajectory_length_average
+        spread = state.spread
+        if not self._is_diagonal:
+            spread = Diagonal().update(spread, transition.after.position)
         return tree.replace(
             state,
             step_size=step_size,
@@ -237,8 +314,8 @@ class ChEESAdaptation(Adaptation):
             log_trajectory_length_average=average + 2 / (num_updates + 1) * (length - average),
             num_updates=num_updates,
             ascent=ascent,
-            moments=() if self.metric is None else self.metric.update(state.moments, positions),
-            spread=state.spread if self._is_diagonal else Diagonal().update(state.spread, positions),
+            moments=self.update_moments(state.moments, transition.after),
+            spread=spread,
             criterion=self.criterion.update(state.criterion, measured, trajectories, kernel.target),
             rates=rates,
         )
@@ -246,28 +323,29 @@ class ChEESAdaptation(Adaptation):
     def gains(self, kernel: HMC, square: jax.Array, rate: jax.Array) -> jax.Array:
         """Return what each trajectory would gain by being longer, [chains].
 
-        The derivative of square / work^cost by the log of the trajectory length, the work being its
-        leapfrogs, in units of time: half a step more than the length.
+        The derivative of square / work^cost with respect to the log of the trajectory length; the work
+        is the time of its leapfrogs, half a step longer than the length.
         """
-        # The number of leapfrogs was rounded up, by a half in the mean.
+        # The number of leapfrogs was rounded up, by 1/2 on average.
         work = kernel.num_integration_steps.astype(rate.dtype) * kernel.step_size
         time = work - kernel.step_size / 2
         cost = self.length_cost * square * time / work
         return (rate * time - cost) / work**self.length_cost
 
-    def end(self, state: ChEESState, kernel: Any, states: Any, learns_metric: bool) -> ChEESState:
+    def end(
+        self, state: ChEESState, kernel: JitteredHMC, states: Any, learns_metric: bool
+    ) -> ChEESState:
         """End a window: learn the metric."""
         if not learns_metric:
             return state
         metric = state.inverse_mass_matrix
-        if self.metric is not None:
+        if self.learns_metric:
             metric = self.metric.final(state.moments, states.position)
-        is_variances = self._is_diagonal
-        variances = metric if is_variances else Diagonal().final(state.spread, states.position)
+        variances = metric if self._is_diagonal else Diagonal().final(state.spread, states.position)
         learned = tree.replace(state, inverse_mass_matrix=metric, variances=variances)
         return tree.replace(learned, num_metrics=state.num_metrics + 1)
 
-    def final(self, kernel: Any, state: ChEESState) -> Any:
+    def final(self, kernel: JitteredHMC, state: ChEESState) -> JitteredHMC:
         """Return the kernel with the averages of step size and trajectory length."""
         average, last = state.log_trajectory_length_average, state.log_trajectory_length
         length = jnp.where(state.num_updates > 0, average, last)
@@ -276,24 +354,17 @@ class ChEESAdaptation(Adaptation):
 
     @property
     def _is_diagonal(self) -> bool:
-        """Whether the metric is the variances in whose units the criterion is."""
+        """Whether the metric itself is the variances that are the units of the criterion."""
         return isinstance(self.metric, Diagonal)
 
-    def _no_moments(self, positions: PyTree) -> PyTree:
-        return () if self.metric is None else self.metric.init(positions)
-
-    def _no_spread(self, positions: PyTree) -> PyTree:
-        return () if self._is_diagonal else Diagonal().init(positions)
-
-    def _trajectories(self, state: ChEESState, kernel: HMC, transition: Transition) -> Trajectories:
-        before, end = transition.before.position, transition.end
-        assert end is not None
-        velocity = jax.vmap(lambda p: metrics.velocity(kernel.inverse_mass_matrix, p))(end.momentum)
-        return Trajectories(before, end.position, velocity, state.variances)
+    def _init_spread(self, states: Any) -> PyTree:
+        return () if self._is_diagonal else Diagonal().init(states.position)
 
 
-def _with(kernel: Any, state: ChEESState, log_step_size: jax.Array, log_length: jax.Array) -> Any:
-    """Return the kernel with these numbers and the metric of this moment."""
+def _with(
+    kernel: JitteredHMC, state: ChEESState, log_step_size: jax.Array, log_length: jax.Array
+) -> JitteredHMC:
+    """Return the kernel with these numbers and the current metric."""
     return tree.replace(
         kernel,
         step_size=jnp.exp(log_step_size),
@@ -303,7 +374,7 @@ def _with(kernel: Any, state: ChEESState, log_step_size: jax.Array, log_length: 
 
 
 def _within_bounds(state: ChEESState, log_step_size: jax.Array, log_length: jax.Array) -> jax.Array:
-    """Clip a log length: the longest trajectory is one leapfrog to the most."""
+    """Clip a log length, so that the longest trajectory has 1 to ``max_leapfrogs`` leapfrogs."""
     first_most = jnp.minimum(FIRST_MAX_LEAPFROGS, state.max_leapfrogs)
     most = jnp.where(state.num_metrics > 0, state.max_leapfrogs, first_most)
     shortest = log_step_size - jnp.log1p(state.jitter)
@@ -313,8 +384,8 @@ def _within_bounds(state: ChEESState, log_step_size: jax.Array, log_length: jax.
 def _over_chains(rates: jax.Array, gains: jax.Array, recent: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the mean of gains, weighted by acceptance rates, and the harmonic mean of the rates.
 
-    Proposals that are not finite have no part in the first; chains that are stuck, while more than half
-    of all are not, have none in the second.
+    The first leaves out proposals that are not finite; the second leaves out stuck chains, while more
+    than half of all chains are not stuck.
     """
     weights = jnp.where(jnp.isfinite(gains), rates, 0)
     weighted = jnp.where(weights > 0, gains, 0) * weights

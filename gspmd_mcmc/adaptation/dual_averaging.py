@@ -8,6 +8,7 @@ Hoffman and Gelman, "The No-U-Turn Sampler", JMLR 15 (2014), section 3.2.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,14 @@ import jax.numpy as jnp
 from gspmd_mcmc.tree import pytree
 
 GAMMA, T0, KAPPA = 0.05, 10.0, 0.75
-# Acceptance rates are taken in steps of 1/64: the recursion amplifies what rounding changes, and a mesh
-# sums in another order than one device does. So the step sizes of all meshes are the same.
+# Acceptance rates are rounded to multiples of 1/64: the recursion amplifies rounding errors, and a mesh
+# sums in another order than one device. So the step sizes of all meshes are the same.
 RESOLUTION = 64
-# So many of these steps lie between the target and 1 at least: nearer to 1 both are made finer, and the
-# shortfall is stretched as much, or the recursion would take thousands of steps to get there.
+# At least so many multiples lie between the target and 1: nearer to 1 the multiples are finer, and the
+# shortfall is stretched as much, or the recursion would take thousands of steps.
 LEAST_STEPS, MOST_SHORTFALL = 6, 1.0
-# Step sizes of chains that can make no step, or for which none is too long, go no further: float32 has
-# no positive number under 1e-38, and a step of 0 would be accepted.
+# Bounds for chains that can make no step, or for which no step is too long: float32 has no positive
+# number below 1e-38, and a step of 0 would be accepted.
 LEAST_STEP_SIZE, MOST_STEP_SIZE = 1e-30, 1e30
 
 
@@ -39,10 +40,10 @@ class DualAveragingState:
 
 
 def init(step_size: jax.Array) -> DualAveragingState:
-    """Start from a step size, shrinking towards it.
+    """Start from a step size, and shrink towards it.
 
-    Hoffman and Gelman shrink towards ten times the first step size. Ours comes from a search, so it is
-    of the right scale already, and ten times it would waste the first steps of each window.
+    Hoffman and Gelman shrink towards ten times the first step size. Here the first step size comes from
+    a search, so that its scale is right, and ten times it would waste the first steps of each window.
     """
     log_step_size = jnp.log(step_size)
     zero = jnp.zeros_like(log_step_size)
@@ -76,7 +77,7 @@ def update(
 
 
 def _shortfall(acceptance_rate: jax.Array, target_acceptance_rate: float) -> jax.Array:
-    """Return what the rate lacks, rounded; stretched by a power of two where the target is near 1."""
+    """Return the target minus the rate, rounded; stretched by a power of 2 for a target near 1."""
     _, exponent = jnp.frexp(jnp.asarray(LEAST_STEPS / RESOLUTION / (1 - target_acceptance_rate)))
     stretch = jnp.ldexp(jnp.ones_like(acceptance_rate), jnp.maximum(exponent, 0))
     rate = jnp.round(acceptance_rate * stretch * RESOLUTION) / RESOLUTION
@@ -84,6 +85,15 @@ def _shortfall(acceptance_rate: jax.Array, target_acceptance_rate: float) -> jax
 
 
 def final_step_size(state: DualAveragingState) -> jax.Array:
-    """Return the averaged step size, to be kept from now on; the start's if never updated."""
+    """Return the averaged step size, to be kept; the first one if there was no update."""
     log_step_size = jnp.where(state.num_updates > 0, state.log_step_size_average, state.log_step_size)
     return jnp.exp(log_step_size)
+
+
+def check_target(settings: Any) -> None:
+    """Raise unless the ``target_acceptance_rate`` of a warm-up is a rate."""
+    if not 0 < settings.target_acceptance_rate < 1:
+        raise ValueError(
+            f"{type(settings).__name__}: target_acceptance_rate: expected a number between 0 and 1, "
+            f"got {settings.target_acceptance_rate}"
+        )

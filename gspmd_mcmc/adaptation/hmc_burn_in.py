@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import batch_means
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Adaptation, Stage, Transition
-from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState, first_metric
+from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState
 from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState, OneLeapfrog
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.kernels.kernel import Kernel
@@ -201,10 +201,6 @@ class AfterHMCBurnIn(Adaptation):
         count = is_last.index(True) + 1 if True in is_last else len(windows)
         burn_in = HMCBurnIn(self.by_hmc, self.first_length)
         return [Stage(burn_in, windows[:count]), Stage(self, windows[count:])]
-
-    def prepared(self, kernel: Kernel, states: Any) -> Kernel:
-        """Return the kernel with a first metric, if one is to be learned."""
-        return first_metric(self.metric, kernel, states.position) if self.learns_metric else kernel
 
     def arrived(self, kernel: Kernel, states: Any) -> Kernel:
         """Return the kernel with a first step size for where the burn-in ended."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation import batch_means
+from gspmd_mcmc.adaptation import batch_means, dual_averaging
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition
 from gspmd_mcmc.adaptation.batch_means import Length
 from gspmd_mcmc.adaptation.hmc_burn_in import AfterHMCBurnIn
@@ -22,10 +22,10 @@ from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState
 from gspmd_mcmc.kernels.mams import MAMS
 from gspmd_mcmc.tree import pytree, static
 
-# The length over the distance that one independent draw of the slowest leaf takes. Of four posteriors
-# and a Gaussian, it gave at least four fifths of the best length's least effective size a gradient.
+# The length over the distance in which the slowest leaf gives one independent draw. On four posteriors
+# and a Gaussian it gave at least 4/5 of the least effective size per gradient of the best length.
 LENGTH_FACTOR = 1 / 3
-# Steps of a trajectory at most, while it is tuned and after.
+# The largest number of steps of a trajectory, in warm-up and after it.
 MOST_STEPS = 1000
 
 
@@ -43,56 +43,37 @@ class MAMSAdaptationState:
 class MAMSAdaptation(AfterHMCBurnIn):
     """Settings of a warm-up of `MAMS`, pooled over chains.
 
-    The first tenth is a burn-in by HMC. Then step size and metric are tuned as `WindowAdaptation`
-    does; the mean length of trajectories is sqrt(d) π/2 in units of the metric, a quarter of the period
-    of a coordinate of that scale. In the end it is a third of the distance that one independent draw
-    takes, of the leaf that takes longest, where that is more, or the metric was not learned; at most
-    1000 steps.
+    The first tenth is a burn-in by HMC. Then step size and metric are tuned as in `WindowAdaptation`;
+    the mean length of trajectories is sqrt(d) π/2 in units of the metric, a quarter of the period of a
+    coordinate of that scale. At the end it becomes a third of the distance in which the slowest leaf
+    gives one independent draw, where that is longer or the metric is not learned; at most 1000 steps.
 
     Parameters
     ----------
     target_acceptance_rate
-        The mean acceptance rate, over chains that are not stuck, that the step size aims at.
+        The target of the mean acceptance rate over chains that are not stuck.
     metric
         The kind of metric that is learned (`Diagonal`, ...). None leaves the choice to `sample`.
     adapt_mass_matrix
-        Whether a metric is learned; else the kernel's own is kept, and its units are taken for the
-        target's scales.
+        Whether a metric is learned; otherwise the kernel keeps its own, whose units are taken as the
+        scales of the target.
     """
 
     target_acceptance_rate: float = 0.9
     metric: Any = None
     adapt_mass_matrix: bool = static(default=True)
 
+    kernel_type: ClassVar[type[MAMS]] = MAMS
     first_length: ClassVar[float] = math.pi / 2
 
     def __post_init__(self):
-        if not 0 < self.target_acceptance_rate < 1:
-            raise ValueError(
-                "MAMSAdaptation: target_acceptance_rate: expected a number between 0 and 1, got "
-                f"{self.target_acceptance_rate}"
-            )
+        dual_averaging.check_target(self)
 
     @property
     def by_window(self) -> WindowAdaptation:
         """How step size and metric are tuned."""
-        # The rate may be traced, which a constructor could not check.
+        # The rate may be traced, and a constructor could not check it.
         return tree.replace(self.by_hmc, target_acceptance_rate=self.target_acceptance_rate)
-
-    def prepare(self, kernel: Any, states: Any) -> Any:
-        """Return the kernel with a first metric, if one is to be learned.
-
-        Raises
-        ------
-        TypeError
-            If the kernel is not `MAMS`.
-        """
-        if not isinstance(kernel, MAMS):
-            raise TypeError(
-                f"MAMSAdaptation: expected a MAMS kernel, got {type(kernel).__name__}; use "
-                "WindowAdaptation, or MCLMCAdaptation for MCLMC"
-            )
-        return self.prepared(kernel, states)
 
     def init(self, kernel: MAMS, states: Any) -> MAMSAdaptationState:
         """Return the state after the burn-in."""
@@ -108,15 +89,14 @@ class MAMSAdaptation(AfterHMCBurnIn):
         rng_key: jax.Array,
         acceptance_rates: AcceptanceRates,
     ) -> MAMSAdaptationState:
-        """Begin a window: search a step size for its metric, and forget the draws."""
+        """Begin a window: search for a step size with its metric, and reset the moments."""
         window = self.by_window.begin(state.window, kernel, states, is_first, rng_key, acceptance_rates)
-        # A draw covers one length.
-        one = jnp.ones_like(state.trajectory_length.value)
-        length = state.trajectory_length.begun(states.position, one)
+        one_length = jnp.ones_like(state.trajectory_length.value)
+        length = state.trajectory_length.begun(states.position, lengths_per_draw=one_length)
         return MAMSAdaptationState(window, length)
 
     def tuned(self, kernel: MAMS, state: MAMSAdaptationState) -> MAMS:
-        """Return the kernel with the step size, length and metric of this moment."""
+        """Return the kernel with the current step size, length and metric."""
         return _with_length(self.by_window.tuned(kernel, state.window), state)
 
     def update(
@@ -128,19 +108,15 @@ class MAMSAdaptation(AfterHMCBurnIn):
         return MAMSAdaptationState(window, length)
 
     def end(
-        self,
-        state: MAMSAdaptationState,
-        kernel: MAMS,
-        states: Any,
-        learns_metric: bool,
+        self, state: MAMSAdaptationState, kernel: MAMS, states: Any, learns_metric: bool
     ) -> MAMSAdaptationState:
-        """End a window: a new metric, or the length that suits."""
+        """End a window: learn the metric, or measure the length."""
         window = self.by_window.end(state.window, kernel, states, learns_metric)
         length = state.trajectory_length
         if not learns_metric:
             distance = self.final(kernel, state).trajectory_length
             measured = LENGTH_FACTOR * batch_means.slowest_correlation_time(length.batches) * distance
-            # Where the metric's units are the target's, no length that is shorter is better.
+            # Where the units of the metric are those of the target, no shorter length is better.
             least = length.value if self.learns_metric else 0
             length = length.ended(jnp.maximum(measured, least))
         return MAMSAdaptationState(window, length)
@@ -151,6 +127,6 @@ class MAMSAdaptation(AfterHMCBurnIn):
 
 
 def _with_length(kernel: MAMS, state: MAMSAdaptationState) -> MAMS:
-    """Return the kernel with the length of this moment."""
+    """Return the kernel with the current length."""
     length = jnp.minimum(state.trajectory_length.value, MOST_STEPS * kernel.step_size)
     return tree.replace(kernel, trajectory_length=length)

@@ -1,7 +1,8 @@
 """Warm-up of microcanonical Langevin Monte Carlo: step size, decoherence length and metric.
 
-Without a Metropolis test there is no acceptance rate to aim at. What is held small is the variance of a
-step's energy error, by dimension: it bounds the bias, and grows as the sixth power of the step size.
+Without a Metropolis test there is no acceptance rate. The target is instead a small variance of the
+energy error of a step, per dimension: it bounds the bias, and grows as the sixth power of the step
+size.
 
 References
 ----------
@@ -11,7 +12,7 @@ Carlo" (2024).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +26,14 @@ from gspmd_mcmc.adaptation.hmc_burn_in import AfterHMCBurnIn
 from gspmd_mcmc.kernels.mclmc import MCLMC
 from gspmd_mcmc.tree import PyTree, each_chain, like_position, pytree, static
 
-# The recursion of the step size remembers so many steps, and listens less to a step whose squared error
-# is far from what is desired, by its logarithm in units of TRUST.
+# The recursion of the step size remembers so many steps, and gives less weight to a step whose squared
+# error is far from the target, by its logarithm in units of TRUST.
 MEMORY = 150
 TRUST = 1.5
 GREATEST_ERROR, LEAST_RATIO = 1e6, 1e-8
-# After a refused step the step size may not grow at once to what was refused.
+# After a refused step the step size grows back only slowly to the one that was refused.
 RECOVERY = 1.02
-# L over the distance that one independent draw takes, as in the reference.
+# L over the distance of one independent draw, as in the reference.
 LENGTH_FACTOR = 0.4
 
 
@@ -43,7 +44,7 @@ class StepSize:
 
     value: jax.Array
     weight: jax.Array  # of the steps that are remembered
-    most: jax.Array  # that is allowed after a refused step
+    most: jax.Array  # after a refused step
 
 
 @pytree
@@ -51,7 +52,7 @@ class StepSize:
 class MCLMCAdaptationState:
     """The recursion of the step size, the length, the metric, and what this window has seen.
 
-    ``rates`` are the shares of steps that each chain has made of late, [chains].
+    ``rates`` are the recent fractions of steps that each chain has made, [chains].
     """
 
     step_size: StepSize
@@ -66,24 +67,26 @@ class MCLMCAdaptationState:
 class MCLMCAdaptation(AfterHMCBurnIn):
     """Settings of a warm-up of `MCLMC`, pooled over chains.
 
-    The first tenth is a burn-in by HMC. Then the length is sqrt(d) in units of the metric, and in
-    the end 0.4 times the distance that one independent draw takes.
+    The first tenth is a burn-in by HMC. Then the length is sqrt(d) in units of the metric, and at the
+    end 0.4 times the distance of one independent draw.
 
     Parameters
     ----------
     energy_variance
-        The variance of a step's energy error, by dimension, that the step size aims at. Smaller is less
-        bias; the step size goes with its sixth root.
+        The target of the variance of the energy error of a step, per dimension. A smaller one gives
+        less bias; the step size is proportional to its sixth root.
     metric
         The kind of metric that is learned (`Diagonal`, ...). None leaves the choice to `sample`.
     adapt_mass_matrix
-        Whether a metric is learned; else the kernel's own is kept, and its units are taken for the
-        target's scales.
+        Whether a metric is learned; otherwise the kernel keeps its own, whose units are taken as the
+        scales of the target.
     """
 
     energy_variance: float = 5e-4
     metric: Any = None
     adapt_mass_matrix: bool = static(default=True)
+
+    kernel_type: ClassVar[type[MCLMC]] = MCLMC
 
     def __post_init__(self):
         if not self.energy_variance > 0:
@@ -92,28 +95,13 @@ class MCLMCAdaptation(AfterHMCBurnIn):
                 f"{self.energy_variance}"
             )
 
-    def prepare(self, kernel: Any, states: Any) -> Any:
-        """Return the kernel with a first metric, if one is to be learned.
-
-        Raises
-        ------
-        TypeError
-            If the kernel is not `MCLMC`.
-        """
-        if not isinstance(kernel, MCLMC):
-            raise TypeError(
-                f"MCLMCAdaptation: expected an MCLMC kernel, got {type(kernel).__name__}; use "
-                "WindowAdaptation, or MAMSAdaptation for MAMS"
-            )
-        return self.prepared(kernel, states)
-
     def init(self, kernel: MCLMC, states: Any) -> MCLMCAdaptationState:
         """Return the state after the burn-in."""
         return MCLMCAdaptationState(
             step_size=_restarted(self.arrived(kernel, states).step_size),
             trajectory_length=Length.first(kernel, states.position),
             inverse_mass_matrix=kernel.inverse_mass_matrix,
-            moments=self._no_moments(states),
+            moments=self.init_moments(states),
             rates=stuck_chains.no_rates(states.log_density),
         )
 
@@ -126,16 +114,16 @@ class MCLMCAdaptation(AfterHMCBurnIn):
         rng_key: jax.Array,
         acceptance_rates: AcceptanceRates,
     ) -> MCLMCAdaptationState:
-        """Begin a window: forget the draws."""
-        lengths_a_draw = state.step_size.value / state.trajectory_length.value
+        """Begin a window: reset the moments."""
+        lengths_per_draw = state.step_size.value / state.trajectory_length.value
         return tree.replace(
             state,
-            trajectory_length=state.trajectory_length.begun(states.position, lengths_a_draw),
-            moments=self._no_moments(states),
+            trajectory_length=state.trajectory_length.begun(states.position, lengths_per_draw),
+            moments=self.init_moments(states),
         )
 
     def tuned(self, kernel: MCLMC, state: MCLMCAdaptationState) -> MCLMC:
-        """Return the kernel with the step size, length and metric of this moment."""
+        """Return the kernel with the current step size, length and metric."""
         return tree.replace(
             kernel,
             step_size=state.step_size.value,
@@ -149,25 +137,18 @@ class MCLMCAdaptation(AfterHMCBurnIn):
         """Take in one step of all chains; a few numbers are summed over them, once."""
         positions = transition.after.position
         desired = self.energy_variance * batch_means.dimension_of_chain(kernel, positions)
-        moments = state.moments
-        if self.learns_metric:
-            moments = self.metric.update(moments, positions)
         return tree.replace(
             state,
             step_size=_updated(state.step_size, transition.info, desired, state.rates),
-            moments=moments,
+            moments=self.update_moments(state.moments, transition.after),
             trajectory_length=state.trajectory_length.updated(positions),
             rates=stuck_chains.recent_rates(state.rates, transition.info.acceptance_rate),
         )
 
     def end(
-        self,
-        state: MCLMCAdaptationState,
-        kernel: MCLMC,
-        states: Any,
-        learns_metric: bool,
+        self, state: MCLMCAdaptationState, kernel: MCLMC, states: Any, learns_metric: bool
     ) -> MCLMCAdaptationState:
-        """End a window: a new metric, or the length that suits."""
+        """End a window: learn the metric, or measure the length."""
         if learns_metric:
             return self._with_metric(state, kernel, states)
         count = batch_means.dimension_of_chain(kernel, states.position)
@@ -178,7 +159,7 @@ class MCLMCAdaptation(AfterHMCBurnIn):
     def _with_metric(
         self, state: MCLMCAdaptationState, kernel: MCLMC, states: Any
     ) -> MCLMCAdaptationState:
-        """Learn the metric; the step size is to turn directions as much as in the old one."""
+        """Learn the metric; the new step size turns directions as much as the old one did."""
         metric = self.metric.final(state.moments, states.position)
         change = batch_means.change_of_scale(self.tuned(kernel, state), metric, states)
         return tree.replace(
@@ -187,23 +168,18 @@ class MCLMCAdaptation(AfterHMCBurnIn):
             inverse_mass_matrix=metric,
         )
 
-    def _no_moments(self, states: Any) -> PyTree:
-        return self.metric.init(states.position) if self.learns_metric else ()
-
 
 def _restarted(step_size: jax.Array) -> StepSize:
-    """Forget all but the step size."""
-    return StepSize(
-        value=step_size, weight=jnp.zeros_like(step_size), most=jnp.full_like(step_size, jnp.inf)
-    )
+    """Reset the recursion to a step size."""
+    return StepSize(step_size, jnp.zeros_like(step_size), jnp.full_like(step_size, jnp.inf))
 
 
 def _updated(step_size: StepSize, info: Any, desired: jax.Array | float, recent: jax.Array) -> StepSize:
     """Move the step size by the squared energy errors of one step of all chains, [chains].
 
     With ξ the squared error over the desired variance, the step size that would have given ξ = 1 is
-    ε ξ^(-1/6). What is remembered has ξ = 1 at the step size of this moment: so that was chosen.
-    Chains whose recent rates [chains] are those of stuck ones do not make it smaller.
+    ε ξ^(-1/6). The remembered steps have ξ = 1 at the current step size, by its choice. Stuck chains,
+    by their recent rates [chains], do not make it smaller.
     """
     is_made = ~info.is_divergent
     ratios = jnp.minimum(jnp.abs(info.energy_error), GREATEST_ERROR) ** 2 / desired + LEAST_RATIO
@@ -212,7 +188,7 @@ def _updated(step_size: StepSize, info: Any, desired: jax.Array | float, recent:
     rows = [weights * ratios, weights, ~is_made, is_stuck, ~is_made & is_stuck]
     rows = jnp.stack([x.astype(ratios.dtype) for x in rows])
     weighted, weight, refused, stuck, both = jnp.mean(rows, axis=1)
-    # A stuck chain refuses any step; where half are stuck or more, the step size does not suit them.
+    # A stuck chain refuses any step; where half or more are stuck, the step size does not suit them.
     refused = refused - jnp.where(stuck < 0.5, both, 0)
 
     remembered = (MEMORY - 1) / (MEMORY + 1) * step_size.weight

@@ -1,6 +1,6 @@
-"""Adaptation of each chain by itself: an ensemble of one chain, as many times as there are chains.
+"""Adaptation of each chain by itself, as an ensemble of one chain.
 
-The kernel that comes of it has a step size [chains], and a metric with leaves [chains, ...].
+The resulting kernel has a step size [chains], and a metric with leaves [chains, ...].
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Adaptation, Transition, Window
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
 from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState
+from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.tree import PyTree, pytree
 
 
@@ -22,10 +23,10 @@ from gspmd_mcmc.tree import PyTree, pytree
 class PerChainAdaptation(Adaptation):
     """Window adaptation in which every chain has a step size and a metric of its own.
 
-    For chains that are to explore different regions, such as modes apart. In a mode that is much
-    narrower than the others a chain accepts nothing with their step size; with its own it samples that
-    mode. How much mass each mode has, chains that stay in theirs do not tell. Chains share nothing:
-    each learns from its own draws only, so that warm-up has to be longer than a pooled one.
+    For chains that explore different regions, such as separate modes. In a mode that is much narrower
+    than the others a chain accepts nothing with their step size; with its own it samples that mode.
+    Chains that stay in their modes do not tell how much mass each mode has. Each chain learns from its
+    own draws only, so that warm-up has to be longer than a pooled one.
 
     Parameters
     ----------
@@ -38,7 +39,7 @@ class PerChainAdaptation(Adaptation):
     is_per_chain: ClassVar[bool] = True
 
     def with_metric(self, choose: Callable[[], Any]) -> "PerChainAdaptation":
-        """Return the settings with the estimator that each chain's leave open."""
+        """Return the settings with the estimator ``choose()``, where they leave the metric open."""
         return PerChainAdaptation(self.adaptation.with_metric(choose))
 
     def from_mode(self) -> "PerChainAdaptation":
@@ -46,71 +47,66 @@ class PerChainAdaptation(Adaptation):
         return PerChainAdaptation(self.adaptation.from_mode())
 
     def windows(self, num_warmup: int) -> list[Window]:
-        """Cut warm-up into windows, as the pooled form does."""
+        """Cut warm-up into windows, as `WindowAdaptation` does."""
         return self.adaptation.windows(num_warmup)
 
-    def prepare(self, kernel: Any, states: Any) -> Any:
+    def prepare(self, kernel: Kernel, states: Any) -> Kernel:
         """Return the kernel with settings that have an axis of chains."""
         if kernel.is_per_chain:
             return kernel
         kernel = self.adaptation.prepare(kernel, states)
         num_chains = len(states.log_density)
-        settings = jax.tree.map(
+        step_size, metric = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (num_chains, *x.shape)),
             (kernel.step_size, kernel.inverse_mass_matrix),
         )
-        return tree.replace(
-            kernel, step_size=settings[0], inverse_mass_matrix=settings[1], is_per_chain=True
-        )
+        return tree.replace(kernel, step_size=step_size, inverse_mass_matrix=metric, is_per_chain=True)
 
-    def init(self, kernel: Any, states: Any) -> WindowState:
+    def init(self, kernel: Kernel, states: Any) -> WindowState:
         """Return the state of every chain, leaves [chains, ...]."""
-        return map_chains(self._init, kernel, states)
+        return map_chains(lambda kernel, one: self.adaptation.init(kernel, _one(one)), kernel, states)
 
     def begin(
         self,
         state: WindowState,
-        kernel: Any,
+        kernel: Kernel,
         states: Any,
         is_first: jax.Array,
         rng_key: jax.Array,
         acceptance_rates: AcceptanceRates,
     ) -> WindowState:
-        """Begin a window: the step sizes of all chains are searched at once, each for itself."""
+        """Begin a window: search for the step sizes of all chains at once, each independently."""
         found = kernel.step_size
         if self.adaptation.adapt_step_size:
             found = find_step_size(self.final(kernel, state), rng_key, acceptance_rates)
             found = found * jnp.where(is_first, self.adaptation.first_step_factor, 1.0)
         return jax.vmap(lambda s, x, e: self.adaptation.restarted(s, _one(x), e))(state, states, found)
 
-    def tuned(self, kernel: Any, state: WindowState) -> Any:
-        """Return the kernel with each chain's step size of this moment."""
+    def tuned(self, kernel: Kernel, state: WindowState) -> Kernel:
+        """Return the kernel with the current step size of each chain."""
         return self._settings(self.adaptation.tuned, kernel, state)
 
-    def update(self, state: WindowState, kernel: Any, transition: Transition) -> WindowState:
-        """Take in one step: every chain its own."""
+    def update(self, state: WindowState, kernel: Kernel, transition: Transition) -> WindowState:
+        """Take in one step of every chain."""
 
         def update(kernel, state, transition):
             return self.adaptation.update(state, kernel, _one(transition))
 
         return map_chains(update, kernel, state, transition)
 
-    def end(self, state: WindowState, kernel: Any, states: Any, learns_metric: bool) -> WindowState:
-        """End a window: every chain's metric is that of its own moments."""
+    def end(self, state: WindowState, kernel: Kernel, states: Any, learns_metric: bool) -> WindowState:
+        """End a window: every chain learns a metric from its own moments."""
 
         def end(kernel, state, states):
             return self.adaptation.end(state, kernel, _one(states), learns_metric)
 
         return map_chains(end, kernel, state, states)
 
-    def final(self, kernel: Any, state: WindowState) -> Any:
-        """Return the kernel with each chain's averaged step size."""
+    def final(self, kernel: Kernel, state: WindowState) -> Kernel:
+        """Return the kernel with the averaged step size of each chain."""
         return self._settings(self.adaptation.final, kernel, state)
 
-    def _init(self, kernel: Any, states: Any) -> WindowState:
-        return self.adaptation.init(kernel, _one(states))
-
-    def _settings(self, function: Callable, kernel: Any, state: WindowState) -> Any:
+    def _settings(self, function: Callable, kernel: Kernel, state: WindowState) -> Kernel:
         def settings(kernel, state):
             tuned = function(kernel, state)
             return tuned.step_size, tuned.inverse_mass_matrix
@@ -120,17 +116,17 @@ class PerChainAdaptation(Adaptation):
 
 
 def _one(chain: PyTree) -> PyTree:
-    """Return one chain's tree as that of an ensemble of one."""
+    """Return the tree of one chain as that of an ensemble of one."""
     return jax.tree.map(lambda x: x[None], chain)
 
 
-def map_chains(function: Callable, kernel: Any, *trees: PyTree, vmap: Callable = jax.vmap) -> PyTree:
-    """Map ``function(kernel, *trees)`` over chains; of the kernel only what differs between them.
+def map_chains(function: Callable, kernel: Kernel, *trees: PyTree, vmap: Callable = jax.vmap) -> PyTree:
+    """Map ``function(kernel, *trees)`` over chains; of the kernel, only what differs between them.
 
     Parameters
     ----------
     function
-        A function of one chain's kernel and trees.
+        A function of the kernel and the trees of one chain.
     kernel
         The kernel of all chains, or one whose settings have an axis of chains.
     *trees

@@ -5,30 +5,29 @@ References
 Hoffman and Gelman, "The No-U-Turn Sampler", JMLR 15 (2014), algorithm 4.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import AcceptanceRates
 from gspmd_mcmc.adaptation.dual_averaging import LEAST_STEP_SIZE, MOST_STEP_SIZE
+from gspmd_mcmc.kernels.kernel import Kernel
 
 MAX_DOUBLINGS = 60
 CROSSED_RATE = 0.8
 
 
-def find_step_size(kernel: Any, rng_key: jax.Array, acceptance_rates: AcceptanceRates) -> jax.Array:
-    """Double or halve the step size until one leapfrog's acceptance rate crosses 0.8.
+def find_step_size(kernel: Kernel, rng_key: jax.Array, acceptance_rates: AcceptanceRates) -> jax.Array:
+    """Double or halve the step size until the acceptance rate of one leapfrog crosses 0.8.
 
     Parameters
     ----------
     kernel
-        The kernel of all chains, or of each: with a step size [chains] every chain's is searched.
+        The kernel of all chains; with a step size [chains], one is found for every chain.
     rng_key
-        Each try draws from ``fold_in(rng_key, try)``.
+        Try i draws from ``fold_in(rng_key, i)``.
     acceptance_rates
-        ``acceptance_rates(kernel, rng_key)``: those of one step of all chains, [chains].
+        ``acceptance_rates(kernel, rng_key)``: the rates of one step of all chains, [chains].
     """
     one_step = kernel.one_leapfrog()
 
@@ -38,22 +37,22 @@ def find_step_size(kernel: Any, rng_key: jax.Array, acceptance_rates: Acceptance
         # The median: one chain in a bad place must not shrink the step for all.
         return rates if kernel.is_per_chain else jnp.median(rates)
 
-    def any_goes_on(carry):
-        _, _, goes_on, i = carry
-        return (i < MAX_DOUBLINGS) & jnp.any(goes_on)
+    def any_continues(carry):
+        _, _, continues, i = carry
+        return (i < MAX_DOUBLINGS) & jnp.any(continues)
 
     def try_one(carry):
-        step_size, grows, goes_on, i = carry
+        step_size, grows, continues, i = carry
         is_safe = rate(step_size, i) > CROSSED_RATE
         grows = jnp.where(i == 0, is_safe, grows)
-        goes_on = goes_on & (is_safe == grows)
+        continues = continues & (is_safe == grows)
         factor = jnp.where(grows, 2.0, 0.5).astype(step_size.dtype)
-        return jnp.where(goes_on, step_size * factor, step_size), grows, goes_on, i + 1
+        return jnp.where(continues, step_size * factor, step_size), grows, continues, i + 1
 
     # The first try is an iteration too, so that the step is compiled once.
     yes = jnp.ones(kernel.step_size.shape, bool)
     step_size, grows, _, _ = jax.lax.while_loop(
-        any_goes_on, try_one, (kernel.step_size, yes, yes, jnp.zeros((), jnp.int32))
+        any_continues, try_one, (kernel.step_size, yes, yes, jnp.zeros((), jnp.int32))
     )
     found = jnp.where(grows, step_size / 2, step_size)
     return jnp.clip(found, LEAST_STEP_SIZE, MOST_STEP_SIZE)

@@ -1,4 +1,4 @@
-"""Warnings about a run in plain words, each with what to do.
+"""Warnings about a run in plain words, each with what to do; no warning is an empty text.
 
 References
 ----------
@@ -21,6 +21,14 @@ ACCEPTANCE_SPREAD = 0.15
 LEAST_ACCEPTANCE = 0.1
 MOST_SATURATED = 0.01  # share of trajectories that reached their largest depth
 MOST_NAMED = 4  # chains, or numbers, that a warning names
+ALL_EQUAL = (
+    "log_density is the same in all draws: no chain has moved. Look at the acceptance rate, and make "
+    "the step size smaller."
+)
+MANY_SHORT = (
+    "Of so few draws a chain R-hat can be that large even if chains mix well: draw more. If chains "
+    "started in groups of one point each, see nested R-hat: summary(num_superchains=...)."
+)
 
 
 def least_ess(num_chains: int) -> float:
@@ -29,16 +37,17 @@ def least_ess(num_chains: int) -> float:
 
 
 def on_transitions(stats: dict[str, Any], max_tree_depth: int | None, judges_energy: bool) -> list[str]:
-    """Warn of divergences, trajectories cut short, energies and acceptance rates.
+    """Warn of divergences, trajectories that are cut short, energies and acceptance rates.
 
     Parameters
     ----------
     stats
-        Name to array [chains, draws], of the draws that were kept; what is not there is not judged.
+        Arrays [chains, draws] of the draws that were kept, by name; those that are missing are not
+        judged.
     max_tree_depth
-        The largest number of doublings, of kernels that have one.
+        The largest number of doublings, for kernels that build trees.
     judges_energy
-        Whether momenta are drawn anew at each transition, as E-BFMI supposes.
+        Whether each transition draws its momentum anew, as E-BFMI assumes.
     """
     stats = {name: np.asarray(x) for name, x in stats.items()}
     found = [on_divergences(stats), _on_depth(stats, max_tree_depth)]
@@ -51,7 +60,7 @@ def on_transitions(stats: dict[str, Any], max_tree_depth: int | None, judges_ene
 
 
 def on_divergences(stats: dict[str, np.ndarray]) -> str:
-    """Warn of divergent transitions; empty if there are none."""
+    """Warn of divergent transitions."""
     if "is_divergent" not in stats or not stats["is_divergent"].any():
         return ""
     by_chain = stats["is_divergent"].sum(axis=1)
@@ -60,13 +69,13 @@ def on_divergences(stats: dict[str, np.ndarray]) -> str:
     if stats["is_divergent"].all():
         return (
             f"{count} ({shown}): no chain has moved. The log density or its gradient is NaN or "
-            "infinite around there: evaluate both near draws.state.position. If they are finite, make "
-            "the step size smaller."
+            "infinite around there: evaluate both near draws.state.position. If they are finite, use a "
+            "smaller step size."
         )
     return (
-        f"{count} ({shown}): the step is too large somewhere, and draws near there are missing. Sample "
+        f"{count} ({shown}): the step is too large in some region, and draws there are missing. Sample "
         "with a higher target_acceptance_rate, 0.95 or 0.99 (MCLMC has none: lower the energy_variance "
-        "of its warm-up); if they stay, reparameterize."
+        "of its warm-up); if divergences remain, reparameterize."
     )
 
 
@@ -78,7 +87,7 @@ def _on_depth(stats: dict[str, np.ndarray], max_tree_depth: int | None) -> str:
         return ""
     return (
         f"{share:.0%} of trajectories reached max_tree_depth={max_tree_depth} and had not turned yet: "
-        "the draws are valid, but each costs more than it should. Warm up longer, or put latents on "
+        "the draws are valid, but each costs more than it should. Warm up longer, or bring latents to "
         "one scale; if that does not help, sample with a larger max_tree_depth."
     )
 
@@ -90,13 +99,13 @@ def _on_energy(energy: np.ndarray) -> str:
         return ""
     shown = _chains(low[np.argsort(fraction[low])], fraction, ".2f")
     return (
-        f"E-BFMI is under {LEAST_BFMI} ({shown}): momenta change the energy too little at a time, so "
-        "that tails are seldom visited. Reparameterise, or warm up longer and draw more."
+        f"E-BFMI is under {LEAST_BFMI} ({shown}): each new momentum changes the energy too little, so "
+        "that chains seldom visit the tails. Reparameterize, or warm up longer and draw more."
     )
 
 
 def on_acceptance(stats: dict[str, np.ndarray]) -> str:
-    """Warn of chains that accept next to nothing, or differ by more than noise; else empty."""
+    """Warn of chains that accept next to nothing, or differ by more than noise."""
     if "acceptance_rate" not in stats or not stats["acceptance_rate"].size:
         return ""
     rates = stats["acceptance_rate"].mean(axis=1)
@@ -104,17 +113,17 @@ def on_acceptance(stats: dict[str, np.ndarray]) -> str:
     if np.median(rates) < LEAST_ACCEPTANCE and not np.all(is_divergent):
         return (
             f"next to no proposal is accepted: the median acceptance rate of chains is "
-            f"{np.median(rates):.2g}, and draws say where chains stand, not how the target looks. Make "
-            "the step size smaller, or warm up longer."
+            f"{np.median(rates):.2g}, and the draws show where chains are, not the target. Use a "
+            "smaller step size, or warm up longer."
         )
-    # The spread of many chains' means of few draws is noise, of about six standard errors.
+    # The means of few draws of many chains spread by noise, about six standard errors.
     noise = np.median(stats["acceptance_rate"].std(axis=1)) / np.sqrt(stats["acceptance_rate"].shape[1])
     if not np.ptp(rates) > ACCEPTANCE_SPREAD + 6 * noise:
         return ""
     return (
         f"acceptance rates differ between chains ({_chains(np.argsort(rates), rates, '.2f')}), the "
-        f"median is {np.median(rates):.2f}. The lowest may be stuck, or in a narrower mode: look at "
-        "its trace, start it elsewhere, warm up longer, or give each chain a step size of its own by "
+        f"median is {np.median(rates):.2f}. The lowest chain may be stuck, or in a narrower mode: look "
+        "at its trace, start it elsewhere, warm up longer, or give each chain its own step size by "
         "PerChainAdaptation."
     )
 
@@ -127,24 +136,19 @@ def _chains(chains: Sequence[int] | np.ndarray, values: Any, form: str) -> str:
 
 def on_number_of_draws(num_chains: int, num_draws: int) -> list[str]:
     """Warn of too few draws, and of a single chain."""
-    found = []
-    if num_draws < LEAST_DRAWS:
-        found.append(
-            f"{num_draws} draws of each chain: too few to judge by. Draw {LEAST_DRAWS} or more, and "
-            "hundreds to rely on."
-        )
-    if num_chains == 1:
-        found.append(
-            "one chain: R-hat compares its halves alone, and does not see what it has missed. Run 4."
-        )
-    return found
+    few = (
+        f"{num_draws} draws of each chain: too few to judge. Draw at least {LEAST_DRAWS}, and hundreds "
+        "for reliable results."
+    )
+    single = "one chain: R-hat only compares its halves, and does not show what it has missed. Run 4."
+    return [few] * (num_draws < LEAST_DRAWS) + [single] * (num_chains == 1)
 
 
 def on_arrivals(log_density: np.ndarray) -> str:
-    """Warn of chains that came to where all are, by log density, after warm-up; empty if none did.
+    """Warn of chains that reached the others, by log density, only after warm-up.
 
-    Such a chain's first draw is twice as far from the median as any draw of all second halves on that
-    side. Of n draws of a tail that falls exponentially one is, by chance, about twice in n² runs.
+    The first draw of such a chain is twice as far from the median as any draw on that side in the
+    second halves. With n draws of an exponential tail this happens by chance about twice in n² runs.
 
     Parameters
     ----------
@@ -166,33 +170,33 @@ def on_arrivals(log_density: np.ndarray) -> str:
     late = late[np.argsort(-away[late], kind="stable")]
     return (
         f"{late.size} of {num_chains} chains had not arrived when sampling began: up to "
-        f"{lengths.max()} of their first draws are away from where all are later, by nats of "
-        f"log_density ({_chains(late, away, '.0f')}). Warm up longer. Where they came from may be a "
-        "mode that the others do not know: look at the trace."
+        f"{lengths.max()} of their first draws are away from where all chains are later, by nats of "
+        f"log_density ({_chains(late, away, '.0f')}). Warm up longer. They may have come from a mode "
+        "that the other chains have not visited: look at the trace."
     )
 
 
 def on_moves(moves: Sequence[Any], num_chains: int, rhat_before: float | None = None) -> str:
-    """Warn of chains that warm-up has moved, and that R-hat takes for others; empty if none were.
+    """Warn of chains that warm-up has moved, which R-hat does not show.
 
     Parameters
     ----------
     moves
         Each with ``chain``, ``from_log_density`` and ``to_log_density``.
     num_chains
-        Of how many.
+        The number of all chains.
     rhat_before
-        R-hat of the log density with these chains where they were, if it is known.
+        R-hat of the log density with these chains where they were, if known.
     """
     if not moves:
         return ""
     gains = {move.chain: move.to_log_density - move.from_log_density for move in moves}
     worst = sorted(gains, key=lambda chain: -gains[chain])
     found = (
-        f"warm-up moved {len(gains)} of {num_chains} chains to where others are, as no step of any "
-        f"size was accepted where they were, lower by nats ({_chains(worst, gains, '.0f')}): R-hat "
-        "cannot see what they saw there. Start elsewhere, or look at what the density and its gradient "
-        "are there."
+        f"warm-up moved {len(gains)} of {num_chains} chains to where others are, because where they "
+        f"were, lower by nats ({_chains(worst, gains, '.0f')}), no step of any size was accepted: "
+        "R-hat cannot see what they saw there. Start elsewhere, or evaluate the density and its "
+        "gradient there."
     )
     if rhat_before is None:
         return found
@@ -212,9 +216,9 @@ def on_rhat(
     Parameters
     ----------
     name
-        Which R-hat it is, "rhat_beyond_noise" or "nested_rhat".
+        "rhat_beyond_noise" or "nested_rhat".
     count, size
-        How many of how many numbers are over the limit.
+        How many of how many numbers exceed the limit.
     worst
         The worst numbers and their values, the worst first.
     num_chains, num_draws
@@ -224,36 +228,35 @@ def on_rhat(
     found = (
         f"{what} is over {MOST_RHAT} for {count} of {size} numbers, worst {_numbers(worst, '.2f')}: "
         "chains do not agree. Do not use these draws yet: warm up and draw longer, start elsewhere, or "
-        "reparameterise."
+        "reparameterize."
     )
-    # Where t draws are worth one, R-hat of short chains that agree is about 1 + (t - 1) / draws.
+    # If t draws are worth one, R-hat of short chains that agree is about 1 + (t - 1) / draws.
     is_excused = num_draws < LEAST_TO_SETTLE and worst[0][1] <= 1 + LONGEST_CORRELATION / num_draws
     is_excused &= name != "nested_rhat" and num_chains >= MANY_CHAINS
     return f"{found} {MANY_SHORT}" if is_excused else found
 
 
 def on_noise(count: int) -> str:
-    """Note of how many numbers R-hat is over its limit by noise; empty if of none."""
+    """Say for how many numbers R-hat exceeds its limit by noise."""
     if not count:
         return ""
     return (
         f"R-hat of {count} numbers is over {MOST_RHAT} only because chains are short: they differ from "
-        "each other no more than each, in its halves, from itself."
+        "each other no more than the halves of each chain do."
     )
 
 
 def on_ess(what: str, limit: float, count: int, size: int, worst: Sequence[tuple[str, float]]) -> str:
-    """Warn of few effective draws; arguments as of `on_rhat`."""
-    less_sure = "means and medians" if what == "bulk" else "quantiles of the tails"
+    """Warn of few effective draws; arguments as in `on_rhat`."""
+    unreliable = "means and medians" if what == "bulk" else "quantiles of the tails"
     return (
         f"{what} ESS is under {limit:.0f} for {count} of {size} numbers, least "
-        f"{_numbers(worst, '.0f')}: {less_sure}, and R-hat itself, are not to be relied on yet. Draw "
-        "more."
+        f"{_numbers(worst, '.0f')}: {unreliable}, and R-hat itself, are not reliable yet. Draw more."
     )
 
 
 def on_spacing(count: int, worst: Sequence[tuple[str, float]]) -> str:
-    """Warn of draws that differ by hardly more than their floating-point numbers can."""
+    """Warn of draws that hardly differ by more than the spacing of floating-point numbers."""
     return (
         f"the standard deviation of {count} numbers is under {LEAST_SPACINGS:.0f} times the distance "
         f"of floating-point numbers of their size, least {_numbers(worst, '.1f')} times: steps are "
@@ -266,16 +269,6 @@ def on_not_finite(count: int, worst: Sequence[tuple[str, float]]) -> str:
     return (
         f"draws of {count} numbers are not finite: {', '.join(name for name, _ in worst[:MOST_NAMED])}."
     )
-
-
-ALL_EQUAL = (
-    "log_density is the same in all draws: no chain has moved. Look at the acceptance rate, and make "
-    "the step size smaller."
-)
-MANY_SHORT = (
-    "Of so few draws a chain R-hat can be that large however well they mix: draw more. If chains "
-    "started in groups of one point each, see nested R-hat: summary(num_superchains=...)."
-)
 
 
 def _numbers(worst: Sequence[tuple[str, float]], form: str) -> str:

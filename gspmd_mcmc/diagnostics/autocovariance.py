@@ -1,8 +1,8 @@
 """Autocovariances along draws, by a Fourier transform made of matrix products.
 
-`jnp.fft` gathers an array whose columns lie over devices: XLA does not divide a transform. A transform
-of length rows x columns in two passes (Cooley and Tukey 1965) is two matrix products with a rotation
-between them. Products are divided, and they are what accelerators do best.
+`jnp.fft` gathers an array whose columns lie over devices: XLA does not partition a transform. A
+transform of length rows x columns in two passes (Cooley and Tukey 1965) is two matrix products with a
+rotation between them, which XLA does partition.
 """
 
 import math
@@ -19,8 +19,8 @@ class _Tables(NamedTuple):
     Attributes
     ----------
     rows
-        exp(-2πi k₁ n₁ / N₁), [2, N₁/2 + 1, N₁/2]: draws fill half of the rows, and what a real signal
-        has at the other frequencies is the mirror image.
+        exp(-2πi k₁ n₁ / N₁), [2, N₁/2 + 1, N₁/2]: draws fill half of the rows, and the other
+        frequencies of a real signal are the mirror image.
     rotation
         exp(-2πi k₁ n₂ / (N₁ N₂)), [2, N₁/2 + 1, N₂].
     columns
@@ -51,9 +51,9 @@ def mean_autocovariance(x: jax.Array) -> jax.Array:
     width = math.ceil(math.sqrt(num_draws))
     half_height = math.ceil(num_draws / width)
     tables = _tables(half_height, width, x.dtype)
-    centred = x - jnp.mean(x, axis=1, keepdims=True)
+    centered = x - jnp.mean(x, axis=1, keepdims=True)
     missing = half_height * width - num_draws
-    padded = jnp.pad(centred, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
+    padded = jnp.pad(centered, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
     power = _power(padded.reshape(num_chains, half_height, width, *x.shape[2:]), tables)
     products = _inverse(power, tables).reshape(half_height * width, *x.shape[2:])
     return products[:num_draws] / (num_chains * num_draws)
@@ -63,7 +63,7 @@ def _tables(half_height: int, width: int, dtype) -> _Tables:
     frequency = np.arange(half_height + 1)
 
     def factors(x, y, length):
-        # The product is reduced as an integer: angles keep their digits however long the transform.
+        # The product is reduced as an integer, so that angles are exact for any length.
         angle = 2 * np.pi * (np.multiply.outer(x, y) % length) / length
         return jnp.asarray(np.stack([np.cos(angle), -np.sin(angle)]), dtype)
 
@@ -94,7 +94,7 @@ def _inverse(power: jax.Array, tables: _Tables) -> jax.Array:
     real, imag = jnp.swapaxes(cos, 0, 1), -jnp.swapaxes(sin, 0, 1)
     cos, sin = (t.reshape(*t.shape, *[1] * (power.ndim - 2)) for t in tables.rotation)
     real, imag = real * cos + imag * sin, imag * cos - real * sin
-    # Frequencies between the first and the last stand for their mirror images too.
+    # Frequencies between the first and the last also count for their mirror images.
     weight = np.full((1, half_height + 1, 1), 2.0)
     weight[:, [0, -1]] = 1.0
     cos, sin = tables.rows * jnp.asarray(weight / (2 * half_height * width), power.dtype)
@@ -103,5 +103,5 @@ def _inverse(power: jax.Array, tables: _Tables) -> jax.Array:
 
 
 def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Matrix product with all the digits of the dtype, also where the hardware would round."""
+    """Matrix product in the full precision of the dtype, also where the hardware would round."""
     return jnp.einsum(subscripts, x, y, precision=jax.lax.Precision.HIGHEST)

@@ -2,7 +2,7 @@
 
 Columns are all the axes of a leaf after [chains, draws]. A block takes a part of each shard of one
 column axis, so that cutting blocks moves nothing between devices. Draws on the host (NumPy), and those
-that are read from a disk, go to the devices a slice of columns at a time.
+that are read from disk, go to the devices one slice of columns at a time.
 """
 
 import functools
@@ -16,14 +16,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.mesh import make_mesh
 from gspmd_mcmc.tree import PyTree, is_traced, path_str
 
-# Temporaries that a block may take on a device, and how many arrays of the block's size a statistic
+# Bytes of temporaries of a block on a device, and how many arrays of the size of the block a statistic
 # (tails, or ranks of draws and of folded draws) holds at a time: measured by `communication`.
 TEMPORARY_BYTES = 256 * 2**20
 COPIES = 10
+SMALL_LEAF = 1000  # numbers
 
 
 @on_any_mesh
@@ -33,13 +35,13 @@ def per_leaf(statistic: Callable, draws: PyTree, copies: int = COPIES, **options
     Parameters
     ----------
     statistic
-        A function at module level (programs are kept by its identity) of an array
-        [chains, draws, ...] of floats; it returns an array [...] or a tree of such. Columns must not
-        mix: it may be given a block of them.
+        A function at module level (programs are cached by its identity) of an array
+        [chains, draws, ...] of floats; it returns an array [...] or a tree of arrays. Columns must be
+        independent: the function may get a block of them.
     draws
-        Tree with leaves [chains, draws, ...], jax or NumPy or read from a disk by ``leaf[index]``;
-        integers and booleans become floats. Of leaves that are not on the devices slices of columns
-        are laid over this process' devices.
+        Tree with leaves [chains, draws, ...], JAX or NumPy or read from disk by ``leaf[index]``;
+        integers and booleans become floats. Leaves that are not on the devices are laid over the
+        devices of this process, a slice of columns at a time.
     copies
         How many arrays of the size of its draws the statistic holds at a time.
     options
@@ -48,14 +50,14 @@ def per_leaf(statistic: Callable, draws: PyTree, copies: int = COPIES, **options
     Returns
     -------
     tree
-        Like ``draws``; leaves [...], laid out as the columns of the leaves are; NumPy of others.
+        Like ``draws``; leaves [...], laid out as the columns are, or NumPy where the draws are not JAX.
 
     Raises
     ------
     ValueError
         If a leaf has fewer than two axes, or no chain.
     TypeError
-        If a leaf is not of real numbers.
+        If the numbers of a leaf are not real.
     """
 
     def apply(leaf):
@@ -64,6 +66,42 @@ def per_leaf(statistic: Callable, draws: PyTree, copies: int = COPIES, **options
 
     check_draws(draws)
     return jax.tree.map(apply, draws)
+
+
+def by_name(
+    compute: Callable[[PyTree], dict[str, PyTree]], named: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Compute statistics of leaves: small ones side by side in one program, large ones one by one.
+
+    A program of statistics takes seconds to compile. The draws of small leaves go to one device.
+
+    Parameters
+    ----------
+    compute
+        Function of a tree of draws; returns name of a statistic to a tree like it, leaves [...].
+    named
+        Name of a leaf to draws [chains, draws, ...].
+
+    Returns
+    -------
+    dict
+        Name of a leaf to name of a statistic to array [...]: NumPy arrays of small leaves.
+    """
+    small = {name: x for name, x in named.items() if math.prod(x.shape[2:]) <= SMALL_LEAF}
+    found = {name: compute(leaf) for name, leaf in named.items() if name not in small}
+    if not small:
+        return found
+    dtype = jnp.result_type(*(jax.dtypes.canonicalize_dtype(x.dtype) for x in small.values()))
+    flat = [
+        x.reshape(*x.shape[:2], math.prod(x.shape[2:])).astype(dtype)
+        for x in to_host(list(small.values()))
+    ]
+    beside = compute(np.concatenate(flat, axis=2))
+    ends = np.cumsum([x.shape[2] for x in flat])[:-1]
+    pieces = {key: np.split(x, ends) for key, x in beside.items()}
+    for i, (name, x) in enumerate(small.items()):
+        found[name] = {key: pieces[key][i].reshape(x.shape[2:]) for key in pieces}
+    return found
 
 
 def as_float(x: jax.Array) -> jax.Array:
@@ -77,10 +115,33 @@ def nan_columns(x: jax.Array) -> jax.Array:
     return jnp.sum(x, axis=(0, 1)) * jnp.nan
 
 
+def needs_draws(least: int) -> Callable:
+    """Decorate a statistic of columns: it is NaN where chains have fewer draws than ``least``."""
+
+    def decorate(statistic: Callable) -> Callable:
+        @functools.wraps(statistic)
+        def call(x: jax.Array, *args: Any, **options: Any) -> Any:
+            return nan_columns(x) if x.shape[1] < least else statistic(x, *args, **options)
+
+        return call
+
+    return decorate
+
+
 def check_draws(draws: PyTree) -> None:
     """Raise, with the leaf's path, unless all leaves are real numbers [chains, draws, ...]."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(draws):
-        _check(path, leaf)
+        shape, dtype = np.shape(leaf), jnp.result_type(leaf)
+        if len(shape) < 2 or not shape[0]:
+            raise ValueError(
+                f"draws at {path_str(path)}: expected the shape [chains, draws, ...] with one chain or "
+                f"more, got {list(shape)}. Give the draws of a single chain a leading axis: x[None]."
+            )
+        if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+            raise TypeError(
+                f"draws at {path_str(path)}: expected floats, integers or booleans, got {dtype}. Give "
+                "the real and imaginary parts of complex numbers separately; leave keys out."
+            )
 
 
 def num_draws_of(chunk: PyTree) -> int:
@@ -102,23 +163,8 @@ def num_draws_of(chunk: PyTree) -> int:
     return first.shape[1]
 
 
-def _check(path, leaf) -> None:
-    shape = np.shape(leaf)
-    if len(shape) < 2 or not shape[0]:
-        raise ValueError(
-            f"draws at {path_str(path)}: expected the shape [chains, draws, ...] with one chain or "
-            f"more, got {list(shape)}. Give the draws of a single chain a leading axis: x[None]."
-        )
-    dtype = jnp.result_type(leaf)
-    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
-        raise TypeError(
-            f"draws at {path_str(path)}: expected floats, integers or booleans, got {dtype}. Judge the "
-            "parts of complex numbers apart; leave keys out."
-        )
-
-
 def _shards(leaf) -> tuple[int, ...] | None:
-    """In how many shards each column axis lies; None inside a program, where nobody knows."""
+    """Return the number of shards of each column axis; None inside a program, where it is not known."""
     if is_traced(leaf):
         return None
     if not isinstance(leaf, jax.Array):
@@ -171,18 +217,14 @@ def _apply(leaf, statistic: Callable, options: tuple, copies: int, shards: tuple
     def function(x):
         return statistic(as_float(x), **dict(options))
 
-    num_shards = shards or tuple(_most_shards(n) for n in leaf.shape[2:])
+    # Inside a program the shards are not known: into so many an axis could be cut at most.
+    num_shards = shards or tuple(math.gcd(n, jax.device_count()) for n in leaf.shape[2:])
     local = math.prod(leaf.shape) * max(leaf.dtype.itemsize, 4) * copies
     if shards:
         local //= math.prod(shards)
     if leaf.ndim == 2 or local <= TEMPORARY_BYTES:
         return function(leaf)
     return _by_blocks(function, leaf, num_shards, math.ceil(local / TEMPORARY_BYTES))
-
-
-def _most_shards(length: int) -> int:
-    """Into how many shards an axis of a program's argument could be cut, at most."""
-    return math.gcd(length, jax.device_count())
 
 
 def _by_blocks(function: Callable, leaf, shards: tuple[int, ...], num_blocks: int):
@@ -194,7 +236,7 @@ def _by_blocks(function: Callable, leaf, shards: tuple[int, ...], num_blocks: in
     shape = (*leaf.shape[:axis], shards[column_axis], length, *leaf.shape[axis + 1 :])
 
     def block(start):
-        # The shards are told apart in the loop: before it, XLA would copy all of the draws for that.
+        # The shards are separated in the loop: before it, XLA would copy all of the draws.
         apart = leaf.reshape(shape)
         return function(jax.lax.dynamic_slice_in_dim(apart, start, size, axis + 1))
 

@@ -12,8 +12,8 @@ from gspmd_mcmc.placement.explicit import on_any_mesh
 def bfmi(energy: jax.Array | np.ndarray) -> jax.Array:
     """Energy Bayesian fraction of missing information of each chain.
 
-    Σ (E_n - E_{n-1})² / Σ (E_n - Ē)². Below 0.3 the momenta drawn at each step change the energy too
-    little to explore its range: tails are then seldom visited.
+    Σ (E_n - E_{n-1})² / Σ (E_n - Ē)². Below 0.3 the momenta of single steps change the energy too
+    little to explore its range: chains then seldom visit the tails.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def _bfmi(energy: jax.Array) -> jax.Array:
     if energy.shape[1] < 2:
         return jnp.sum(as_float(energy), axis=1) * jnp.nan
     x = as_float(energy)
-    # About the first energy, as they may be near 1e6 and 1 apart; in a unit whose squares fit.
+    # Relative to the first energy, as they may be near 1e6 and 1 apart; in a unit whose squares fit.
     x = x - x[:, :1]
     largest = jnp.max(jnp.abs(x), axis=1, keepdims=True)
     x = x / jnp.where(largest > 0, largest, 1.0)

@@ -1,10 +1,8 @@
 """Effective sample sizes: how many independent draws the draws are worth.
 
-References
-----------
-Geyer, "Practical Markov chain Monte Carlo", Statistical Science 7 (1992): the initial positive and
-monotone sequences. Vehtari, Gelman, Simpson, Carpenter and Bürkner, Bayesian Analysis 16 (2021): chains
-together, bulk and tails.
+References ---------- Geyer, "Practical Markov chain Monte Carlo", Statistical Science 7 (1992): the
+initial positive and monotone sequences. Vehtari, Gelman, Simpson, Carpenter and Bürkner, Bayesian
+Analysis 16 (2021): several chains, bulk and tails.
 """
 
 import math
@@ -14,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc.diagnostics.autocovariance import mean_autocovariance
-from gspmd_mcmc.diagnostics.columns import nan_columns, per_leaf
+from gspmd_mcmc.diagnostics.columns import nan_columns, needs_draws, per_leaf
 from gspmd_mcmc.diagnostics.ranks import has_nan, ordered, scored, split
 from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS
 from gspmd_mcmc.tree import PyTree
@@ -23,7 +21,7 @@ TAILS = (0.05, 0.95)
 
 
 def ess_bulk(draws: PyTree) -> PyTree:
-    """Effective sample size of the normal scores of ranks: of the bulk, whether moments exist or not.
+    """Effective sample size of the normal scores of ranks: of the bulk, even where no moments exist.
 
     Parameters
     ----------
@@ -40,7 +38,7 @@ def ess_bulk(draws: PyTree) -> PyTree:
 
 
 def ess_tail(draws: PyTree, probabilities: tuple[float, ...] = TAILS) -> PyTree:
-    """Smallest effective sample size of the estimates of some quantiles' levels.
+    """Smallest effective sample size of the estimates of the levels of some quantiles.
 
     Parameters
     ----------
@@ -76,7 +74,7 @@ def ess_sd(draws: PyTree) -> PyTree:
 
 
 class Sizes(NamedTuple):
-    """Effective sample sizes [...] of columns, each of the estimate that it is called after."""
+    """Effective sample sizes [...] of columns, each named after its estimate."""
 
     mean: jax.Array
     sd: jax.Array
@@ -85,7 +83,7 @@ class Sizes(NamedTuple):
 
 
 def column_sizes(x: jax.Array) -> Sizes:
-    """All effective sample sizes [...] of draws [chains, draws, ...], compiled as one."""
+    """All effective sample sizes [...] of draws [chains, draws, ...], in one program."""
     if x.shape[1] < LEAST_DRAWS:
         return Sizes(*[nan_columns(x)] * len(Sizes._fields))
     chains = [*_moments(x), scored(split(x)).scores, *_levels(x, TAILS)]
@@ -99,34 +97,34 @@ def column_sizes(x: jax.Array) -> Sizes:
     )
 
 
+@needs_draws(LEAST_DRAWS)
 def column_ess_bulk(x: jax.Array) -> jax.Array:
     """Bulk effective sample size [...] of draws [chains, draws, ...]; see `ess_bulk`."""
-    if x.shape[1] < LEAST_DRAWS:
-        return nan_columns(x)
     return jnp.where(has_nan(x), jnp.nan, effective_size(scored(split(x)).scores))
 
 
+@needs_draws(LEAST_DRAWS)
 def column_ess_tail(x: jax.Array, probabilities: tuple[float, ...] = TAILS) -> jax.Array:
     """Tail effective sample size [...] of draws [chains, draws, ...]; see `ess_tail`."""
-    if x.shape[1] < LEAST_DRAWS:
-        return nan_columns(x)
     sizes = [effective_size(level) for level in _levels(x, probabilities)]
     return jnp.where(has_nan(x), jnp.nan, jnp.stack(sizes).min(axis=0))
 
 
+@needs_draws(LEAST_DRAWS)
 def column_ess_mean(x: jax.Array) -> jax.Array:
     """Effective sample size [...] for the mean of draws [chains, draws, ...]; see `ess_mean`."""
-    return nan_columns(x) if x.shape[1] < LEAST_DRAWS else effective_size(_moments(x)[0])
+    return effective_size(_moments(x)[0])
 
 
+@needs_draws(LEAST_DRAWS)
 def column_ess_sd(x: jax.Array) -> jax.Array:
     """Effective sample size [...] for the sd of draws [chains, draws, ...]; see `ess_sd`."""
-    return nan_columns(x) if x.shape[1] < LEAST_DRAWS else effective_size(_moments(x)[1])
+    return effective_size(_moments(x)[1])
 
 
 def _moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    centred = in_own_unit(x)
-    return split(centred), split(centred**2)
+    centered = in_own_unit(x)
+    return split(centered), split(centered**2)
 
 
 def _levels(x: jax.Array, probabilities: tuple[float, ...]) -> list[jax.Array]:
@@ -137,11 +135,11 @@ def _levels(x: jax.Array, probabilities: tuple[float, ...]) -> list[jax.Array]:
 
 
 def in_own_unit(x: jax.Array) -> jax.Array:
-    """Take off each column's mean, in a unit whose squares neither over- nor underflow."""
+    """Subtract the mean of each column, in a unit whose squares neither overflow nor underflow."""
     first = x[:1, :1]
-    centred = (x - first) - jnp.mean(x - first, axis=(0, 1), keepdims=True)
-    largest = jnp.max(jnp.abs(centred), axis=(0, 1), keepdims=True)
-    return centred / jnp.where(largest > 0, largest, 1.0)
+    centered = (x - first) - jnp.mean(x - first, axis=(0, 1), keepdims=True)
+    largest = jnp.max(jnp.abs(centered), axis=(0, 1), keepdims=True)
+    return centered / jnp.where(largest > 0, largest, 1.0)
 
 
 def effective_size(x: jax.Array) -> jax.Array:
@@ -160,10 +158,10 @@ def effective_size(x: jax.Array) -> jax.Array:
 
 
 def _autocorrelation_time(correlation: jax.Array) -> jax.Array:
-    """Sum of autocorrelations [lags, ...] over both signs of the lag, as far as they can be told.
+    """Sum of autocorrelations [lags, ...] over both signs of the lag, as far as they can be estimated.
 
-    Sums of two neighbours are positive and fall in a reversible chain. They are added up to the first
-    that is not positive, none larger than one before; what is left at that lag counts once.
+    In a reversible chain sums of two neighbors are positive and decrease. They are added up to the
+    first that is not positive, each limited to the ones before; the remainder at that lag counts once.
     """
     pairs = correlation.reshape(-1, 2, *correlation.shape[1:])
     even, pair = pairs[:, 0], pairs.sum(axis=1)

@@ -29,7 +29,7 @@ class Scored(NamedTuple):
 
 
 def split(x: jax.Array) -> jax.Array:
-    """Make two chains of each, [2 x chains, draws // 2, ...]; a draw in the middle is left out."""
+    """Split each chain in two, [2 x chains, draws // 2, ...], without a draw in the middle."""
     num_chains, num_draws = x.shape[:2]
     half = num_draws // 2
     if num_draws % 2:
@@ -40,8 +40,8 @@ def split(x: jax.Array) -> jax.Array:
 def merged(x: jax.Array) -> jax.Array:
     """Put the draws of all chains in one row, [draws x chains, ...].
 
-    The chains are the inner axis: if they lie over devices, XLA brings them together here, once. Were
-    they the outer one, the row would lie over devices, and be sent to and fro by each sort and sum.
+    Chains are the inner axis: if they lie over devices, XLA gathers them here, once. With chains as the
+    outer axis the row would lie over devices, and each sort and sum would communicate.
     """
     return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
@@ -67,8 +67,8 @@ def scored(x: jax.Array) -> Scored:
 def ordered(x: jax.Array) -> jax.Array:
     """Put the draws [chains, draws, ...] of each column in order of size, [draws x chains, ...].
 
-    Of an even number of draws by the sort that their halves' scores need too: a program that has both
-    sorts once.
+    An even number of draws is sorted as the scores of its halves need it: a program that has both sorts
+    once.
     """
     return jnp.sort(merged(x), axis=0) if x.shape[1] % 2 else scored(split(x)).ordered
 
@@ -76,7 +76,7 @@ def ordered(x: jax.Array) -> jax.Array:
 def _put_back(values: jax.Array, places: jax.Array) -> jax.Array:
     """Move values [places, ...], column by column, to the places that are given.
 
-    Mapped over columns it stays on the devices that hold them; a scatter with their indices gathers.
+    Mapped over columns it stays on the devices that hold them; a scatter over columns would gather.
     """
 
     def put(column, to):
@@ -89,7 +89,7 @@ def _put_back(values: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def _mean_places(ordered: jax.Array) -> jax.Array:
-    """Twice the place, from 0, of each of the ordered values; equal ones have the mean of theirs."""
+    """Twice the place, from 0, of each ordered value; equal values have their mean place."""
     place = jax.lax.broadcasted_iota(jnp.int32, ordered.shape, 0)
     differs = ordered[1:] != ordered[:-1]
     border = jnp.ones_like(differs, shape=(1, *ordered.shape[1:]))
@@ -99,7 +99,7 @@ def _mean_places(ordered: jax.Array) -> jax.Array:
 
 
 def _normal_score(twice_place: jax.Array, size: int, dtype) -> jax.Array:
-    """Return normal scores, from the nearer end: near 1 a probability has few digits."""
+    """Return normal scores, from the nearer end, as a probability near 1 has few digits."""
     from_end = jnp.minimum(twice_place, 2 * (size - 1) - twice_place).astype(dtype)
     score = ndtri((from_end / 2 + 5 / 8) / (size + 1 / 4))
     return jnp.where(twice_place < size, score, -score)

@@ -1,25 +1,60 @@
-"""All that a summary says of each column, from one program: draws are put in order once."""
+"""Quantiles, and all statistics of a summary in one program, which sorts the draws once."""
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.diagnostics.columns import per_leaf
+from gspmd_mcmc.diagnostics.columns import needs_draws, per_leaf
 from gspmd_mcmc.diagnostics.ess import column_sizes
 from gspmd_mcmc.diagnostics.mcse import column_mcse_mean, column_mcse_sd, column_mean, column_sd
-from gspmd_mcmc.diagnostics.quantiles import column_quantile
+from gspmd_mcmc.diagnostics.ranks import has_nan, ordered
 from gspmd_mcmc.diagnostics.rhat import column_rhat, column_rhat_beyond_noise
 from gspmd_mcmc.tree import PyTree
 
 COPIES = 28  # see `per_leaf`
 
 
-class Statistics(NamedTuple):
-    """Statistics of columns, each a tree like the draws with leaves [...]; q5, q95 are quantiles.
+def quantile(draws: PyTree, probability: float) -> PyTree:
+    """Quantile of each column, interpolated between the two draws next to it.
 
-    ``spacings`` is the standard deviation in distances of floating-point numbers of the mean's size;
-    infinite of draws that are all equal.
+    Parameters
+    ----------
+    draws
+        Tree with leaves [chains, draws, ...].
+    probability
+        In [0, 1].
+
+    Returns
+    -------
+    tree
+        Like ``draws`` with leaves [...], in the unit of the draws; NaN where a draw is NaN, or there is
+        none.
+    """
+    if not 0 <= probability <= 1:
+        raise ValueError(f"quantile: expected a probability in [0, 1], got {probability}.")
+    return per_leaf(column_quantile, draws, probability=float(probability))
+
+
+@needs_draws(1)
+def column_quantile(x: jax.Array, probability: float) -> jax.Array:
+    """Quantile [...] of draws [chains, draws, ...]; see `quantile`."""
+    in_order = ordered(x) if x.shape[1] > 1 else jnp.sort(x[:, 0], axis=0)
+    place = (len(in_order) - 1) * probability
+    share = place - math.floor(place)
+    found = in_order[math.floor(place)]
+    if share:  # otherwise an infinite draw next to it would give NaN
+        above = in_order[math.ceil(place)]
+        found = jnp.where(found == above, found, found + (above - found) * share)
+    return jnp.where(has_nan(x), jnp.nan, found)
+
+
+class Statistics(NamedTuple):
+    """Statistics of columns, each a tree like the draws with leaves [...]; q5 and q95 are quantiles.
+
+    ``spacings`` is the standard deviation over the spacing of floating-point numbers near the mean;
+    infinite for draws that are all equal.
     """
 
     mean: PyTree

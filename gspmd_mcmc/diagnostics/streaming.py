@@ -15,9 +15,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import moments as chain_moments
 from gspmd_mcmc.diagnostics.columns import as_float, num_draws_of
-from gspmd_mcmc.diagnostics.nested_rhat import check_superchains
-from gspmd_mcmc.diagnostics.nested_rhat import from_moments as nested_from_moments
-from gspmd_mcmc.diagnostics.rhat import from_moments as rhat_from_moments
+from gspmd_mcmc.diagnostics.rhat import check_superchains, nested_rhat_of_moments, rhat_of_moments
 from gspmd_mcmc.moments import Moments
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.tree import PyTree
@@ -69,12 +67,12 @@ def total_variance(mean: jax.Array, squares: jax.Array, count: jax.Array) -> jax
 def rhat(moments: Moments) -> PyTree:
     """Plain R-hat of whole chains, leaves [...]: between and within them, from means and variances.
 
-    It is neither split nor rank-normalised, since both need the draws: chains that drift together and
-    chains that differ in scale alone look fine, and it means nothing for tails without a variance. NaN
-    for one chain and before the second draw.
+    It is neither split nor rank-normalized, since both need the draws: it misses chains that drift
+    together and chains that differ only in scale, and means nothing where there is no variance. NaN for
+    one chain and before the second draw.
     """
     return jax.tree.map(
-        lambda m, v: rhat_from_moments(m, v, moments.count.astype(m.dtype)),
+        lambda m, v: rhat_of_moments(m, v, moments.count.astype(m.dtype)),
         moments.mean,
         chain_moments.variance(moments),
     )
@@ -82,10 +80,10 @@ def rhat(moments: Moments) -> PyTree:
 
 @on_any_mesh
 def nested_rhat(moments: Moments, num_superchains: int) -> PyTree:
-    """Nested R-hat, leaves [...], of chains grouped as in `diagnostics.nested_rhat.nested_rhat`."""
+    """Nested R-hat, leaves [...], of chains grouped as in `gspmd_mcmc.diagnostics.rhat.nested_rhat`."""
     check_superchains(moments.mean, num_superchains)
     return jax.tree.map(
-        lambda m, v: nested_from_moments(m, v, num_superchains),
+        lambda m, v: nested_rhat_of_moments(m, v, num_superchains),
         moments.mean,
         chain_moments.variance(moments),
     )

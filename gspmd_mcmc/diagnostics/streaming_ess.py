@@ -1,13 +1,13 @@
-"""Effective sample size of chains too long to keep, by the means of batches of doubling length.
+"""Effective sample size of chains that are too long to store, by means of batches of doubling length.
 
     state = init(position)
     for chunk in ...:                       # leaves [chains, draws of the chunk, ...]
         state = update(state, chunk)
     ess(state)
 
-Batches begin with one draw. When the last of them is full, neighbours are merged two by two, and from
-then on batches are twice as long: between half and all of them are in use, however long the run. Each
-draw is taken in by itself, so chunks do not change the result by a bit.
+Batches begin with one draw. When the last one is full, neighbors are merged in pairs, and from then on
+batches are twice as long: between half of them and all are in use, for any length of run. Draws are
+taken in one by one, so that the chunks do not change a bit of the result.
 
 References
 ----------
@@ -43,7 +43,7 @@ class BatchMeans:
     length
         Draws of a full batch, [].
     num_full
-        How many batches are full, []; the next one is being filled.
+        The number of full batches, []; the next one is being filled.
     num_partial
         Draws in the one that is being filled, [].
     """
@@ -64,7 +64,7 @@ def init(position: PyTree, num_batches: int = 64) -> BatchMeans:
     position
         Leaves [chains, ...]; the state is laid out likewise, and as large as ``num_batches`` of it.
     num_batches
-        An even number, 4 or more. The more, the less the estimate scatters, and the shorter they are.
+        An even number, 4 or more. With more batches the estimate varies less, but they are shorter.
     """
     if num_batches < 4 or num_batches % 2:
         raise ValueError(f"num_batches={num_batches}: expected an even number, 4 or more.")
@@ -125,7 +125,7 @@ def _take(state: BatchMeans, draw: PyTree) -> BatchMeans:
 
 
 def _merge(state: BatchMeans) -> BatchMeans:
-    """Merge neighbours: half as many batches of twice the length."""
+    """Merge neighbors into half as many batches of twice the length."""
 
     def merge(means):
         pairs = means.reshape(means.shape[0], -1, 2, *means.shape[2:])
@@ -145,8 +145,8 @@ def _merge(state: BatchMeans) -> BatchMeans:
 def ess(state: BatchMeans) -> PyTree:
     """Effective sample size for the mean, leaves [...]: all draws times their variance over `_spread`.
 
-    Too large as long as batches are not many times longer than the autocorrelation time: double the
-    run, and it should double. Where all draws are equal, their number; NaN before the second batch.
+    It is too large while batches are not much longer than the autocorrelation time: if the run is twice
+    as long, it should double. The number of draws if all are equal; NaN before the second batch.
     """
 
     def size(mean, squares, means):
@@ -176,7 +176,7 @@ def _spread(state: BatchMeans, means: jax.Array) -> jax.Array:
     shape = (1, means.shape[1], *[1] * (means.ndim - 2))
     is_full = (jnp.arange(means.shape[1]) < state.num_full).reshape(shape)
     number = (state.num_full * means.shape[0]).astype(means.dtype)
-    # About the first batch, so that what is alike is taken off exactly.
+    # Relative to the first batch, so that equal means cancel exactly.
     apart = jnp.where(is_full, means - means[:1, :1], 0.0)
     mean = jnp.sum(apart, axis=(0, 1), keepdims=True) / number
     squares = jnp.sum(jnp.where(is_full, apart - mean, 0.0) ** 2, axis=(0, 1))

@@ -1,36 +1,31 @@
-"""What a run says of each number, the worst first, and what to beware of."""
+"""The summary of a run: statistics of each number, the worst first, and warnings."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from gspmd_mcmc.diagnostics import advice, summary_views
-from gspmd_mcmc.diagnostics.columns import check_draws
-from gspmd_mcmc.diagnostics.extremes import SIGNS, Extreme, extreme, is_beyond
-from gspmd_mcmc.diagnostics.nested_rhat import nested_rhat, rank_nested_rhat
-from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS, rhat
+from gspmd_mcmc.diagnostics import advice, table
+from gspmd_mcmc.diagnostics.columns import SMALL_LEAF, by_name, check_draws
+from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS, nested_rhat, rank_nested_rhat, rhat
 from gspmd_mcmc.diagnostics.statistics import Statistics, statistics
-from gspmd_mcmc.diagnostics.table import (
-    SMALL_LEAF,
-    Row,
-    element,
-    free_name,
-    named_leaves,
-    row_of_large,
-    rows_of_small,
-)
-from gspmd_mcmc.diagnostics.together import by_name
+from gspmd_mcmc.diagnostics.table import Row, element, free_name, named_leaves
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.tree import PyTree
 
 MAX_ROWS = 20
+# What is judged, and the sign that makes the worst the largest. A mean is bad if it is not finite.
+SIGNS = {
+    **{"nested_rhat": 1.0, "rhat": 1.0, "rhat_beyond_noise": 1.0},
+    **{"ess_bulk": -1.0, "ess_tail": -1.0, "spacings": -1.0, "mean": 1.0},
+}
 
 
 class Worst(NamedTuple):
@@ -40,20 +35,54 @@ class Worst(NamedTuple):
     value: float
 
 
+class Extreme(NamedTuple):
+    """The worst number of a large leaf by one statistic.
+
+    Attributes
+    ----------
+    index
+        Its place in the leaf.
+    values
+        All its statistics, by name.
+    count
+        How many numbers of the leaf are beyond the limit of the statistic.
+    """
+
+    index: tuple[int, ...]
+    values: dict[str, float]
+    count: int
+
+
 @dataclass(frozen=True, eq=False)
 class _Leaf:
-    """A leaf of the draws: its statistics on the host and its extremes, each where it has them."""
+    """A leaf of the draws: the rows of a small one, on the host, or the extremes of a large one."""
 
     name: str
     size: int
     rows: list[Row]
     extremes: dict[str, Extreme]
 
+    @classmethod
+    def of(cls, name: str, found: dict[str, Any], limits: dict[str, float]) -> "_Leaf":
+        """Return a leaf, from the arrays [...] of its statistics and what is judged by which limit."""
+        size = found["mean"].size
+        if size <= SMALL_LEAF:
+            rows = [
+                Row(element(name, index), 1, {key: float(x[index]) for key, x in found.items()})
+                for index in np.ndindex(np.shape(found["rhat"]))
+            ]
+            return cls(name, size, rows, {})
+        judged = {"rhat": advice.MOST_RHAT} | limits
+        extremes = {key: _extreme_of(found, key, limit) for key, limit in judged.items()}
+        worst = extremes.get("nested_rhat", extremes["rhat"])
+        least = {key: extremes[key].values[key] for key in ("ess_bulk", "ess_tail")}
+        return cls(name, size, [Row(element(name, worst.index), size, worst.values | least)], extremes)
+
     def worst(self, statistic: str) -> list[Worst]:
-        """Return its numbers with their values; of a large leaf the worst one."""
+        """Return its numbers with their values; for a large leaf only the worst one."""
         if self.extremes:
             found = self.extremes[statistic]
-            return [Worst(element(self.name, found.index), found.value)]
+            return [Worst(element(self.name, found.index), found.values[statistic])]
         return [Worst(row.name, row.values[statistic]) for row in self.rows]
 
     def num_beyond(self, statistic: str, limit: float) -> int:
@@ -72,27 +101,28 @@ class Summary:
         Trees like the draws, leaves [...]: over all chains the mean, the standard deviation and their
         Monte Carlo errors, the quantiles at 5 % and 95 %, effective sample sizes, R-hat.
     nested_rhat
-        Nested R-hat likewise, if superchains were asked for; else None.
+        The same of nested R-hat, if superchains were given; otherwise None.
     rhat_beyond_noise
-        R-hat where chains disagree, and 1 where R-hat is large as chains are short, and no more: they
-        differ from each other as each does in its halves. R-hat itself of under 32 chains or 100 draws.
+        R-hat where chains disagree, and 1 where R-hat is large only because chains are short: they
+        differ from each other no more than each in its halves. With fewer than 32 chains or 100 draws
+        it is R-hat itself.
     spacings
-        The standard deviation in distances of floating-point numbers of the mean's size.
+        The standard deviation over the spacing of floating-point numbers near the mean.
     log_density
         The same statistics of the log density, scalars by name.
     warnings
-        What to beware of, in plain words, each with what to do.
+        Problems in plain words, each with what to do.
     notes
-        What holds of all draws of this kernel, and no statistic sees.
+        What holds for all draws of this kernel, but no statistic shows.
     rows
         The lines of the table, the worst first.
     num_left_out
-        How many numbers have no line, and are better than those that have.
+        How many numbers have no line because they are better than those that have one.
     num_chains, num_draws
         Chains, and draws of each.
     rhat_before_moves
-        Where warm-up has moved chains: R-hat of the log density as it would be if each had stayed where
-        it was, which counts what it saw there; else None.
+        Where warm-up has moved chains: R-hat of the log density as if each had stayed where it was;
+        otherwise None.
     """
 
     mean: PyTree
@@ -130,13 +160,13 @@ class Summary:
         return found[0]
 
     def to_dict(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return name of a leaf to name of a statistic to array [...], on the host."""
+        """Return arrays [...] on the host, by the name of the leaf and then of the statistic."""
         found = {name: self[name] for name in named_leaves(self.mean)}
         log_density = {key: np.asarray(value) for key, value in self.log_density.items()}
         return {**found, free_name("log_density", found): log_density}
 
     def __getitem__(self, name: str) -> dict[str, np.ndarray]:
-        """Return name of a statistic to array [...] of a leaf, named as its lines begin."""
+        """Return the statistics of a leaf by name, arrays [...] on the host."""
         names = list(named_leaves(self.mean))
         if name not in names:
             raise KeyError(f"{name!r}: the draws have {names}")
@@ -148,15 +178,15 @@ class Summary:
         }
 
     def __str__(self) -> str:
-        return summary_views.text(self)
+        return table.text(self)
 
     __repr__ = __str__
 
     def __rich__(self) -> Any:
-        return summary_views.rich(self)
+        return table.rich(self)
 
     def _repr_html_(self) -> str:
-        return summary_views.html(self)
+        return table.html(self)
 
 
 @on_any_mesh
@@ -178,12 +208,12 @@ def summarise(
     position
         Tree of draws, leaves [chains, draws, ...].
     stats
-        Name to array [chains, draws]; ``log_density`` has to be there.
+        Arrays [chains, draws] by name, ``log_density`` among them.
     num_superchains
-        Chains of one starting point each, one after the other, form that many groups: then nested
-        R-hat judges convergence.
+        The number of groups of consecutive chains with one starting point each: nested R-hat then
+        judges convergence.
     max_rows
-        Lines of the table, that of the log density apart.
+        Lines of the table, besides that of the log density.
     max_tree_depth, judges_energy
         Of the kernel; see `advice.on_transitions`.
     moves
@@ -197,11 +227,11 @@ def summarise(
     num_chains, num_draws = np.shape(stats["log_density"])
     named = named_leaves(position)
     own_name = free_name("log_density", named)
-    compute = partial(_statistics, num_superchains=num_superchains)
+    compute = functools.partial(_statistics, num_superchains=num_superchains)
     with jax.numpy_dtype_promotion("standard"):  # statistics rely on it; a user's may be strict
         found = by_name(compute, named | {own_name: stats["log_density"]})
     limits = _limits(num_chains, num_superchains)
-    leaves = [_leaf(name, found[name], limits) for name in (*named, own_name)]
+    leaves = [_Leaf.of(name, found[name], limits) for name in (*named, own_name)]
     rows = sorted((row for leaf in leaves[:-1] for row in leaf.rows), key=lambda row: row.order)
     log_density = leaves[-1].rows[0]
     warnings = [
@@ -209,8 +239,12 @@ def summarise(
         *advice.on_transitions(stats, max_tree_depth, judges_energy),
         *_on_numbers(leaves, limits, num_chains, num_draws),
     ]
-    rhat_before_moves = _rhat_before(moves, stats["log_density"]) if moves else None
-    if rhat_before_moves is not None:
+    rhat_before_moves = None
+    if moves:
+        before = np.array(stats["log_density"])
+        for move in moves:
+            before[move.chain] = move.from_log_density
+        rhat_before_moves = float(rhat(before))
         warnings.append(advice.on_moves(moves, num_chains, rhat_before_moves))
     if num_draws > 1 and log_density.values["sd"] == 0:
         warnings.append(advice.ALL_EQUAL)
@@ -230,16 +264,8 @@ def summarise(
     )
 
 
-def _rhat_before(moves: Sequence[Any], log_density: Any) -> float:
-    """R-hat of the log density, were moved chains to have stayed where they were."""
-    seen = np.array(log_density)
-    for move in moves:
-        seen[move.chain] = move.from_log_density
-    return float(rhat(seen))
-
-
 def _num_excused(leaves: list[_Leaf], limits: dict[str, float]) -> int:
-    """Count the numbers whose R-hat is over its limit by the noise of short chains alone."""
+    """Count the numbers whose R-hat exceeds its limit only by the noise of short chains."""
     if "rhat_beyond_noise" not in limits:
         return 0
     over, beyond = (
@@ -267,17 +293,8 @@ def _limits(num_chains: int, num_superchains: int | None) -> dict[str, float]:
     return {"mean": 0.0, judged: advice.MOST_RHAT, "ess_bulk": size, "ess_tail": size} | spacings
 
 
-def _leaf(name: str, found: dict[str, Any], limits: dict[str, float]) -> _Leaf:
-    size = found["mean"].size
-    if size <= SMALL_LEAF:
-        return _Leaf(name, size, rows_of_small(name, found), {})
-    judged = {"rhat": advice.MOST_RHAT} | limits
-    extremes = {key: extreme(found, key, limit) for key, limit in judged.items()}
-    return _Leaf(name, size, [row_of_large(name, size, extremes)], extremes)
-
-
 def _worst_first(leaves: list[_Leaf], statistic: str) -> list[Worst]:
-    """Return numbers, the worst first, NaN last; of each large leaf its worst one."""
+    """Return numbers, the worst first, NaN last; of each large leaf only its worst one."""
 
     def order(worst: Worst) -> tuple[bool, float]:
         return math.isnan(worst.value), -SIGNS[statistic] * worst.value
@@ -292,7 +309,7 @@ def _on_numbers(
     size = sum(leaf.size for leaf in leaves)
     found = []
     for statistic, limit in limits.items():
-        # The log density, the last, is rounded only when it is written down: kernels use its summands.
+        # The log density, the last one, is rounded only when it is recorded: kernels use its summands.
         judged = leaves[:-1] if statistic == "spacings" else leaves
         count = sum(leaf.num_beyond(statistic, limit) for leaf in judged)
         worst = [x for x in _worst_first(judged, statistic) if is_beyond(x.value, statistic, limit)]
@@ -307,3 +324,40 @@ def _on_numbers(
         else:
             found.append(advice.on_rhat(statistic, count, size, worst, num_chains, num_draws))
     return found
+
+
+def _extreme_of(found: dict[str, Any], name: str, limit: float) -> Extreme:
+    """Find the worst number of a leaf by a statistic, where its statistics [...] lie."""
+    place, count, of_worst = _extreme(found, name, limit)
+    values = {key: float(x) for key, x in of_worst.items()}
+    index = np.unravel_index(int(place), np.shape(found[name]))
+    return Extreme(tuple(map(int, index)), values, int(count))
+
+
+@functools.partial(jax.jit, static_argnames="name")
+def _extreme(found: dict[str, jax.Array], name: str, limit: jax.Array):
+    badness = _badness(found, name)
+    num_beyond = jnp.sum(is_beyond(found[name], name, limit))
+    place = jnp.zeros(badness.shape, int)
+    for axis, length in enumerate(badness.shape):
+        place = place * length + jax.lax.broadcasted_iota(place.dtype, badness.shape, axis)
+    worst = jnp.min(jnp.where(badness == badness.max(), place, badness.size))
+    # A sum over all, not an index: only scalars leave the devices.
+    of_worst = {key: jnp.sum(jnp.where(place == worst, x, 0)) for key, x in found.items()}
+    return worst, num_beyond, of_worst
+
+
+def is_beyond(value: Any, name: str, limit: Any) -> Any:
+    """Tell whether the value of a statistic, a number or an array, is beyond its limit."""
+    if name == "mean":
+        return (abs(value) < float("inf")) ^ True  # NaN is not finite either
+    return SIGNS[name] * value > SIGNS[name] * limit
+
+
+def _badness(found: dict[str, jax.Array], name: str) -> jax.Array:
+    """Return a statistic such that the worst is largest: NaN, unless all draws are equal."""
+    if name == "mean":
+        return jnp.where(is_beyond(found[name], name, 0), jnp.inf, -jnp.inf)
+    without = jnp.where(found["sd"] == 0, -jnp.inf, jnp.inf)
+    value = SIGNS[name] * jnp.asarray(found[name])
+    return jnp.where(jnp.isnan(value), without, value)

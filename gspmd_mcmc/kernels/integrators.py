@@ -2,24 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, pytree
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
 class PhasePoint:
-    """A point of phase space, with the gradient there.
-
-    Attributes
-    ----------
-    position, momentum, log_density_grad
-        Trees of one structure.
-    """
+    """A point of phase space, with the gradient there: trees of one structure."""
 
     position: PyTree
     momentum: PyTree
@@ -43,7 +37,7 @@ def velocity_verlet(
 def velocity_verlet_with_terms(
     point: PhasePoint, step_size: jax.Array, terms_and_grad: Callable, velocity: Callable
 ) -> tuple[PhasePoint, PyTree]:
-    """One leapfrog that returns the target's terms at its end too, from the pass of the gradient."""
+    """One leapfrog that also returns the target's terms at its end, from the pass of the gradient."""
     momentum = tree.axpy(step_size / 2, point.log_density_grad, point.momentum)
     position = tree.axpy(step_size, velocity(momentum), point.position)
     terms, log_density_grad = terms_and_grad(position)
@@ -55,13 +49,13 @@ def integrate(
     point: PhasePoint,
     step_size: jax.Array,
     num_integration_steps: jax.Array,
-    target: Any,
+    target: Target,
     velocity: Callable,
 ) -> tuple[PhasePoint, PyTree]:
-    """Take a number of leapfrogs, at least one; return where they end, and the target's terms there.
+    """Take a number of leapfrogs, at least one; return their end, and the target's terms there.
 
-    The number may be traced; the program is the same for any number. Terms come from the pass of the
-    last gradient: L leapfrogs are L passes over the data, and L reductions over a mesh.
+    The number may be traced; the program is the same for any number. The terms come from the pass of
+    the last gradient: L leapfrogs are L passes over the data, and L reductions over a mesh.
     """
 
     def leapfrog(_, point):

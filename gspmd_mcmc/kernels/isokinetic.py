@@ -1,16 +1,16 @@
 """Isokinetic dynamics: a particle of speed 1 that the gradient steers, tree-shaped.
 
-In coordinates z in which the metric is the identity, with a unit vector u and d dimensions,
+In coordinates z in which the metric is the identity, with a unit vector u in d dimensions,
 
     z' = u,    u' = (I - u uᵀ) g / (d - 1),    g the gradient of the log density p:
 
-a flow that keeps p(z) times the uniform density of the sphere. A kick turns u along the great circle
-towards g, in closed form; a drift moves z. Kicks contract the sphere's volume by exp(-ΔK) with
-ΔK = ∫ u·g dt, so ΔK - Δ log p is what the energy error is to HMC: what the Metropolis test looks at.
+a flow that preserves p(z) times the uniform density of the sphere. A kick turns u along the great
+circle towards g, in closed form; a drift moves z. Kicks contract the volume of the sphere by exp(-ΔK)
+with ΔK = ∫ u·g dt, so ΔK - Δ log p plays the part of the energy error of HMC in the Metropolis test.
 
-Momenta are kept as p = M^½ u, with p·M⁻¹p = 1. Then a kick adds a multiple of the gradient of x to a
-multiple of p, a drift adds a multiple of M⁻¹p to x, noise is N(0, M), and u·g is p·M⁻¹g. So any metric
-serves that can apply M⁻¹ and draw momenta.
+Momenta are p = M^½ u, with p·M⁻¹p = 1. Then a kick adds a multiple of the gradient in x to a multiple
+of p, a drift adds a multiple of M⁻¹p to x, noise is N(0, M), and u·g is p·M⁻¹g. So any metric serves
+that can apply M⁻¹ and draw momenta.
 
 References
 ----------
@@ -20,30 +20,30 @@ Robnik and Seljak, "Fluctuation without dissipation: microcanonical Langevin Mon
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels import settings
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.targets import local
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, pytree
 
-# Of a kick, the logarithm is taken of 1 + little below this, and of large exponentials above.
+# Below this a kick takes the logarithm of 1 + little, above it that of large exponentials.
 LARGE_KICK = 1.0
-# A kick by δ brings all directions together by exp(-δ): beyond this float32 would not tell them apart,
-# the way back would not be the way there, and the energy error would mean nothing.
+# A kick by δ contracts all directions by exp(-δ): beyond this float32 could not tell them apart, the
+# step would not be reversible, and the energy error would mean nothing.
 STRONGEST_KICK = 8.0
 
 
 class Splitting(NamedTuple):
-    """Kicks and drifts that take turns in a step, as shares of the step size; kicks are first and last.
+    """Alternating kicks and drifts of a step, as fractions of the step size; kicks are first and last.
 
-    Both are palindromes, so that a step is reversible: run from its end with -u it ends at its start.
-    A step costs a gradient for each drift.
+    Both are palindromes, so that a step is reversible: from its end with -u it returns to its start. A
+    step costs one gradient for each drift.
     """
 
     kicks: tuple[float, ...]
@@ -57,22 +57,13 @@ _OUTER = 0.1931833275037836
 MINIMAL_NORM = Splitting(kicks=(_OUTER, 1 - 2 * _OUTER, _OUTER), drifts=(0.5, 0.5))
 
 
-def length_of(kernel: str, trajectory_length: float | jax.Array) -> jax.Array:
-    """Return a length as a leaf; raise unless it is a positive number."""
-    positive = "a positive number"
-    settings.require(
-        kernel, "trajectory_length", trajectory_length, lambda x: 0 < x < jnp.inf, positive
-    )
-    return settings.strong(trajectory_length, float)
-
-
-def dimension(kernel: str, target: Any, position: PyTree) -> int:
-    """Count the real elements of one chain's position, those of pad left out.
+def dimension(kernel: str, target: Target, position: PyTree) -> int:
+    """Count the real elements of the position of one chain, without those of pad.
 
     Raises
     ------
     ValueError
-        If there is one alone: a sphere in one dimension is two points, and nothing turns.
+        If there is only one: a sphere in one dimension is two points, and nothing turns.
     """
     rows_of_leaves = local.rows_of(target, position)
     count = 0
@@ -91,15 +82,15 @@ def dimension(kernel: str, target: Any, position: PyTree) -> int:
 class Span:
     """Vectors at one position, of which momenta are combinations: coefficients [k], one each.
 
-    Whatever happens to a momentum at a position needs no more of the vectors than their products, which
-    are taken at once: where momenta lie over devices, one reduction of scalars serves all of it.
+    Whatever happens to a momentum at a position needs only the products of these vectors, which are
+    taken at once: where momenta are sharded, one reduction of scalars serves all of it.
 
     Attributes
     ----------
     vectors
-        The momentum that came here, the gradient, and noise if the momentum is to be refreshed.
+        The momentum that arrives here, the gradient, and noise if the momentum is to be refreshed.
     products
-        a·M⁻¹b for each two of them, [k, k].
+        a·M⁻¹b for each pair of them, [k, k].
     """
 
     vectors: tuple[PyTree, ...]
@@ -127,7 +118,7 @@ class Span:
         return jax.tree.map(one, *self.vectors)
 
     def momentum(self) -> jax.Array:
-        """Return the momentum that came here, made a unit vector; zero stays zero."""
+        """Return the momentum that arrives here, scaled to a unit vector; zero stays zero."""
         return self.unit(jnp.zeros_like(self.products[0]).at[0].set(1))
 
     def unit(self, coefficients: jax.Array) -> jax.Array:
@@ -137,18 +128,18 @@ class Span:
         return coefficients / jnp.where(norm == 0, 1, norm)
 
     def refreshed(self, coefficients: jax.Array, noise: jax.Array) -> jax.Array:
-        """Add some of the noise to a momentum, and make it a unit vector again."""
+        """Add some of the noise to a momentum, and scale it to a unit vector again."""
         return self.unit(coefficients.at[2].add(noise))
 
     def kicked(
         self, coefficients: jax.Array, time: jax.Array, dimension: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Turn a unit momentum towards the gradient for some time; return ΔK too.
+        """Turn a unit momentum towards the gradient for some time; also return ΔK.
 
-        With e the gradient's direction, w = u·e, δ = time |g| / (d - 1) and ζ = exp(-δ),
-        u ← e (1 - ζ) (1 + ζ + w (1 - ζ)) + 2 ζ u, made a unit vector: nothing overflows for large δ.
-        ΔK is infinite for δ over 8, so that the step is refused; as δ depends on the position alone,
-        the way back is refused too.
+        With e the direction of the gradient, w = u·e, δ = time |g| / (d - 1) and ζ = exp(-δ),
+        u ← e (1 - ζ) (1 + ζ + w (1 - ζ)) + 2 ζ u, scaled to a unit vector: nothing overflows for large
+        δ. ΔK is infinite for δ over 8, so that the step is refused; as δ depends on the position only,
+        the reverse step is refused too.
         """
         norm = jnp.sqrt(self.products[1, 1])
         safe = jnp.where(norm == 0, 1, norm)
@@ -171,7 +162,7 @@ def log_stretch(cosine: jax.Array, delta: jax.Array) -> jax.Array:
 def kick(
     inverse_mass_matrix: PyTree, point: PhasePoint, time: jax.Array, dimension: int
 ) -> tuple[PhasePoint, jax.Array]:
-    """Turn a momentum towards the gradient for some time; return ΔK too."""
+    """Turn a momentum towards the gradient for some time; also return ΔK."""
     span = Span.of(inverse_mass_matrix, point.momentum, point.log_density_grad)
     turned, gain = span.kicked(span.momentum(), time, dimension)
     return tree.replace(point, momentum=span.combine(turned)), gain
@@ -183,18 +174,18 @@ def drift(inverse_mass_matrix: PyTree, point: PhasePoint, time: jax.Array) -> Py
 
 
 def integrate(
-    target: Any,
+    target: Target,
     inverse_mass_matrix: PyTree,
     splitting: Splitting,
     point: PhasePoint,
     step_size: jax.Array,
     num_steps: jax.Array,
 ) -> tuple[PhasePoint, PyTree, jax.Array]:
-    """Take a number of steps, at least one; return where they end, the terms there, and ΔK of all.
+    """Take a number of steps, at least one; return their end, the terms there, and ΔK of all of them.
 
-    Where a step ends and the next begins, two kicks at one position are one of both times. So a turn of
-    the loop is a drift, a gradient and a kick. The last turn is apart: its kick is shorter, and its
-    gradient brings the target's terms.
+    Where one step ends and the next begins, two kicks at one position are one kick of both times. So an
+    iteration of the loop is a drift, a gradient and a kick. The last iteration is separate: its kick is
+    shorter, and its gradient also gives the target's terms.
     """
     count = dimension("integrate", target, point.position)
     num_drifts = len(splitting.drifts)

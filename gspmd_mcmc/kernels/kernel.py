@@ -1,15 +1,20 @@
-"""What a kernel is: settings on a target, whose steps leave the target's density as it is."""
+"""The contract of a kernel: settings on a target, whose steps leave the target's density invariant."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels import settings
-from gspmd_mcmc.tree import PyTree, over_steps, pytree
+from gspmd_mcmc.kernels.metrics import metric as metrics
+from gspmd_mcmc.targets import local
+from gspmd_mcmc.targets.anywhere import no_context_mesh
+from gspmd_mcmc.targets.target import Target
+from gspmd_mcmc.tree import PyTree, is_traced, over_steps, pytree
 
 
 @pytree
@@ -20,15 +25,15 @@ class Info:
     Attributes
     ----------
     acceptance_rate
-        min(1, exp(-energy_error)): the probability with which the proposal was accepted.
+        min(1, exp(-energy_error)): the probability that the proposal is accepted.
     is_accepted, is_divergent
-        Whether the chain moved; whether the energy error exceeded 1000 or was not finite.
+        Whether the chain moved; whether the energy error exceeds 1000 or is not finite.
     energy
-        The Hamiltonian where the transition ended, in nats.
+        The Hamiltonian at the end of the transition, in nats.
     energy_error
-        The Hamiltonian of the proposal less that of the start, in nats, summed over differences.
+        The Hamiltonian of the proposal minus that of the start, in nats, summed over differences.
     num_integration_steps
-        Gradients.
+        Gradient evaluations.
     """
 
     acceptance_rate: jax.Array = over_steps(jnp.add, is_mean=True)
@@ -42,31 +47,34 @@ class Info:
 class Kernel(ABC):
     """A sampler of a target: a frozen dataclass, registered by `pytree`, that holds the target.
 
-    A kernel of your own has these three settings, `init` and `step`; what else is here has a meaning
-    that serves most. Fields of its state say by `like_position` which of them are trees like the
-    position; all are mapped over chains.
+    A kernel of your own has the three settings below, `init` and `step`. Everything else here has a
+    default that suits most kernels. Fields of its state declare by `like_position` which of them are
+    trees like the position; all of them are mapped over chains.
 
     Attributes
     ----------
     target, step_size, inverse_mass_matrix
-        What it samples; what warm-ups tune. A kernel without one of the last two has None there.
+        What the kernel samples, and what warm-up tunes. The last two are None where a kernel has none.
     is_per_chain
         Whether step size and metric have a first axis of chains. Static.
     draws_momenta
-        Whether each transition draws its momenta anew: its energies are then judged by E-BFMI.
+        Whether each transition draws its momentum anew, so that E-BFMI judges its energies.
+    is_adjusted
+        Whether a Metropolis test corrects each step, so that acceptance rates can tune the step size.
     max_tree_depth
-        Of a sampler that has trees: how often a trajectory doubles at most.
+        The largest number of doublings of a trajectory, for kernels that build trees.
     note
-        What a summary says of all draws of the kernel, as no statistic of theirs shows it.
+        What a summary says of all draws of this kernel, because no statistic shows it.
     """
 
     draws_momenta: ClassVar[bool] = False
+    is_adjusted: ClassVar[bool] = True
     max_tree_depth: int | None = None
     note: ClassVar[str] = ""
 
-    target: Any
+    target: Target
     step_size: jax.Array
-    inverse_mass_matrix: Any
+    inverse_mass_matrix: PyTree
     is_per_chain: bool = False
 
     @abstractmethod
@@ -79,25 +87,84 @@ class Kernel(ABC):
 
     @abstractmethod
     def step(self, rng_key: jax.Array, state: Any) -> tuple[Any, Info]:
-        """Take a step of one chain."""
+        """Take one step of one chain."""
 
     def transition(self, rng_key: jax.Array, state: Any) -> tuple[Any, Info, Any]:
-        """Take a step; return besides where its trajectory ended, accepted or not, if it tells that."""
+        """Take a step; also return the end of its trajectory, accepted or not, or None."""
         return *self.step(rng_key, state), None
 
     def with_jitter(self, rng_key: jax.Array, step: jax.Array) -> "Kernel":
-        """Return the kernel of step number ``step``, with what all chains share in it drawn."""
+        """Return the kernel of step number ``step``: what all chains share in that step is drawn."""
         return self
 
     def one_leapfrog(self) -> "Kernel":
-        """Return the kernel whose steps are one leapfrog: what a first step size is tried with."""
+        """Return a kernel whose steps are one leapfrog: the search for a first step size uses it."""
         return self
 
-    def with_step_size(self, step_size: float | jax.Array) -> Self:
-        """Return the kernel with another step size; nothing compiles anew."""
-        return tree.replace(self, step_size=settings.step_size_of(type(self).__name__, step_size))
+    def default_warmup(self) -> Any:
+        """Return the `Adaptation` that `sample` uses for this kernel unless told otherwise, or None."""
+        return None
 
-    def with_inverse_mass_matrix(self, inverse_mass_matrix: Any) -> Self:
+    def with_step_size(self, step_size: float | jax.Array) -> Self:
+        """Return the kernel with another step size; nothing is recompiled."""
+        return tree.replace(self, step_size=positive(type(self).__name__, "step_size", step_size))
+
+    def with_inverse_mass_matrix(self, inverse_mass_matrix: PyTree) -> Self:
         """Return the kernel with another metric; one of another structure is another program."""
-        metric = settings.metric_of(type(self).__name__, self.target, inverse_mass_matrix)
+        metric = metrics.laid_out(type(self).__name__, self.target, inverse_mass_matrix)
         return tree.replace(self, inverse_mass_matrix=metric)
+
+    def velocity(self, momentum: PyTree) -> PyTree:
+        """Return M⁻¹ p."""
+        return metrics.velocity(self.inverse_mass_matrix, momentum)
+
+    def sample_momentum(self, rng_key: jax.Array, position: PyTree) -> PyTree:
+        """Draw p ~ N(0, M), shaped like the position and zero in the pad of local latents."""
+        momentum = metrics.sample_momentum(rng_key, self.inverse_mass_matrix, position)
+        return local.zero_pad(self.target, momentum)
+
+
+# The settings of kernels: checked, and turned into leaves of a pytree
+
+
+def target_of(kernel: str, target: Any) -> Target:
+    """Return a target; raise unless it is one."""
+    if isinstance(target, type):
+        raise TypeError(
+            f"{kernel}: expected a target (Posterior, LogDensity), got the class {target.__name__} "
+            "itself; build one of your functions and data"
+        )
+    if not isinstance(target, Target):
+        raise TypeError(
+            f"{kernel}: expected a target (Posterior, LogDensity), got {type(target).__name__}; wrap a "
+            "function as gspmd_mcmc.LogDensity(fn, *data), a NumPyro model by "
+            "gspmd_mcmc.from_numpyro(model, data); a class of your own is a gspmd_mcmc.Target"
+        )
+    return target
+
+
+def positive(kernel: str, name: str, value: float | jax.Array) -> jax.Array:
+    """Return a positive number as a leaf."""
+    return _leaf(kernel, name, value, float, lambda x: 0 < x < np.inf, "a positive number")
+
+
+def fraction(kernel: str, name: str, value: float | jax.Array) -> jax.Array:
+    """Return a number between 0 and 1 as a leaf."""
+    return _leaf(kernel, name, value, float, lambda x: 0 <= x <= 1, "a number between 0 and 1")
+
+
+def count(kernel: str, name: str, value: int | jax.Array) -> jax.Array:
+    """Return a whole number of at least 1 as a leaf."""
+    return _leaf(kernel, name, value, int, lambda x: x >= 1 and x == int(x), "at least 1 and whole")
+
+
+def _leaf(kernel: str, name: str, value: Any, kind: type, holds: Callable, expected: str) -> jax.Array:
+    """Turn a number into an uncommitted strong scalar, so that another number is no other program."""
+    if is_traced(value):
+        return value
+    is_number = isinstance(value, int | float | np.number | np.ndarray | jax.Array)
+    # On the host: in a program that is being staged jnp would trace the comparison.
+    if not is_number or np.shape(value) or not holds(np.asarray(value)):
+        raise ValueError(f"{kernel}: {name}: expected {expected}, got {value!r}")
+    with no_context_mesh():
+        return jnp.asarray(np.asarray(value), dtype=jnp.result_type(kind))

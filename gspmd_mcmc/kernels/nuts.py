@@ -2,34 +2,35 @@
 
 A trajectory is doubled, forwards or backwards in time, until it turns. Doubling j adds a subtree of
 2^j leaves, one leapfrog each. Vmapped chains are at the same leaf of the same doubling, and a loop ends
-when no chain goes on, so that what is done once a doubling, or once a block of leaves, is done outside
-the loop over leaves. U-turns are looked for in every balanced subtree, from O(log) velocities: the tree
-is never held.
+when no chain continues, so that what is done once a doubling, or once a block of leaves, is outside the
+loop over leaves. Every balanced subtree is checked for U-turns, from O(log) velocities: the tree itself
+is never stored.
 
 References
 ----------
 Hoffman and Gelman, "The No-U-Turn Sampler", JMLR 15 (2014); Betancourt, "A conceptual introduction to
-Hamiltonian Monte Carlo", arXiv 1701.02434 (multinomial sampling, the generalised criterion, biased
+Hamiltonian Monte Carlo", arXiv 1701.02434 (multinomial sampling, the generalized criterion, biased
 progressive sampling); Phan, Pradhan and Jankowiak, arXiv 1912.11554, and Lao and Dillon, arXiv
 2002.01184 (iterative trees); Stan's additional checks across adjacent subtrees.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels import hmc, settings, u_turns
-from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR, HMCState
+from gspmd_mcmc.kernels import hmc, u_turns
+from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR, HamiltonianKernel, HMCState
 from gspmd_mcmc.kernels.integrators import PhasePoint, velocity_verlet_with_terms
-from gspmd_mcmc.kernels.kernel import Info, Kernel
+from gspmd_mcmc.kernels.kernel import Info, positive, target_of
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.kernels.u_turns import BLOCK, Path
-from gspmd_mcmc.targets import checks, local
-from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
+from gspmd_mcmc.targets import checks
+from gspmd_mcmc.targets.anywhere import step_anywhere
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, like_position, pytree, set_fields, static
 
 MOST_DOUBLINGS = 20
@@ -40,16 +41,16 @@ MOST_DOUBLINGS = 20
 class NUTSInfo(Info):
     """What one transition of `NUTS` did; see `Info`.
 
-    ``acceptance_rate`` is the mean of min(1, exp(-energy error)) over all leaves that were visited, and
-    ``energy_error`` that of the state where the transition ended.
+    ``acceptance_rate`` is the mean of min(1, exp(-energy error)) over all visited leaves, and
+    ``energy_error`` that of the state at the end of the transition.
 
     Attributes
     ----------
     is_turning
-        Whether a U-turn ended the trajectory. Where neither that nor a divergence did,
-        ``max_tree_depth`` was reached.
+        Whether a U-turn ended the trajectory. Where neither a U-turn nor a divergence did, it reached
+        ``max_tree_depth``.
     tree_depth
-        Doublings that were kept: the next state was drawn from 2^tree_depth leaves.
+        Doublings that were kept: the next state is drawn from 2^tree_depth leaves.
     """
 
     is_turning: jax.Array
@@ -71,7 +72,7 @@ class Sample:
 @pytree
 @dataclass(frozen=True, eq=False)
 class Progress:
-    """What a chain has done in a transition; one that is over stands still and keeps its results."""
+    """What a chain has done in a transition; once its trajectory has ended nothing changes."""
 
     is_divergent: jax.Array
     is_turning: jax.Array
@@ -79,17 +80,17 @@ class Progress:
     num_integration_steps: jax.Array
 
     @property
-    def goes_on(self) -> jax.Array:
-        """Whether nothing has ended the trajectory."""
+    def is_active(self) -> jax.Array:
+        """Whether the trajectory has not ended."""
         return ~(self.is_divergent | self.is_turning)
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """A tree that grows by doublings: its two ends, and what was drawn of it."""
+    """A tree that grows by doublings: its two ends, and the leaf that was drawn from it."""
 
-    near: PhasePoint  # the end that moves
+    near: PhasePoint  # the end that grows
     far: PhasePoint
     is_forward: jax.Array
     sample: Sample
@@ -103,7 +104,7 @@ class Trajectory:
 @pytree
 @dataclass(frozen=True, eq=False)
 class Subtree:
-    """What a doubling adds to a tree, leaf by leaf: its end, what was drawn of it, and its path."""
+    """What a doubling adds to a tree, leaf by leaf: its end, the leaf that was drawn, and its path."""
 
     near: PhasePoint
     sample: Sample
@@ -112,7 +113,7 @@ class Subtree:
 
 
 class Start(NamedTuple):
-    """What the energies of leaves are compared with: the leaf that the trajectory began with."""
+    """The first leaf of the trajectory, with which the energies of the others are compared."""
 
     terms: PyTree
     momentum: PyTree
@@ -129,36 +130,34 @@ class Chance(NamedTuple):
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class NUTS(Kernel):
+class NUTS(HamiltonianKernel):
     """The multinomial No-U-Turn sampler.
 
     A pytree that holds its target, as `HMC` is: ``step = jax.jit(type(kernel).step)``, then
-    ``state, info = step(kernel, rng_key, state)``. Another step size or metric compiles nothing anew.
+    ``state, info = step(kernel, rng_key, state)``. Another step size or metric recompiles nothing.
 
     Parameters
     ----------
     target
-        A `Posterior`, a `LogDensity`, or any pytree with `terms`, `grad` and `terms_and_grad`.
+        A `Posterior`, a `LogDensity`, or a `Target` of your own.
     step_size
-        Of a leapfrog, in units of the metric.
+        The time of a leapfrog, in units of the metric.
     inverse_mass_matrix
-        A tree like the position (diagonal), or None (identity).
+        A tree like the position (diagonal), a `Metric`, or None (identity).
     max_tree_depth
-        Doublings of a trajectory at most, 1 to 20: no more than 2^max_tree_depth - 1 leapfrogs. A step
-        holds 3 max_tree_depth momenta. Static: another depth is another program.
+        The largest number of doublings of a trajectory, 1 to 20: at most 2^max_tree_depth - 1
+        leapfrogs. A step holds 3 max_tree_depth momenta. Static: another depth is another program.
     """
 
-    target: Any
+    target: Target
     step_size: jax.Array
     inverse_mass_matrix: PyTree | None = like_position()
     max_tree_depth: int = static()
     is_per_chain: bool = static(default=False)
 
-    draws_momenta: ClassVar[bool] = True
-
     def __init__(
         self,
-        target: Any,
+        target: Target,
         step_size: float | jax.Array,
         inverse_mass_matrix: PyTree | None = None,
         max_tree_depth: int = 10,
@@ -169,31 +168,20 @@ class NUTS(Kernel):
                 f"NUTS: max_tree_depth: expected an integer from 1 to {MOST_DOUBLINGS}, got "
                 f"{max_tree_depth!r}"
             )
-        settings.require_target("NUTS", target)
         set_fields(
             self,
-            target=target,
-            step_size=settings.step_size_of("NUTS", step_size),
-            inverse_mass_matrix=settings.metric_of("NUTS", target, inverse_mass_matrix),
+            target=target_of("NUTS", target),
+            step_size=positive("NUTS", "step_size", step_size),
+            inverse_mass_matrix=metrics.laid_out("NUTS", target, inverse_mass_matrix),
             max_tree_depth=int(max_tree_depth),
         )
 
-    def one_leapfrog(self) -> hmc.OneLeapfrog:
-        """Return a kernel whose steps are one leapfrog: what a first step size is tried with."""
-        return hmc.OneLeapfrog.of(self)
-
-    @init_anywhere
-    def init(self, position: PyTree) -> HMCState:
-        """Evaluate the target at a position; errors are those of `HMC.init`."""
-        return hmc.init("NUTS", self.target, self.inverse_mass_matrix, position)
-
     @step_anywhere
     def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, NUTSInfo]:
-        """One transition: a fresh momentum, a trajectory that ends at a U-turn, a draw from it."""
+        """Take one step: a fresh momentum, a trajectory that ends at a U-turn, a draw from it."""
         checks.check_not_baked(self.target)
         momentum_key, trajectory_key = jax.random.split(rng_key)
-        momentum = metrics.sample_momentum(momentum_key, self.inverse_mass_matrix, state.position)
-        momentum = local.zero_pad(self.target, momentum)
+        momentum = self.sample_momentum(momentum_key, state.position)
         end = self.trajectory(self.chance(trajectory_key), state, momentum)
 
         energy = metrics.kinetic_energy(self.inverse_mass_matrix, momentum) - state.log_density
@@ -207,12 +195,8 @@ class NUTS(Kernel):
             num_integration_steps=end.progress.num_integration_steps,
             tree_depth=end.depth,
         )
-        proposal = HMCState(
-            position=end.sample.position,
-            log_density=tree.total(end.sample.terms),
-            log_density_grad=end.sample.log_density_grad,
-            terms=end.sample.terms,
-        )
+        sample = end.sample
+        proposal = HMCState.at(sample.position, sample.terms, sample.log_density_grad)
         return tree.where(end.is_accepted, proposal, state), info
 
     def chance(self, rng_key: jax.Array) -> Chance:
@@ -227,24 +211,26 @@ class NUTS(Kernel):
 
     def trajectory(self, chance: Chance, state: HMCState, momentum: PyTree) -> Trajectory:
         """Grow a tree from a state and a momentum until it turns, diverges, or is deep enough."""
-        start = Start(state.terms, momentum, self._velocity(momentum))
+        start = Start(state.terms, momentum, self.velocity(momentum))
 
-        def goes_on(trajectory):
-            return (trajectory.doubling < self.max_tree_depth) & _any_chain(trajectory.progress.goes_on)
+        def continues(trajectory):
+            return (trajectory.doubling < self.max_tree_depth) & _any_chain(
+                trajectory.progress.is_active
+            )
 
         def double(trajectory):
             return self._join(chance, trajectory, self._grow(chance, start, trajectory))
 
         with jax.named_scope("doubling"):  # reports of a program's communication name loops so
-            return jax.lax.while_loop(goes_on, double, _begin(chance, state, momentum))
+            return jax.lax.while_loop(continues, double, _begin(chance, state, momentum))
 
     def _grow(self, chance: Chance, start: Start, trajectory: Trajectory) -> Subtree:
-        """Grow the subtree of a doubling, block by block, until it is complete or no chain goes on."""
+        """Grow the subtree of a doubling by blocks, until it is complete or no chain is active."""
         size = 1 << trajectory.doubling
         step_size = jnp.where(trajectory.is_forward, self.step_size, -self.step_size)
 
-        def goes_on(subtree):
-            return (subtree.path.num_leaves < size) & _any_chain(subtree.progress.goes_on)
+        def continues(subtree):
+            return (subtree.path.num_leaves < size) & _any_chain(subtree.progress.is_active)
 
         def add_block(subtree):
             end = jnp.minimum(subtree.path.num_leaves + BLOCK, size)
@@ -252,11 +238,11 @@ class NUTS(Kernel):
             return self._add_block(start, step_size, log_uniforms, end, subtree)
 
         with jax.named_scope("block"):
-            return jax.lax.while_loop(goes_on, add_block, self._no_leaves(trajectory))
+            return jax.lax.while_loop(continues, add_block, self._no_leaves(trajectory))
 
     def _no_leaves(self, trajectory: Trajectory) -> Subtree:
         zero = jnp.zeros_like(trajectory.sample.log_weight)
-        velocity = self._velocity(trajectory.near.momentum)
+        velocity = self.velocity(trajectory.near.momentum)
         return Subtree(
             near=trajectory.near,
             sample=tree.replace(trajectory.sample, log_weight=zero - jnp.inf),
@@ -272,10 +258,10 @@ class NUTS(Kernel):
         end: jax.Array,
         subtree: Subtree,
     ) -> Subtree:
-        """Add leaves up to number ``end``; then check the spans of which one block has one at most."""
+        """Add leaves up to number ``end``; then check the spans that end at the end of a block."""
 
-        def goes_on(subtree):
-            return (subtree.path.num_leaves < end) & _any_chain(subtree.progress.goes_on)
+        def continues(subtree):
+            return (subtree.path.num_leaves < end) & _any_chain(subtree.progress.is_active)
 
         def add(subtree):
             place = subtree.path.num_leaves % BLOCK
@@ -283,15 +269,15 @@ class NUTS(Kernel):
             return self._add_leaf(start, step_size, log_uniform, subtree)
 
         with jax.named_scope("leapfrog"):
-            subtree = jax.lax.while_loop(goes_on, add, subtree)
+            subtree = jax.lax.while_loop(continues, add, subtree)
         return _note_turns(subtree, u_turns.turns_at_end_of_block(subtree.path, subtree.near.momentum))
 
     def _add_leaf(
         self, start: Start, step_size: jax.Array, log_uniform: jax.Array, subtree: Subtree
     ) -> Subtree:
         """Take one leapfrog: add a leaf to a subtree."""
-        goes_on = subtree.progress.goes_on
-        near, velocity, leaf = self._leapfrog(start, jnp.where(goes_on, step_size, 0), subtree.near)
+        is_active = subtree.progress.is_active
+        near, velocity, leaf = self._leapfrog(start, jnp.where(is_active, step_size, 0), subtree.near)
         path = u_turns.add(subtree.path, near.momentum, velocity)
         grown = Subtree(
             near=near,
@@ -304,32 +290,25 @@ class NUTS(Kernel):
     def _leapfrog(
         self, start: Start, step_size: jax.Array, near: PhasePoint
     ) -> tuple[PhasePoint, PyTree, Sample]:
-        """Return the next point, its velocity and the leaf there, of weight exp(-ΔH) from the start.
-
-        ΔH = -Σ(terms′ - terms) + ½ Σ (p′-p)·M⁻¹(p′+p), differences taken term by term before any sum,
-        as in `HMC`.
-        """
-        near, terms = velocity_verlet_with_terms(
-            near, step_size, self.target.terms_and_grad, self._velocity
-        )
-        velocity = self._velocity(near.momentum)
+        """Return the next point, its velocity and the leaf there, of weight exp(-ΔH) from the start."""
+        terms_and_grad = self.target.terms_and_grad
+        near, terms = velocity_verlet_with_terms(near, step_size, terms_and_grad, self.velocity)
+        velocity = self.velocity(near.momentum)
         velocities = tree.add(velocity, start.velocity)
         kinetic = 0.5 * tree.dot(tree.sub(near.momentum, start.momentum), velocities)
-        energy_error = kinetic - tree.total(tree.sub(terms, start.terms))
-        # A log density of +inf is as wrong as NaN, and would never be left again.
-        energy_error = jnp.where(jnp.isfinite(energy_error), energy_error, jnp.inf)
-        leaf = Sample(near.position, near.log_density_grad, terms, energy_error, -energy_error)
+        error = hmc.energy_error(kinetic, terms, start.terms)
+        leaf = Sample(near.position, near.log_density_grad, terms, error, -error)
         return near, velocity, leaf
 
     def _join(self, chance: Chance, trajectory: Trajectory, subtree: Subtree) -> Trajectory:
         """Join a subtree to the tree if it is complete and valid, and prepare the next doubling.
 
-        Biased progressive sampling: the new subtree's sample replaces the old with probability
-        min(1, W_new / W_old). A turn of the whole stops the trajectory but does not make it invalid.
+        Biased progressive sampling: the sample of the new subtree replaces the old one with probability
+        min(1, W_new / W_old). A U-turn of the whole tree ends the trajectory, which stays valid.
         """
-        is_kept, path = subtree.progress.goes_on, subtree.path  # all chains are complete if one goes on
+        is_kept, path = subtree.progress.is_active, subtree.path  # if one continues, all are complete
         near, far = trajectory.near.momentum, trajectory.far.momentum
-        turns = u_turns.whole_turns(path, trajectory.momentum_sum, far, near, self._velocity)
+        turns = u_turns.whole_turns(path, trajectory.momentum_sum, far, near, self.velocity)
         new, old = subtree.sample, trajectory.sample
         log_uniform = u_turns.read_slice(chance.log_uniform, trajectory.doubling, 1)[0]
         moves = is_kept & (log_uniform < new.log_weight - old.log_weight)
@@ -348,9 +327,6 @@ class NUTS(Kernel):
             is_accepted=trajectory.is_accepted | moves,
             progress=_note_turns(subtree, turns).progress,
         )
-
-    def _velocity(self, momentum: PyTree) -> PyTree:
-        return metrics.velocity(self.inverse_mass_matrix, momentum)
 
 
 def _begin(chance: Chance, state: HMCState, momentum: PyTree) -> Trajectory:
@@ -371,24 +347,24 @@ def _begin(chance: Chance, state: HMCState, momentum: PyTree) -> Trajectory:
 
 
 def _count_leaf(progress: Progress, leaf: Sample) -> Progress:
-    goes_on = progress.goes_on
-    rate = jnp.where(goes_on, jnp.exp(jnp.minimum(0, leaf.log_weight)), 0)
+    is_active = progress.is_active
+    rate = jnp.where(is_active, jnp.exp(jnp.minimum(0, leaf.log_weight)), 0)
     return tree.replace(
         progress,
-        is_divergent=progress.is_divergent | goes_on & (leaf.log_weight < -DIVERGENT_ENERGY_ERROR),
+        is_divergent=progress.is_divergent | is_active & (leaf.log_weight < -DIVERGENT_ENERGY_ERROR),
         sum_acceptance_rate=progress.sum_acceptance_rate + rate,
-        num_integration_steps=progress.num_integration_steps + goes_on,
+        num_integration_steps=progress.num_integration_steps + is_active,
     )
 
 
 def _note_turns(subtree: Subtree, turns: jax.Array) -> Subtree:
     progress = subtree.progress
-    is_turning = progress.is_turning | progress.goes_on & turns
+    is_turning = progress.is_turning | progress.is_active & turns
     return tree.replace(subtree, progress=tree.replace(progress, is_turning=is_turning))
 
 
 def _log_uniforms(chance: Chance, first: jax.Array) -> jax.Array:
-    """Draw the numbers of a block of leaves: shape [BLOCK]."""
+    """Draw the uniform numbers of a block of leaves: shape [BLOCK]."""
     leaves = first + jnp.arange(BLOCK)
     return jnp.log(jax.vmap(lambda i: _uniform(chance.leaf_key, i))(leaves))
 
@@ -398,22 +374,22 @@ def _uniform(rng_key: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def _draw_uniformly(sample: Sample, leaf: Sample, log_uniform: jax.Array) -> Sample:
-    """Draw from the leaves of a sample and one more, each with its weight's share."""
+    """Draw from the leaves of a sample and one more, in proportion to their weights."""
     log_weight = jnp.logaddexp(sample.log_weight, leaf.log_weight)
     chosen = tree.where(log_uniform < leaf.log_weight - log_weight, leaf, sample)
     return tree.replace(chosen, log_weight=log_weight)
 
 
 @jax.custom_batching.custom_vmap
-def _any_chain(goes_on: jax.Array) -> jax.Array:
-    """Tell whether any of the vmapped chains goes on: one answer for all of them.
+def _any_chain(is_active: jax.Array) -> jax.Array:
+    """Tell whether any of the vmapped chains continues: one answer for all of them.
 
-    A condition of its own for each chain would make the loop select the whole carry of each chain, all
-    marks included, in every iteration.
+    With a condition for each chain, vmap would make the loop select the whole carry of each chain, with
+    all its marks, in every iteration.
     """
-    return goes_on
+    return is_active
 
 
 @_any_chain.def_vmap
-def _(axis_size, in_batched, goes_on):
-    return jnp.any(goes_on, axis=0) if in_batched[0] else goes_on, False
+def _(axis_size, in_batched, is_active):
+    return jnp.any(is_active, axis=0) if in_batched[0] else is_active, False

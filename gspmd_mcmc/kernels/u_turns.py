@@ -1,10 +1,10 @@
 """U-turns of the balanced subtrees of a doubled trajectory, from O(log) marks.
 
 A span of leaves turns unless ρ·v > 0 at both its ends, where ρ is the sum of its momenta and v = M⁻¹p.
-Marks keep velocities: with M symmetric no check then needs a product with the metric.
+Marks hold velocities: with M symmetric no check then needs a product with the metric.
 
-Two marks at most serve all the subtrees that end at a leaf, except at every eighth leaf. So the newest
-two are looked at with every leaf, and all of them once a block of eight.
+At most two marks serve all the subtrees that end at a leaf, except at every eighth leaf. So the newest
+two are checked with every leaf, and all of them once a block of eight.
 
 References
 ----------
@@ -28,10 +28,10 @@ BLOCK = 8  # leaves; at its last leaf three subtrees or more end
 @pytree
 @dataclass(frozen=True, eq=False)
 class Marks:
-    """Where the balanced subtrees that are not complete begin; leaves [marks + 1, ...].
+    """The starts of the balanced subtrees that are not complete; leaves [marks + 1, ...].
 
-    Leaf n of a doubling is marked when n is even, at the number of ones in n // 2. The subtrees that
-    end at one leaf then begin at consecutive marks. The last place is for what is not marked.
+    Leaf n of a doubling is marked if n is even, at the number of ones in n // 2. The subtrees that end
+    at one leaf then begin at consecutive marks. The last place takes leaves that are not marked.
     """
 
     first: PyTree  # the velocity of the subtree's first leaf
@@ -43,18 +43,18 @@ class Marks:
 @pytree
 @dataclass(frozen=True, eq=False)
 class Path:
-    """The leaves of a doubling so far, as far as their U-turns depend on them."""
+    """What U-turns depend on, of the leaves of a doubling so far."""
 
     velocity: PyTree  # at the newest leaf, or at the leaf before the first
-    product: jax.Array  # p·v there; not known before the first leaf, and not asked for
+    product: jax.Array  # p·v there; before the first leaf unknown, and not used
     first_product: jax.Array  # p·v of the first leaf
     momentum_sum: PyTree
     marks: Marks
-    num_leaves: jax.Array  # the same for all vmapped chains, and so never mapped
+    num_leaves: jax.Array  # the same for all vmapped chains, so never mapped
 
 
 def begin(velocity: PyTree, zero: jax.Array, max_doublings: int) -> Path:
-    """Return the path of no leaf, after a leaf of that velocity."""
+    """Return the path without leaves, after a leaf of that velocity."""
     num_marks = max(max_doublings - 1, 1)
     none = jax.tree.map(lambda v: jnp.zeros((num_marks + 1, *v.shape), v.dtype), velocity)
     return Path(
@@ -68,7 +68,7 @@ def begin(velocity: PyTree, zero: jax.Array, max_doublings: int) -> Path:
 
 
 def add(path: Path, momentum: PyTree, velocity: PyTree) -> Path:
-    """Add a leaf, and mark it if it is even: subtrees may begin there."""
+    """Add a leaf, and mark it if it is even, because subtrees may begin there."""
     leaf, nowhere = path.num_leaves, len(path.marks.product_before) - 1
     place = jnp.where(leaf % 2 == 0, _newest_mark(leaf), nowhere)
     here = Marks(velocity, path.velocity, path.momentum_sum, path.product)
@@ -114,10 +114,11 @@ def turns_at_end_of_block(path: Path, momentum: PyTree) -> jax.Array:
 def _turns(path: Path, momentum: PyTree, places: jax.Array, marks: Marks) -> jax.Array:
     """Apply the criterion to spans that begin at marks, or at the leaf before them.
 
-    All products are taken at once: where momenta lie over devices, one reduction serves them.
+    All products are taken at once: where momenta are sharded, one reduction serves all of them.
     (ρ + p)·v of the leaf before is ρ·v + p·v, and at the newest leaf p·M⁻¹p′ = v·p′.
     """
-    rho = jax.tree.map(jnp.subtract, _repeat(path.momentum_sum, len(places)), marks.sum_before)
+    total = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(places), *x.shape)), path.momentum_sum)
+    rho = tree.sub(total, marks.sum_before)
     at_last = _dots(rho, path.velocity)
     spans = (_dots_each(rho, marks.first) > 0) & (at_last > 0)
     at_before = _dots_each(rho, marks.before) + marks.product_before
@@ -131,14 +132,15 @@ def whole_turns(
 ) -> jax.Array:
     """Tell whether the tree and a subtree that was added to it make a U-turn.
 
-    Of the whole; of the tree and the subtree's first leaf; of the tree's near end and the subtree.
+    Spans are the whole; the tree and the first leaf of the subtree; the near end of the tree and the
+    subtree.
 
     Parameters
     ----------
     path
         The subtree's.
     momentum_sum, far, near
-        Of the tree alone: the sum of its momenta, and those of its far and near end.
+        Of the tree without the subtree: the sum of momenta, and those of its far and near end.
     velocity
         M⁻¹ of a momentum.
     """
@@ -157,9 +159,9 @@ def whole_turns(
 def marks_to_check(leaf: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Tell at which marks spans to this leaf are checked, and spans from the leaf before the mark.
 
-    For every balanced subtree of halves a..b and c..d three spans may not turn: a..d, seen when d is
-    added; a..c, seen when c is; and b..d, seen from the mark of c when d is. Where the halves are one
-    leaf each the three are one.
+    In every balanced subtree of halves a..b and c..d three spans may not turn: a..d, checked when d is
+    added; a..c, when c is added; and b..d, from the mark of c when d is added. Where each half is one
+    leaf, the three are one.
     """
     newest = _newest_mark(leaf)
     num_ending = jax.lax.population_count(leaf ^ (leaf + 1)) - 1  # subtrees of 2, 4, ... leaves
@@ -177,7 +179,7 @@ def _num_marks(path: Path) -> int:
     return len(path.marks.product_before) - 1
 
 
-# Products, as dots: they are taken in one pass, where XLA on CPUs writes x * y before it sums
+# Products as dots, which take one pass, where XLA on CPUs would write x * y before it sums
 
 
 def dot(x: PyTree, y: PyTree) -> jax.Array:
@@ -203,12 +205,8 @@ def _sum(products: PyTree) -> jax.Array:
     return sum(jax.tree.leaves(products), start=jnp.zeros(()))
 
 
-def _repeat(x: PyTree, count: int) -> PyTree:
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), x)
-
-
-# Slices at a place that is the same for all vmapped chains: vmap's own rules make gathers and
-# scatters of them, with a test of bounds that reads what is written over
+# Slices at a place that is the same for all vmapped chains: the rules of vmap would make gathers and
+# scatters of them, with a bounds check that reads what is overwritten
 
 
 def read_slice(array: jax.Array, place: jax.Array, count: int) -> jax.Array:

@@ -1,13 +1,13 @@
 """Joint distributions of several parts, some of them `Sharded`, in the three forms that TFP has.
 
-Each form is read as a generator that yields its parts, a name and a distribution at a time, and is sent
-their values: to sample sends what it draws, to evaluate what is given, and a posterior the rows of a
-block.
+Each form goes through its parts, a name and a distribution at a time, and is told their values: those
+drawn when it is sampled, those given when it is evaluated, the rows of a block in a posterior.
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections import namedtuple
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -17,47 +17,42 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from gspmd_mcmc import tree
+from gspmd_mcmc.functions.function import Function, as_partial, name_of_function
 from gspmd_mcmc.models import sharded
 from gspmd_mcmc.models.conditioning import condition
 from gspmd_mcmc.models.joint_parts import (
-    END,
     check_name,
     check_part,
     checked_mesh,
-    hold,
+    held_part,
     in_order,
     name_of_part,
     num_taken,
     required,
     run,
-    send,
     taken_by,
     trace,
 )
-from gspmd_mcmc.models.sharded import Sharded, check_value, is_distribution, shown, unpad
-from gspmd_mcmc.placement.explicit import on_any_mesh
-from gspmd_mcmc.placement.padding import is_padded, refuse_padded
-from gspmd_mcmc.targets.checks import CONSTANT_BYTES, check_key
-from gspmd_mcmc.targets.functions import as_partial, name_of_function
+from gspmd_mcmc.models.sharded import Sharded, check_value, is_distribution, shown
+from gspmd_mcmc.placement.explicit import OnMesh, on_any_mesh
+from gspmd_mcmc.placement.padding import is_padded, real_rows, refuse_padded
+from gspmd_mcmc.targets.checks import check_key, constant_megabytes
 from gspmd_mcmc.targets.posterior import Posterior
-from gspmd_mcmc.targets.retracing import Function
 from gspmd_mcmc.tree import is_staging, pytree, set_fields, static
 
-Parts = Generator[tuple[str, Any], Any, None]
+Visit = Callable[[str, Any], Any]  # gives a part's value, of its name and distribution
 
 
-class _Joint:
-    """What the three forms have in common; each yields its parts in the order they are drawn."""
+class _Joint(OnMesh, ABC):
+    """What the three forms have in common."""
 
-    mesh: Mesh | None
+    @abstractmethod
+    def visit_parts(self, visit: Visit) -> None:
+        """Go through the parts in the order they are drawn; later ones see what ``visit`` returns."""
 
-    def _parts(self) -> Parts:
-        raise NotImplementedError
-
+    @abstractmethod
     def _pack(self, by_name: dict[str, Any]) -> Any:
         """Give results, in the order drawn, the structure of a value."""
-        raise NotImplementedError
 
     def _given(self, value: Any) -> dict[Any, Any]:
         """Return the entries of a value by name, or by place where they have none."""
@@ -74,8 +69,8 @@ class _Joint:
     def sample(self, rng_key: jax.Array, sample_shape: int | tuple[int, ...] = ()) -> Any:
         """Draw all parts.
 
-        Part i, in the order they are drawn, draws from ``fold_in(rng_key, i)``, and of many samples the
-        j-th from ``fold_in(rng_key, j)`` as its key.
+        The i-th part drawn uses the key ``fold_in(rng_key, i)``. With a ``sample_shape``, the j-th
+        sample uses ``fold_in(rng_key, j)`` in place of ``rng_key``.
 
         Parameters
         ----------
@@ -93,8 +88,8 @@ class _Joint:
         Raises
         ------
         TypeError, ValueError
-            If the key is none, a `Sharded` part has no mesh, a part is no distribution, or there is a
-            ``sample_shape`` and the mesh does not divide the rows.
+            If the key is not a typed key, a `Sharded` part has no mesh, a part is not a distribution,
+            or there is a ``sample_shape`` and the mesh does not divide the rows.
         """
         check_key(rng_key)
         shape = (sample_shape,) if isinstance(sample_shape, int) else tuple(sample_shape)
@@ -115,8 +110,8 @@ class _Joint:
         Parameters
         ----------
         value
-            What `sample` returns without a ``sample_shape`` (vmap over those); a list or tuple serves
-            for a namedtuple. Rows may be `Padded`, placed or not.
+            What `sample` returns without a ``sample_shape`` (use vmap for many samples). A list or
+            tuple may stand for a namedtuple. Rows may be `Padded`, placed or not.
 
         Raises
         ------
@@ -141,10 +136,10 @@ class _Joint:
     def condition(self, /, **observed: Any) -> Posterior:
         """Observe some parts, and return the posterior of the others.
 
-        Rows are streamed: `Sharded` parts with as many rows over the same axis form one `Plate`, the
-        latents among them local to it, and the model is run again on any block of its rows. So a row
-        may depend on parts without rows, and on its own row of the others. Arrays with rows that the
-        model reads are passed to it (``JointDistributionCoroutine(model, x)``, or
+        Rows are streamed: `Sharded` parts with equally many rows over the same axis form one `Plate`,
+        whose local latents are the latents among them. The model is run again on each block of rows,
+        so a row may depend on parts without rows and on its own row of other parts. Arrays of rows that
+        the model reads must be its arguments (``JointDistributionCoroutine(model, x)``, or
         ``jax.tree_util.Partial(function, x)`` as a part), placed over the same axis by `place`.
 
         Parameters
@@ -155,26 +150,32 @@ class _Joint:
         Returns
         -------
         Posterior
-            Of a dict of the other parts by name; ``origin()`` is a position to start around. Parts that
-            are NumPyro's are sampled on the whole real line, by the bijection of their support.
+            Its position is a dict of the other parts by name; ``origin()`` is a position to start
+            around. NumPyro's distributions are sampled on the whole real line, through the bijection of
+            their support.
 
         Raises
         ------
         ValueError
-            If no part has that name, a value does not fit it, no part is left, one left is discrete, or
-            blocks of rows cannot be evaluated apart (``CannotStream``).
+            If no part has that name, a value does not fit its part, no part is left to sample, one of
+            those left is discrete, or blocks of rows cannot be evaluated apart (``CannotStream``).
         """
         return condition(self, observed)
 
     def _arrays(self, value: Any) -> dict[Any, Any]:
-        _check_not_constant(self)
+        if megabytes := constant_megabytes(self):
+            raise ValueError(
+                f"{megabytes:.1f} MB of the joint distribution's arrays would become constants of "
+                "this program, because it closes over them. Make the joint an argument: "
+                "jax.jit(type(joint).log_prob)(joint, value)"
+            )
         return {k: x if is_padded(x) else jnp.asarray(x) for k, x in self._given(value).items()}
 
     def _sample(self, rng_key: jax.Array) -> Any:
         def visit(index: int, name: str, part: Any) -> Any:
             key = jax.random.fold_in(rng_key, index)
-            out[name] = part.sample(key) if isinstance(part, Sharded) else sharded.draw(part, key, ())
-            return unpad(out[name])
+            out[name] = part.sample(key) if isinstance(part, Sharded) else sharded.draw_part(part, key)
+            return real_rows(out[name])
 
         out: dict[str, Any] = {}
         run(self, visit)
@@ -218,14 +219,15 @@ class JointDistributionSequential(_Joint):
                 raise ValueError(
                     f"part {i} takes {required(part)}, but there are only {i} parts before it"
                 )
-        set_fields(self, parts=tuple(map(hold, parts)), mesh=checked_mesh(mesh))
+        set_fields(self, parts=tuple(map(held_part, parts)), mesh=checked_mesh(mesh))
 
-    def _parts(self) -> Parts:
+    def visit_parts(self, visit: Visit) -> None:
+        """Go through the list."""
         values: list[Any] = []
         for i, part in enumerate(self.parts):
             taken = () if is_distribution(part) else values[: num_taken(part, i)]
             distribution = part if is_distribution(part) else part(*taken)
-            values.insert(0, (yield name_of_part(distribution, i), distribution))
+            values.insert(0, visit(name_of_part(distribution, i), distribution))
 
     def _pack(self, by_name: dict[str, Any]) -> list[Any]:
         return list(by_name.values())
@@ -242,7 +244,7 @@ class JointDistributionNamed(_Joint):
     ----------
     parts
         Name to distribution (`Sharded` or not), or to a function that returns one. Arrays that a
-        function needs besides go through ``jax.tree_util.Partial``.
+        function also needs go through ``jax.tree_util.Partial``.
     mesh
         The mesh of `Sharded` parts that have none of their own.
 
@@ -267,17 +269,18 @@ class JointDistributionNamed(_Joint):
         order = in_order({name: taken_by(part, parts) for name, part in parts.items()})
         set_fields(
             self,
-            parts=tuple(hold(parts[name]) for name in order),
+            parts=tuple(held_part(parts[name]) for name in order),
             order=order,
             written=tuple(parts),
             mesh=checked_mesh(mesh),
         )
 
-    def _parts(self) -> Parts:
+    def visit_parts(self, visit: Visit) -> None:
+        """Go through the dict, each part after those that it takes."""
         values: dict[str, Any] = {}
         for name, part in zip(self.order, self.parts, strict=True):
             taken = {other: values[other] for other in taken_by(part, self.order)}
-            values[name] = yield name, part if is_distribution(part) else part(**taken)
+            values[name] = visit(name, part if is_distribution(part) else part(**taken))
 
     def _pack(self, by_name: dict[str, Any]) -> dict[str, Any]:
         return {name: by_name[name] for name in self.written}
@@ -334,21 +337,25 @@ class JointDistributionCoroutine(_Joint):
     def __init__(self, model: Callable, *args: Any, mesh: Mesh | None = None):
         bound = as_partial(model)
         bound = Function(bound.reading, *bound.args, *args, **bound.keywords)
-        set_fields(self, model=hold(bound), mesh=checked_mesh(mesh))
+        set_fields(self, model=held_part(bound), mesh=checked_mesh(mesh))
 
-    def _parts(self) -> Parts:
+    def visit_parts(self, visit: Visit) -> None:
+        """Run the generator, and send it the value of each part that it yields."""
         generator = self.model()
         if not inspect.isgenerator(generator):
             raise TypeError(
                 f"{name_of_function(self.model)}: expected a generator function, which yields its "
                 f"parts; it returned {shown(generator)}"
             )
-        part, index = next(generator, END), 0
-        while part is not END:
-            name = part.name if isinstance(part, Root) else None
-            distribution = part.distribution if isinstance(part, Root) else part
-            name = name_of_part(distribution, index) if name is None else name
-            part, index = send(generator, (yield name, distribution)), index + 1
+        value, index = None, 0
+        while True:
+            try:
+                part = generator.send(value)  # pyright: ignore[reportArgumentType]
+            except StopIteration:
+                return
+            root = part if isinstance(part, Root) else Root(part)
+            name = name_of_part(root.distribution, index) if root.name is None else root.name
+            value, index = visit(name, root.distribution), index + 1
 
     def _pack(self, by_name: dict[str, Any]) -> Any:
         return _value_class(tuple(by_name))(*by_name.values())
@@ -360,8 +367,11 @@ def _log_prob_each(joint: _Joint, given: dict[Any, Any]) -> dict[str, jax.Array]
         if key not in given:
             raise ValueError(f"value: expected one of part {name!r} too, got {_counted(given)}")
         rest.discard(key)
-        out[name] = _log_prob_of(name, part, given[key])
-        return unpad(given[key])
+        value = given[key]
+        check_value(f"part {name!r}", part, value)
+        is_sharded = isinstance(part, Sharded)
+        out[name] = part.log_prob(value) if is_sharded else jnp.sum(sharded.log_prob(part, value))
+        return real_rows(value)
 
     out: dict[str, jax.Array] = {}
     rest = set(given)
@@ -376,13 +386,6 @@ def _counted(given: dict[Any, Any]) -> str:
     return f"those of {names}" if names else f"{len(given)} values"
 
 
-def _log_prob_of(name: str, part: Any, value: Any) -> jax.Array:
-    check_value(f"part {name!r}", part, value)
-    if isinstance(part, Sharded):
-        return part.log_prob(value)
-    return jnp.sum(sharded.log_prob(part, value))
-
-
 def _log_prob(joint: _Joint, given: dict[Any, Any]) -> jax.Array:
     return sum(_log_prob_each(joint, given).values(), start=jnp.zeros(()))
 
@@ -393,18 +396,6 @@ def _log_prob_parts(joint: _Joint, given: dict[Any, Any]) -> Any:
 
 _jit_log_prob = jax.jit(_log_prob)
 _jit_log_prob_parts = jax.jit(_log_prob_parts)
-
-
-def _check_not_constant(joint: _Joint) -> None:
-    """Raise if the joint's arrays are being written into a program, whole on every device."""
-    held = [x for x in jax.tree.leaves(joint) if not tree.is_traced(x)] if is_staging() else []
-    num_bytes = sum(x.nbytes for x in held)
-    if num_bytes > CONSTANT_BYTES:
-        raise ValueError(
-            f"{num_bytes / 1e6:.1f} MB of the joint distribution's arrays would become constants of "
-            "this program, because it closes over them. Make the joint an argument: "
-            "jax.jit(type(joint).log_prob)(joint, value)"
-        )
 
 
 @cache

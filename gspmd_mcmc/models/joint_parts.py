@@ -3,43 +3,38 @@
 import inspect
 import keyword
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.models import sharded
-from gspmd_mcmc.models.sharded import Sharded, check_value, is_distribution, shown, unpad
+from gspmd_mcmc.functions.function import as_partial
+from gspmd_mcmc.functions.modules import hold, release
+from gspmd_mcmc.models.sharded import Sharded, check_value, draw_part, is_distribution, shown
 from gspmd_mcmc.placement.mesh import auto_mesh
-from gspmd_mcmc.placement.padding import is_padded
-from gspmd_mcmc.targets.functions import as_partial
-
-END: Any = object()
-
-
-def send(generator: Any, value: Any) -> Any:
-    """Send a generator a value; return what it yields next, or `END`."""
-    try:
-        return generator.send(value)
-    except StopIteration:
-        return END
+from gspmd_mcmc.placement.padding import real_rows
 
 
 def run(joint: Any, visit: Callable[[int, str, Any], Any]) -> None:
     """Go through the parts: ``visit(index, name, part)`` returns the value that later ones see."""
-    seen: list[str] = []
-    parts = jax.tree.map(_released, joint, is_leaf=_is_held)._parts()
-    found = next(parts, END)
-    while found is not END:
-        name, part = found
-        _check_found(name, part, seen)
+
+    def checked(name: str, part: Any) -> Any:
+        check_name(name)
+        if not is_distribution(part):
+            raise TypeError(
+                f"part {name!r}: expected a distribution, Sharded(distribution) or (of a coroutine) "
+                f"Root(distribution), got {shown(part)}"
+            )
+        if name in seen:
+            raise ValueError(f"two parts are called {name!r}; give them names: Sharded(..., name=...)")
         if isinstance(part, Sharded) and part.mesh is None:
             part = tree.replace(part, mesh=joint.mesh)
         seen.append(name)
-        found = send(parts, visit(len(seen) - 1, name, part))
+        return visit(len(seen) - 1, name, part)
+
+    seen: list[str] = []
+    release(joint).visit_parts(checked)
     if not seen:
         raise ValueError("the joint distribution has no parts")
 
@@ -51,7 +46,7 @@ def trace(joint: Any, observed: dict[str, Any], fact: Callable) -> dict[str, Any
         def visit(index: int, name: str, part: Any) -> Any:
             if name in observed:
                 check_value(f"observed {name!r}", part, observed[name])
-            value = unpad(observed[name]) if name in observed else _draw(part, key)
+            value = real_rows(observed[name]) if name in observed else draw_part(part, key)
             found[name] = fact(name, part, value)
             return value
 
@@ -62,50 +57,6 @@ def trace(joint: Any, observed: dict[str, Any], fact: Callable) -> dict[str, Any
     return found
 
 
-def _draw(part: Any, rng_key: jax.Array) -> jax.Array:
-    return part.draw(rng_key) if isinstance(part, Sharded) else sharded.draw(part, rng_key, ())
-
-
-# What a joint distribution holds: arrays are leaves, all else is metadata of the pytree.
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True, eq=False)
-class Constant:
-    """Something that is no array, such as a number that shapes depend on, kept out of the leaves."""
-
-    value: Any
-
-    def _key(self) -> Any:
-        is_plain = isinstance(self.value, bool | int | float | complex | str | np.generic)
-        return (type(self.value), self.value) if is_plain else id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-
-def hold(part: Any) -> Any:
-    """Return a part as a pytree whose leaves are its arrays."""
-    part = part if is_distribution(part) else as_partial(part)
-    return jax.tree.map(_held, part, is_leaf=is_padded)
-
-
-def _held(x: Any) -> Any:
-    is_array = hasattr(x, "dtype") and not isinstance(x, np.generic)
-    return x if is_padded(x) or is_array else Constant(x)
-
-
-def _is_held(x: Any) -> bool:
-    return is_padded(x) or isinstance(x, Constant)
-
-
-def _released(x: Any) -> Any:
-    return x.value if isinstance(x, Constant) else unpad(x)
-
-
 # The parts as they are written: checks, names, and what functions take.
 
 
@@ -114,6 +65,11 @@ def checked_mesh(mesh: Mesh | None) -> Mesh | None:
     if mesh is not None:
         auto_mesh("mesh", mesh)
     return mesh
+
+
+def held_part(part: Any) -> Any:
+    """Return a part as a pytree whose leaves are its arrays."""
+    return hold(part if is_distribution(part) else as_partial(part))
 
 
 def check_part(what: str, part: Any) -> None:
@@ -129,17 +85,6 @@ def check_name(name: Any) -> None:
     is_word = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
     if not is_word or name.startswith("_"):
         raise ValueError(f"expected the name of a part to be an identifier, got {name!r}")
-
-
-def _check_found(name: str, part: Any, seen: list[str]) -> None:
-    check_name(name)
-    if not is_distribution(part):
-        raise TypeError(
-            f"part {name!r}: expected a distribution, Sharded(distribution) or (of a coroutine) "
-            f"Root(distribution), got {shown(part)}"
-        )
-    if name in seen:
-        raise ValueError(f"two parts are called {name!r}; give them names: Sharded(..., name=...)")
 
 
 def name_of_part(distribution: Any, index: int) -> str:

@@ -1,7 +1,7 @@
 """Distributions over the rows of a mesh axis: every device holds its rows of a sample.
 
-One `Sharded` is the whole distribution, not a device's part of it: its sample is one global array, and
-its log probability is the sum over all rows. The compiler puts in the reduction.
+A `Sharded` is the whole distribution, not a device's part of it. A sample is one global array, and the
+log probability is the sum over all rows; the compiler inserts the reduction.
 """
 
 import inspect
@@ -16,16 +16,23 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspmd_mcmc.placement.explicit import on_any_mesh
-from gspmd_mcmc.placement.mesh import auto_mesh
-from gspmd_mcmc.placement.padding import Padded, is_real, padded_rows
+from gspmd_mcmc.placement.explicit import OnMesh, on_any_mesh
+from gspmd_mcmc.placement.mesh import auto_mesh, axes_of
+from gspmd_mcmc.placement.padding import (
+    Padded,
+    is_real,
+    num_real_rows,
+    padded_rows,
+    real_rows,
+    values_of,
+)
 from gspmd_mcmc.targets.checks import check_key
 from gspmd_mcmc.tree import PyTree, is_staging, pytree, set_fields, static
 
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class Sharded:
+class Sharded(OnMesh):
     """A distribution whose rows lie over a mesh axis.
 
     It is a pytree: pass it into a program, ``jax.jit(gm.Sharded.log_prob)(sharded, value)``, or make it
@@ -39,19 +46,19 @@ class Sharded:
     axis
         Name of the mesh axis that the rows lie over, or names.
     mesh
-        The mesh, of Auto axes (`make_mesh`). To sample takes one; joint distributions lend theirs.
+        The mesh, needed for sampling. Parts of a joint distribution use that of the joint.
     num_rows
-        How many rows, drawn independently: a sample is [num_rows, ...] with the shape of the
-        distribution's own sample behind. None where the distribution has its rows itself: they are the
-        first axis of its batch shape, or, if that is empty, of whatever is sampled.
+        How many rows are drawn independently: a sample is [num_rows, ...], followed by the shape of the
+        distribution's own sample. None if the distribution has the rows itself: they are the first axis
+        of its batch shape or, if that is empty, of the sample.
     name
         What a joint distribution calls it.
 
     Raises
     ------
     TypeError, ValueError
-        If ``distribution`` is none, ``num_rows`` is less than 1, or the mesh has no such axis or has
-        axes that are not Auto.
+        If ``distribution`` is not a distribution, ``num_rows`` is less than 1, or the mesh has no such
+        axis or has axes that are not Auto.
     """
 
     distribution: Any
@@ -73,7 +80,10 @@ class Sharded:
             raise TypeError(
                 f"Sharded: expected a distribution, with sample and log_prob, got {shown(distribution)}"
             )
-        _check_num_rows(num_rows)
+        if num_rows is not None and (
+            isinstance(num_rows, bool) or not isinstance(num_rows, int | np.integer) or num_rows < 1
+        ):
+            raise ValueError(f"Sharded: num_rows: expected an integer of at least 1, got {num_rows!r}")
         _check_axis(axis, mesh)
         axis = axis if isinstance(axis, str) else tuple(axis)
         num_rows = None if num_rows is None else int(num_rows)
@@ -82,7 +92,7 @@ class Sharded:
     @property
     def axes(self) -> tuple[str, ...]:
         """Names of the mesh axes that the rows lie over."""
-        return (self.axis,) if isinstance(self.axis, str) else self.axis
+        return axes_of(self.axis)
 
     @on_any_mesh
     def sample(self, rng_key: jax.Array, sample_shape: int | tuple[int, ...] = ()) -> Any:
@@ -106,8 +116,8 @@ class Sharded:
         Raises
         ------
         TypeError, ValueError
-            If there is no mesh, the key is none, the sample has no rows, or it has rows that the mesh
-            does not divide behind a ``sample_shape`` (draw those by `jax.vmap` over keys).
+            If there is no mesh, the key is not a typed key, the sample has no rows, or there is a
+            ``sample_shape`` and the mesh does not divide the rows (use `jax.vmap` over keys).
         """
         check_key(rng_key)
         shape = (sample_shape,) if isinstance(sample_shape, int) else tuple(sample_shape)
@@ -138,11 +148,6 @@ class Sharded:
         check_value("Sharded.log_prob", self, value)
         return (_total if _is_plain(self, value) else _jit_total)(self, value)
 
-    def draw(self, rng_key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
-        """Draw the values alone: neither laid over a mesh nor padded."""
-        rows = () if self.num_rows is None else (self.num_rows,)
-        return draw(self.distribution, rng_key, (*sample_shape, *rows))
-
 
 def is_distribution(thing: Any) -> bool:
     """Tell whether something can be sampled and has a log probability; a class does not count."""
@@ -150,8 +155,16 @@ def is_distribution(thing: Any) -> bool:
     return has_both and not isinstance(thing, type)
 
 
-def draw(distribution: Any, rng_key: jax.Array, sample_shape: tuple[int, ...]) -> jax.Array:
-    """Sample any distribution."""
+def plain(part: Any) -> Any:
+    """Return the distribution of a part, `Sharded` or not."""
+    return part.distribution if isinstance(part, Sharded) else part
+
+
+def draw_part(part: Any, rng_key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
+    """Draw the values of any distribution, `Sharded` or not: neither laid over a mesh nor padded."""
+    if isinstance(part, Sharded) and part.num_rows is not None:
+        sample_shape = (*sample_shape, part.num_rows)
+    distribution = plain(part)
     with jax.numpy_rank_promotion("allow"):  # NumPyro's own code relies on it
         if "seed" in inspect.signature(distribution.sample).parameters:  # TFP's way
             return jnp.asarray(distribution.sample(sample_shape, seed=rng_key))
@@ -171,21 +184,15 @@ def check_value(what: str, part: Any, value: Any) -> None:
     """
     if isinstance(value, Padded) and not isinstance(part, Sharded):
         raise ValueError(f"{what}: got {value} for a part that is not Sharded; nothing masks its pad")
-    values = value.values if isinstance(value, Padded) else value
-    rows = value.num_rows if isinstance(value, Padded) else (*jnp.shape(values), None)[0]
-    shape = (rows, *jnp.shape(values)[1:]) if jnp.ndim(values) else ()
+    values = values_of(value)
+    shape = (num_real_rows(value), *jnp.shape(values)[1:]) if jnp.ndim(values) else ()
     expected = _shapes(part)
     if not any(_matches(shape, pattern) for pattern in expected):
-        shown = " or ".join(_shape_str(pattern) for pattern in expected)
+        shapes = " or ".join(_shape_str(pattern) for pattern in expected)
         raise ValueError(
-            f"{what}: expected one value of shape {shown}, got {_shape_str(shape)}. Of many samples, "
+            f"{what}: expected one value of shape {shapes}, got {_shape_str(shape)}. Of many samples, "
             "take jax.vmap"
         )
-
-
-def unpad(value: Any) -> Any:
-    """Return the real rows of a value, inside a program or outside."""
-    return value.values[: value.num_rows] if isinstance(value, Padded) else value
 
 
 def shown(thing: Any) -> str:
@@ -197,7 +204,7 @@ def shown(thing: Any) -> str:
 def _shapes(part: Any) -> list[tuple]:
     """Shapes that one sample can have; None is an axis of any length, an ellipsis any axes."""
     is_sharded = isinstance(part, Sharded)
-    distribution = part.distribution if is_sharded else part
+    distribution = plain(part)
     rows = part.num_rows if is_sharded else None
     if not (hasattr(distribution, "batch_shape") and hasattr(distribution, "event_shape")):
         return [(rows, ...) if is_sharded else (...,)]
@@ -220,13 +227,6 @@ def _matches(shape: tuple, pattern: tuple) -> bool:
 
 def _shape_str(pattern: tuple) -> str:
     return f"[{', '.join('rows' if n is None else '...' if n is ... else str(n) for n in pattern)}]"
-
-
-def _check_num_rows(num_rows: Any) -> None:
-    if num_rows is None:
-        return
-    if isinstance(num_rows, bool) or not isinstance(num_rows, int | np.integer) or num_rows < 1:
-        raise ValueError(f"Sharded: num_rows: expected an integer of at least 1, got {num_rows!r}")
 
 
 def _check_axis(axis: Any, mesh: Mesh | None) -> None:
@@ -253,18 +253,14 @@ def _is_plain(*args: PyTree) -> bool:
 
 def _total(sharded: Sharded, value: Any) -> jax.Array:
     # Cutting the pad off is free inside a program, and leaves nothing to mask.
-    return jnp.sum(log_prob(sharded.distribution, unpad(value)))
+    return jnp.sum(log_prob(sharded.distribution, real_rows(value)))
 
 
 def _draw_laid(sharded: Sharded, rng_key: jax.Array, sample_shape: tuple[int, ...]) -> Any:
     """Draw in a program, so that every device draws its own rows."""
-    values = sharded.draw(rng_key, sample_shape)
+    values = draw_part(sharded, rng_key, sample_shape)
     has_rows = sharded.num_rows is not None or bool(getattr(sharded.distribution, "batch_shape", ()))
-    return _lay(sharded, values, len(sample_shape) if has_rows else 0)
-
-
-def _lay(sharded: Sharded, values: jax.Array, row_axis: int) -> Any:
-    """Pad the rows and lay them over the mesh."""
+    row_axis = len(sample_shape) if has_rows else 0
     if values.ndim <= row_axis:
         raise ValueError("Sharded: a scalar has no rows to lay over the mesh: give num_rows=")
     assert sharded.mesh is not None

@@ -1,14 +1,14 @@
-"""The door for meshes of others: axes that are not Auto, and a mesh in context.
+"""Meshes whose axes are not Auto, and a mesh in context: how calls of ours are made from there.
 
-`jax.make_mesh` makes Explicit axes, and training loops stand in the context of such a mesh. Our
-programs let the compiler place collectives, so inside all axes are Auto. `on_any_mesh` is where a call
-crosses: arrays on other axes are relabelled, which moves no data, no mesh is in context, and results
-come back on the mesh that was given.
+`jax.make_mesh` makes Explicit axes, and training loops run in the context of such a mesh. Our programs
+let the compiler place collectives, so inside all axes are Auto. `on_any_mesh` is where a call crosses:
+arrays on other axes are relabelled, which moves no data, no mesh is in context, and results come back
+on the mesh that was given.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -19,20 +19,36 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.placement.mesh import auto_mesh, is_auto
+from gspmd_mcmc.placement.mesh import auto_mesh, is_auto, named_sharding
 from gspmd_mcmc.tree import PyTree, is_staging, is_traced
 
 F = TypeVar("F", bound=Callable)
 AnyMesh = Mesh | AbstractMesh
 NO_MESH = Mesh(np.empty((), object), ())  # what is in context where nobody has set a mesh
 WHOLE = object()
-_INSIDE: WeakKeyDictionary[Any, tuple[list, Any, Any]] = WeakKeyDictionary()
 SIGNS_OF_TWO_MESHES = ("Mesh for all inputs should be equal", "should match the aval mesh")
 OF_TWO_MESHES = (
     "A function reads an array that lies on a mesh whose axes are not Auto, as all that are made under "
     "jax.set_mesh of one do. Bind it, jax.tree_util.Partial(function, array), or make it with NumPy: "
     "functions run on Auto axes, and what they are given is taken there"
 )
+
+
+class SameObject:
+    """What keeps its identity when calls cross: one object in, the same object out.
+
+    A kernel is checked against its target by identity, and programs are known by it.
+    """
+
+
+class OnMesh:
+    """A dataclass whose field ``mesh`` is metadata: it is relabelled with the arrays."""
+
+    mesh: Mesh | None
+
+
+# An object to its arrays and its form inside, the same in every call that has these arrays.
+_INSIDE: WeakKeyDictionary[SameObject, tuple[list, Any, Any]] = WeakKeyDictionary()
 
 
 def on_any_mesh(function: F, like: Callable | None = None) -> F:
@@ -43,9 +59,9 @@ def on_any_mesh(function: F, like: Callable | None = None) -> F:
     function
         Any function or method.
     like
-        Inside a program a result has to say how it lies. ``like(out, *args)`` has its structure, with
-        an array in the place of each leaf that lies as that array does, a `PartitionSpec`, or `WHOLE`
-        for what is whole on every device, as all is if there is no ``like``.
+        How a result lies, which has to be stated inside a program. ``like(out, *args)`` has the
+        structure of the result; for each leaf it has an array that lies alike, a `PartitionSpec`, or
+        `WHOLE` if the leaf is whole on every device. None: every leaf is.
     """
 
     @wraps(function)
@@ -55,7 +71,7 @@ def on_any_mesh(function: F, like: Callable | None = None) -> F:
             return function(*args, **kwargs)
         if is_staging() or _traced(given):
             with _explained():
-                return _in_program(function, given, like or _all_whole)
+                return _in_program(function, given, like or (lambda out, *args, **kwargs: whole(out)))
         crossing = Crossing.of(given)
         with no_context_mesh(), _explained():
             args, kwargs = crossing.inward(given)
@@ -67,10 +83,6 @@ def on_any_mesh(function: F, like: Callable | None = None) -> F:
 def whole(out: PyTree) -> PyTree:
     """Say of every leaf of a result that it is whole on every device."""
     return jax.tree.map(lambda _: WHOLE, out)
-
-
-def _all_whole(out: PyTree, *args: Any, **kwargs: Any) -> PyTree:
-    return whole(out)
 
 
 @contextmanager
@@ -87,13 +99,6 @@ def no_context_mesh() -> Iterator[None]:
         yield
 
 
-def _context_mesh() -> Mesh:
-    try:
-        return jax.sharding.get_mesh()
-    except ValueError:  # inside vmap JAX does not tell
-        return NO_MESH
-
-
 @contextmanager
 def _explained() -> Iterator[None]:
     """Say what two meshes in one program mean: what a function reads by itself is on another one."""
@@ -107,116 +112,60 @@ def _explained() -> Iterator[None]:
 
 
 class Crossing:
-    """One call's way in and out.
-
-    What does not change stays the same object, and a target comes out as the one that went in.
+    """One call's way in and out. What does not change stays the same object, and so does `SameObject`.
 
     Attributes
     ----------
-    mesh
-        The first mesh whose axes are not all Auto, if there is one.
+    mesh, auto
+        The first mesh whose axes are not all Auto, if there is one, and its form with Auto axes.
     """
 
     def __init__(self, mesh: AnyMesh | None):
         self.mesh = mesh
         self.auto = None if mesh is None else auto_mesh("mesh", mesh)
-        self.inside: dict[int, tuple[Any, Any]] = {}  # targets by id: as given, and inside
-        self.outside: dict[int, tuple[Any, Any]] = {}
+        self._inside: dict[int, tuple[Any, Any]] = {}  # by id: as given, and inside
+        self._outside: dict[int, tuple[Any, Any]] = {}
 
     @classmethod
     def of(cls, given: PyTree) -> "Crossing":
         """Read the mesh off what is given, meshes before arrays; else it is the context's."""
         found = [mesh for mesh, _ in sorted(_meshes(given), key=lambda pair: not pair[1])]
-        others = [mesh for mesh in (*found, _context_mesh()) if not is_auto(mesh)]
-        return cls(others[0] if others else None)
+        with suppress(ValueError):  # inside vmap JAX does not tell
+            found.append(jax.sharding.get_mesh())
+        return cls(next((mesh for mesh in found if not is_auto(mesh)), None))
 
     def inward(self, given: PyTree) -> PyTree:
         """Relabel everything with Auto axes."""
 
-        def target(one: Any) -> Any:
-            if id(one) not in self.inside:
-                found = _kept_inside(one, lambda: _mapped_target(one, _to_auto, target))
-                self.inside[id(one)] = self.outside[id(found)] = (one, found)
-            return self.inside[id(one)][1]
+        def same(one: Any) -> Any:
+            if id(one) not in self._inside:
+                found = _inside_of(one, lambda: _mapped(one, _to_auto, same, is_root=True))
+                self._inside[id(one)] = self._outside[id(found)] = (one, found)
+            return self._inside[id(one)][1]
 
-        return _mapped(given, _to_auto, target)
+        return _mapped(given, _to_auto, same)
 
     def outward(self, result: PyTree) -> PyTree:
         """Relabel what lies on the Auto form of the mesh given with that mesh."""
         if self.mesh is None:
             return result
 
-        def target(one: Any) -> Any:
-            if id(one) in self.outside:
-                return self.outside[id(one)][0]
-            return _mapped_target(one, self._back, target)
+        def same(one: Any) -> Any:
+            known = self._outside.get(id(one))
+            return _mapped(one, self._back, same, is_root=True) if known is None else known[0]
 
-        return _mapped(result, self._back, target)
+        return _mapped(result, self._back, same)
 
     def _back(self, x: Any) -> Any:
         assert self.mesh is not None
         if isinstance(x, AnyMesh):
             return self.mesh if x == self.auto else x
-        mesh = getattr(getattr(x, "sharding", None), "mesh", None)
-        return _relabelled(x, self.mesh) if mesh is not None and mesh == self.auto else x
+        sharding = x if isinstance(x, NamedSharding) else named_sharding(x)
+        return _relabelled(x, self.mesh) if sharding is not None and sharding.mesh == self.auto else x
 
 
-def _to_auto(x: Any) -> Any:
-    if isinstance(x, AnyMesh):
-        return auto_mesh("mesh", x)
-    if isinstance(x, NamedSharding):
-        mesh = auto_mesh("sharding", x.mesh)
-        return x if mesh == x.mesh else NamedSharding(mesh, x.spec, memory_kind=x.memory_kind)
-    sharding = _sharding(x)
-    return _relabelled(x, auto_mesh("an array", sharding.mesh)) if sharding is not None else x
-
-
-def _relabelled(x: Any, mesh: AnyMesh) -> Any:
-    """Return an array, or a shape, of the same parts on the same devices under another mesh."""
-    if x.sharding.mesh == mesh:
-        return x
-    # As programs write them, so that what they return is not another type: on Auto axes P("data"), on
-    # others P("data", None).
-    parts = tuple(x.sharding.spec) + (None,) * (x.ndim - len(x.sharding.spec))
-    while is_auto(mesh) and parts and parts[-1] is None:
-        parts = parts[:-1]
-    sharding = NamedSharding(mesh, P(*parts), memory_kind=x.sharding.memory_kind)
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.device_put(x, sharding)
-
-
-def _sharding(x: Any) -> NamedSharding | None:
-    """Return the named sharding of an array or a shape that is there, not traced."""
-    found = getattr(x, "sharding", None) if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else None
-    return found if isinstance(found, NamedSharding) and not is_traced(x) else None
-
-
-# Walking over what is given: pytrees, and dataclasses that are none (draws, modes).
-
-
-def _mapped(node: Any, leaf: Callable, target: Callable, *, is_root: bool = False) -> Any:
-    """Map arrays, meshes and shardings; ``target`` maps what has a log density, as one thing."""
-
-    def stops(x: Any) -> bool:
-        return (not is_root or x is not node) and (_is_target(x) or _holds_mesh(x))
-
-    leaves, treedef = jax.tree.flatten(node, is_leaf=stops)
-    new = [_mapped_one(x, leaf, target, is_root and x is node) for x in leaves]
-    is_same = all(a is b for a, b in zip(new, leaves, strict=True))
-    return node if is_same else jax.tree.unflatten(treedef, new)
-
-
-def _mapped_target(one: Any, leaf: Callable, target: Callable) -> Any:
-    """Map a target, and what it remembers beside its fields (how to draw from the prior)."""
-    found = _mapped(one, leaf, target, is_root=True)
-    rest = {} if found is one else {n: x for n, x in vars(one).items() if not hasattr(found, n)}
-    tree.set_fields(found, **_mapped(rest, leaf, target))
-    return found
-
-
-def _kept_inside(one: Any, convert: Callable) -> Any:
-    """Return the target that one is inside, the same in every call as long as it has these arrays."""
+def _inside_of(one: SameObject, convert: Callable) -> Any:
+    """Return an object's form inside, the one of earlier calls where the arrays are the same."""
     leaves, treedef = jax.tree.flatten(one)
     try:
         kept = _INSIDE.get(one)
@@ -230,47 +179,74 @@ def _kept_inside(one: Any, convert: Callable) -> Any:
     return found
 
 
-def _mapped_one(x: Any, leaf: Callable, target: Callable, is_root: bool) -> Any:
-    if _is_target(x) and not is_root:
-        return target(x)
-    if _holds_mesh(x):
-        mesh = leaf(x.mesh)
-        x = x if mesh is x.mesh else tree.replace(x, mesh=mesh)
-        return _mapped(x, leaf, target, is_root=True)
-    if not dataclasses.is_dataclass(x) or isinstance(x, type | jax.ShapeDtypeStruct):
-        return leaf(x)
-    old = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
-    new = {name: _mapped(value, leaf, target) for name, value in old.items()}
-    is_same = all(new[name] is value for name, value in old.items())
-    return x if is_same else tree.replace(x, **new)
+def _to_auto(x: Any) -> Any:
+    if isinstance(x, AnyMesh):
+        return auto_mesh("mesh", x)
+    sharding = x if isinstance(x, NamedSharding) else named_sharding(x)
+    return x if sharding is None else _relabelled(x, auto_mesh("an array", sharding.mesh))
 
 
-def _is_target(x: Any) -> bool:
-    return hasattr(x, "terms_and_grad") and not isinstance(x, type)
+def _relabelled(x: Any, mesh: AnyMesh) -> Any:
+    """Return an array, a shape or a sharding of the same parts on the same devices of another mesh."""
+    if isinstance(x, NamedSharding):
+        return x if x.mesh == mesh else NamedSharding(mesh, x.spec, memory_kind=x.memory_kind)
+    if x.sharding.mesh == mesh:
+        return x
+    # As programs write them, so that what they return is not another type: on Auto axes P("data"), on
+    # others P("data", None).
+    parts = tuple(x.sharding.spec) + (None,) * (x.ndim - len(x.sharding.spec))
+    while is_auto(mesh) and parts and parts[-1] is None:
+        parts = parts[:-1]
+    sharding = NamedSharding(mesh, P(*parts), memory_kind=x.sharding.memory_kind)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.device_put(x, sharding)
 
 
-def _holds_mesh(x: Any) -> bool:
-    """Tell whether this is a node of a tree whose mesh is metadata, such as `Sharded`."""
-    return dataclasses.is_dataclass(x) and isinstance(getattr(x, "mesh", None), AnyMesh)
+# Walking over what is given: pytrees, and dataclasses that are none (draws, modes).
 
 
-def _meshes(given: PyTree) -> Iterator[tuple[AnyMesh, bool]]:
-    """Yield every mesh, and whether it was given as such."""
+def _mapped(node: Any, leaf: Callable, same: Callable, *, is_root: bool = False) -> Any:
+    """Map arrays, meshes and shardings by ``leaf``; ``same`` maps a `SameObject` below the root."""
+
+    def stops(x: Any) -> bool:
+        return not (is_root and x is node) and isinstance(x, SameObject | OnMesh)
+
+    def one(x: Any) -> Any:
+        if isinstance(x, SameObject) and not (is_root and x is node):
+            return same(x)
+        if isinstance(x, OnMesh):
+            mesh = leaf(x.mesh)
+            x = x if mesh is x.mesh else tree.replace(x, mesh=mesh)
+            return _mapped(x, leaf, same, is_root=True)
+        if not dataclasses.is_dataclass(x) or isinstance(x, type | jax.ShapeDtypeStruct):
+            return leaf(x)
+        old = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+        new = {name: _mapped(value, leaf, same) for name, value in old.items()}
+        is_same = all(new[name] is value for name, value in old.items())
+        return x if is_same else tree.replace(x, **new)
+
+    leaves, treedef = jax.tree.flatten(node, is_leaf=stops)
+    new = [one(x) for x in leaves]
+    is_same = all(a is b for a, b in zip(new, leaves, strict=True))
+    return node if is_same else jax.tree.unflatten(treedef, new)
+
+
+def _meshes(given: PyTree) -> list[tuple[AnyMesh, bool]]:
+    """Return every mesh, and whether it was given as such."""
     found: list[tuple[AnyMesh, bool]] = []
 
     def see(x: Any) -> Any:
-        if isinstance(x, AnyMesh):
-            found.append((x, True))
-        sharding = x if isinstance(x, NamedSharding) else _sharding(x)
-        if sharding is not None:
-            found.append((sharding.mesh, False))
+        sharding = x if isinstance(x, NamedSharding) else named_sharding(x)
+        mesh = x if isinstance(x, AnyMesh) else None if sharding is None else sharding.mesh
+        found.extend([] if mesh is None else [(mesh, mesh is x)])
         return x
 
-    def target(x: Any) -> Any:
-        return _mapped(x, see, target, is_root=True)
+    def same(x: Any) -> Any:
+        return _mapped(x, see, same, is_root=True)
 
-    _mapped(given, see, target)
-    return iter(found)
+    _mapped(given, see, same)
+    return found
 
 
 # Inside a program that is being traced an array's type has the mesh, and the parts over Explicit axes.
@@ -290,10 +266,16 @@ def _traced(given: PyTree) -> list[Any]:
 
 
 def _in_program(function: Callable, given: PyTree, like: Callable) -> Any:
-    """Call a function inside a program that is being traced, all axes Auto for as long."""
+    """Call a function inside a program that is being traced, all axes Auto for as long.
+
+    The mesh is an array's, else the context's. Inside `shard_map` there is none for the compiler.
+    """
     args, kwargs = given
-    outer = _mesh_in_program(given)
-    if outer is None:
+    meshes = [jax.typeof(x).sharding.mesh for x in _traced(given)]
+    meshes += [mesh.abstract_mesh for mesh, _ in _meshes(given)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    outer = next((mesh for mesh in meshes if not is_auto(mesh)), None)
+    if outer is None or AxisType.Manual in outer.axis_types:
         return function(*args, **kwargs)
     auto = auto_mesh("mesh", outer)
     with jax.sharding.use_abstract_mesh(auto):
@@ -303,19 +285,6 @@ def _in_program(function: Callable, given: PyTree, like: Callable) -> Any:
     types = treedef.flatten_up_to(like(out, *args, **kwargs))
     laid = [_typed(x, t, outer) for x, t in zip(leaves, types, strict=True)]
     return jax.tree.unflatten(treedef, laid)
-
-
-def _mesh_in_program(given: PyTree) -> AbstractMesh | None:
-    """Return the mesh that is to be Auto inside: an array's, else the context's.
-
-    None inside `shard_map`, where there is none for the compiler.
-    """
-    meshes = [jax.typeof(x).sharding.mesh for x in _traced(given)]
-    meshes += [mesh.abstract_mesh for mesh, _ in _meshes(given)]
-    context = jax.sharding.get_abstract_mesh()
-    found = next((m for m in (*meshes, context) if not is_auto(m)), None)
-    is_manual = found is not None and AxisType.Manual in found.axis_types
-    return None if is_manual else found
 
 
 def _cast(x: Any, auto: AbstractMesh) -> Any:
@@ -330,9 +299,7 @@ def _cast(x: Any, auto: AbstractMesh) -> Any:
 
 def _typed(x: Any, like: Any, outer: AbstractMesh) -> Any:
     """Lay a result out over the mesh outside: as an array is, by a spec, or whole."""
-    if not isinstance(like, jax.Array):
-        return jax.sharding.reshard(x, NamedSharding(outer, like if isinstance(like, P) else P()))
-    sharding = jax.typeof(like).sharding
-    if sharding.mesh.empty:
-        return jax.sharding.reshard(x, NamedSharding(outer, P()))
-    return x if is_auto(sharding.mesh) else jax.sharding.reshard(x, sharding)
+    if isinstance(like, jax.Array) and not jax.typeof(like).sharding.mesh.empty:
+        sharding = jax.typeof(like).sharding
+        return x if is_auto(sharding.mesh) else jax.sharding.reshard(x, sharding)
+    return jax.sharding.reshard(x, NamedSharding(outer, like if isinstance(like, P) else P()))

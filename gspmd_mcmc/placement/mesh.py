@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from gspmd_mcmc.tree import is_traced
 
 
 def make_mesh(
@@ -37,11 +39,16 @@ def make_mesh(
     ValueError
         If the sizes do not multiply to the number of devices.
     """
-    devices = _devices(jax.devices() if devices is None else devices)
-    asked = {"chains": chains, "data": data, "model": model}
-    sizes = {name: size for name, size in asked.items() if size is not None} or {"data": -1}
-    sizes = _fill_in(sizes, len(devices))
-    grid = np.asarray(devices).reshape(tuple(sizes.values()))
+    given = jax.devices() if devices is None else devices
+    flat = list(np.ravel(given)) if isinstance(given, list | tuple | np.ndarray) else [given]
+    if not flat or not all(isinstance(device, jax.Device) for device in flat):
+        raise ValueError(
+            "make_mesh: expected devices, at least one, such as jax.devices()[:4], got "
+            f"devices={given!r}"
+        )
+    sizes = _given({"chains": chains, "data": data, "model": model}) or {"data": -1}
+    sizes = _fill_in(sizes, len(flat))
+    grid = np.asarray(flat).reshape(tuple(sizes.values()))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
@@ -62,44 +69,40 @@ def make_abstract_mesh(
     ValueError
         If no size is given, or one is less than 1.
     """
-    asked = {"chains": chains, "data": data, "model": model}
-    sizes = {name: size for name, size in asked.items() if size is not None}
+    sizes = _given({"chains": chains, "data": data, "model": model})
     if not sizes or any(not isinstance(n, int | np.integer) or n < 1 for n in sizes.values()):
         raise ValueError(
-            f"make_abstract_mesh({', '.join(f'{name}={size!r}' for name, size in sizes.items())}): "
-            "expected the size of at least one axis, each an integer of at least 1"
+            f"make_abstract_mesh({_shown(sizes)}): expected the size of at least one axis, each an "
+            "integer of at least 1"
         )
     axis_types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes), axis_types=axis_types)
 
 
-def _devices(given: Any) -> list[Any]:
-    """Return devices as a list; raise where there is none, or something else."""
-    devices = list(np.ravel(given)) if isinstance(given, list | tuple | np.ndarray) else [given]
-    if not devices or not all(hasattr(device, "platform") for device in devices):
-        raise ValueError(
-            f"make_mesh: expected devices, at least one, such as jax.devices()[:4], got "
-            f"devices={given!r}"
-        )
-    return devices
+def _given(sizes: dict[str, Any]) -> dict[str, Any]:
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def _shown(sizes: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={size!r}" for name, size in sizes.items())
 
 
 def _fill_in(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     """Replace -1 by the devices that are left, and check the product."""
-    asked = ", ".join(f"{name}={size!r}" for name, size in sizes.items())
-    if not all(isinstance(size, int | np.integer) for size in sizes.values()):
-        raise ValueError(f"make_mesh({asked}): expected integers")
-    if any(size != -1 and size < 1 for size in sizes.values()):
-        raise ValueError(f"make_mesh({asked}): an axis has at least 1 device; -1 takes what is left")
-    if sum(size == -1 for size in sizes.values()) > 1:
-        raise ValueError(f"make_mesh({asked}): only one axis can be -1")
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    if -1 in sizes.values() and num_devices % fixed == 0:
+    call, given = f"make_mesh({_shown(sizes)})", list(sizes.values())
+    if not all(isinstance(size, int | np.integer) for size in given):
+        raise ValueError(f"{call}: expected integers")
+    if any(size != -1 and size < 1 for size in given):
+        raise ValueError(f"{call}: an axis has at least 1 device; -1 takes what is left")
+    if given.count(-1) > 1:
+        raise ValueError(f"{call}: only one axis can be -1")
+    fixed = math.prod(size for size in given if size != -1)
+    if -1 in given and num_devices % fixed == 0:
         return {n: num_devices // fixed if s == -1 else s for n, s in sizes.items()}
     if fixed != num_devices:
         raise ValueError(
-            f"make_mesh({asked}): the axes multiply to {fixed}, but there are {num_devices} devices. "
-            "Change the sizes, or pass devices=jax.devices()[:n]; on a CPU, "
+            f"{call}: the axes multiply to {fixed}, but there are {num_devices} devices. Change the "
+            "sizes, or pass devices=jax.devices()[:n]; on a CPU, "
             'jax.config.update("jax_num_cpu_devices", n) before the first use of JAX gives n devices.'
         )
     return sizes
@@ -133,3 +136,15 @@ def auto_mesh(what: str, mesh: Any) -> Any:
             "device runs a program of its own. Call this outside; the compiler places the collectives"
         )
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def named_sharding(x: Any) -> NamedSharding | None:
+    """Return the named sharding of an array or a shape; None where it has none, or is traced."""
+    if is_traced(x) or not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    return x.sharding if isinstance(x.sharding, NamedSharding) else None
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes that an entry of a `PartitionSpec` names, or a user's name or names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,17 +1,20 @@
-"""What arrays lose at the door: JAX keeps 32 bits of each number, unless jax_enable_x64 is on."""
+"""What arrays lose when JAX takes them: it keeps 32 bits of a number, unless jax_enable_x64 is on."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
+from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.tree import PyTree, is_traced
 
-# What is looked at of an array of floats: rows and columns, evenly spread.
+# At most so many rows and columns of an array of floats are examined, evenly spread.
 MOST_ROWS, MOST_COLUMNS = 1024, 1024
-# Rounding may be this large beside the distance between the quartiles of a column. A spread under the
-# other number, beside the values, is rounding of float64 itself: the column is a constant.
+# The most that rounding may change values, relative to the distance of a column's quartiles. A spread
+# below the second number, relative to the values, is float64's own rounding: the column is constant.
 MOST_ROUNDING, LEAST_SPREAD = 1e-3, 1e-12
 
 
@@ -34,7 +37,10 @@ def check_numbers(name: str, array: Any, share: float = 1.0) -> None:
             "divide: (t - t[0]) / np.timedelta64(1, 's')"
         )
     if array.dtype.kind in "OUSV" and not jnp.issubdtype(array.dtype, jnp.number):
-        raise ValueError(f"{name}: expected an array of numbers, got ndarray of {array.dtype}")
+        advice = (
+            "" if array.dtype.kind == "V" else "; number labels by np.unique(x, return_inverse=True)"
+        )
+        raise ValueError(f"{name}: expected an array of numbers, got ndarray of {array.dtype}{advice}")
     dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
     if array.dtype.kind in "iu" and dtype.itemsize < array.dtype.itemsize and array.size:
         bounds = np.iinfo(dtype)
@@ -68,9 +74,10 @@ def wrong_integers(name: str, dtype: Any) -> ValueError:
 def check_resolution(name: str, array: np.ndarray, dtype: Any, share: float) -> None:
     """Raise where floats of another dtype cannot tell the values of a column apart.
 
-    Some rows are looked at. Rounding may change them by a thousandth of the distance of a column's
-    quartiles on average: of numbers around 10⁹ with a spread of 1,000 float32 has ten values left. Of a
-    ``share`` of the rows it may be more: if they are sorted, all of them lie so much further apart.
+    A sample of the rows is examined. On average rounding may change values by a thousandth of the
+    distance of their column's quartiles: of numbers around 10⁹ with a spread of 1,000, float32 leaves
+    ten values. An array that is a ``share`` of all rows may change by more: if rows are sorted, all of
+    them together are spread that much wider.
     """
     is_cut = array.dtype.kind in "fc" and dtype.itemsize < array.dtype.itemsize
     if not is_cut or not array.ndim or not array.size:
@@ -94,3 +101,17 @@ def check_resolution(name: str, array: np.ndarray, dtype: Any, share: float) -> 
                 f"rounding changes them by {rounding[worst]:.2g}. Subtract their mean before (NumPy, "
                 f"{array.dtype}), or set jax_enable_x64"
             )
+
+
+def nonfinite(of: PyTree) -> Iterator[tuple[KeyPath, int]]:
+    """Yield the path of each leaf that has values that are not finite, and how many."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(of):
+        if count := num_nonfinite(leaf):
+            yield path, count
+
+
+def num_nonfinite(leaf: Any) -> int:
+    """Count the values of an array that are NaN or infinite."""
+    if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        return 0
+    return int(to_host(jnp.sum(~jnp.isfinite(leaf))))

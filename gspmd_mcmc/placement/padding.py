@@ -1,4 +1,4 @@
-"""Rows that a mesh axis does not divide: padded with copies of a real row, and said so."""
+"""Rows that a mesh axis does not divide: padded with copies of a real row, and marked as such."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -41,22 +41,38 @@ class Padded:
 
     def __repr__(self) -> str:
         v = self.values
-        if not hasattr(v, "shape"):
+        if not hasattr(v, "shape"):  # JAX puts anything in the leaves of a pytree
             return f"Padded({v!r})"
         return f"Padded({v.dtype}{list(v.shape)}: {self.num_rows} rows + {self.num_pad} pad)"
 
 
-def real_rows(padded: Padded) -> Any:
-    """Return the real rows as an array, still on the devices; as a shape if the values are one."""
-    values = padded.values
-    if isinstance(values, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((padded.num_rows, *values.shape[1:]), values.dtype)
-    return values[: padded.num_rows]
-
-
-def is_padded(node) -> bool:
+def is_padded(node: Any) -> bool:
     """Tell whether a node of a tree is `Padded` (for ``is_leaf=``)."""
     return isinstance(node, Padded)
+
+
+def values_of(leaf: Any) -> Any:
+    """Return the array that a leaf is, or that a `Padded` holds, its pad included."""
+    return leaf.values if isinstance(leaf, Padded) else leaf
+
+
+def num_real_rows(leaf: Any) -> int | None:
+    """Return how many rows of an array are real; None for a scalar."""
+    return leaf.num_rows if isinstance(leaf, Padded) else (*np.shape(leaf), None)[0]
+
+
+def real_rows(leaf: Any) -> Any:
+    """Return the real rows as an array, still on the devices; as a shape if the values are one."""
+    if not isinstance(leaf, Padded):
+        return leaf
+    if isinstance(leaf.values, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((leaf.num_rows, *leaf.values.shape[1:]), leaf.values.dtype)
+    return leaf.values[: leaf.num_rows]
+
+
+def unpadded(tree: PyTree) -> PyTree:
+    """Return a tree with the real rows of its `Padded` leaves."""
+    return jax.tree.map(real_rows, tree, is_leaf=is_padded)
 
 
 def padded_rows(num_rows: int, num_blocks: int) -> int:
@@ -74,9 +90,9 @@ def refuse_padded(tree: PyTree, what: str, advice: str) -> None:
 
 
 def real_in_blocks(num_rows: int, num_padded: int, num_blocks: int) -> jax.Array:
-    """Count the rows of each block that are no pad, shape [blocks].
+    """Count the real rows of each block, shape [blocks].
 
-    By blocks, as all rows together may be more than 32-bit integers count.
+    Blocks are counted one by one, as 32-bit integers may not count all rows together.
     """
     block_rows = num_padded // num_blocks
     num_full, rest = divmod(num_rows, block_rows)
@@ -85,7 +101,6 @@ def real_in_blocks(num_rows: int, num_padded: int, num_blocks: int) -> jax.Array
 
 
 def is_real(num_rows: int, num_padded: int, num_blocks: int) -> jax.Array:
-    """Tell rows from pad, shape [padded rows]."""
-    block_rows = num_padded // num_blocks
+    """Tell real rows from pad, shape [padded rows]."""
     num_real = real_in_blocks(num_rows, num_padded, num_blocks)
-    return (jnp.arange(block_rows)[None] < num_real[:, None]).reshape(-1)
+    return (jnp.arange(num_padded // num_blocks)[None] < num_real[:, None]).reshape(-1)

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 from gspmd_mcmc.multihost.agreement import require_agreement
 from gspmd_mcmc.multihost.processes import is_local, spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
+from gspmd_mcmc.placement.mesh import axes_of
 from gspmd_mcmc.placement.numbers import check_numbers, wrong_integers
-from gspmd_mcmc.placement.padding import Padded, is_padded, padded_rows, real_rows
+from gspmd_mcmc.placement.padding import Padded, is_padded, padded_rows, real_rows, values_of
 from gspmd_mcmc.placement.positional import PositionalSharding
 from gspmd_mcmc.tree import PyTree, path_str
 
@@ -22,8 +23,8 @@ from gspmd_mcmc.tree import PyTree, path_str
 def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree = None) -> PyTree:
     """Lay a tree of arrays over a mesh.
 
-    On a mesh of several processes each gives the same whole arrays, and its devices take their parts;
-    for rows of its own see `place_local`, and `place_from_reader`.
+    On a mesh of several processes, each process passes the same whole arrays and its devices take their
+    parts. For rows that one process alone holds see `place_local` and `place_from_reader`.
 
     Parameters
     ----------
@@ -31,8 +32,8 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
         NumPy arrays (memory-mapped ones are read shard by shard), jax arrays, scalars, or
         ``jax.ShapeDtypeStruct``, of which nothing is made.
     mesh
-        The mesh, of `make_mesh` or `jax.make_mesh`, or an abstract one; or one sharding for every leaf,
-        a ``NamedSharding`` or a `PositionalSharding`, which says mesh, spec and kind of memory.
+        A mesh (`make_mesh`, `jax.make_mesh`, or an abstract one), or one sharding for all leaves, a
+        ``NamedSharding`` or a `PositionalSharding`, which states mesh, spec and kind of memory.
     specs
         A `PartitionSpec`, or a prefix tree of them: one spec serves the whole subtree below it. None:
         whole on every device.
@@ -40,10 +41,9 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
     Returns
     -------
     PyTree
-        The same tree of jax arrays with a `NamedSharding` each; of ``ShapeDtypeStruct`` with one
-        where the leaf was none but a shape, or the mesh is abstract. A leaf whose leading axis the
-        mesh does not divide comes back as `Padded`: rows at its end copy its last row, and `Plate`
-        masks them.
+        The same tree of jax arrays, each with a `NamedSharding`; of ``ShapeDtypeStruct`` if a leaf was
+        only a shape, or the mesh is abstract. A leaf whose leading axis the mesh does not divide comes
+        back as `Padded`: rows at its end copy its last row, and `Plate` masks them.
 
     Raises
     ------
@@ -56,18 +56,24 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
     ProcessesDisagree
         If processes give leaves of other names, shapes or dtypes, or other specs.
     """
+    memory_kind = None
     if isinstance(mesh, NamedSharding):
-        return _place_by_sharding(tree, mesh, specs)
-    if not isinstance(mesh, Mesh | AbstractMesh):
+        if specs is not None:
+            raise ValueError(
+                f"place: the sharding has its spec, {mesh.spec}; expected no specs, got {specs}"
+            )
+        leaf_specs, mesh, memory_kind = _specs_of(mesh, tree), mesh.mesh, mesh.memory_kind
+    elif isinstance(mesh, Mesh | AbstractMesh):
+        leaf_specs = _broadcast(P() if specs is None else specs, tree)
+    else:
         raise TypeError(
             "place: expected a mesh (gspmd_mcmc.make_mesh), a NamedSharding or a PositionalSharding, "
             f"got a {type(mesh).__name__}"
         )
-    leaf_specs = _broadcast(P() if specs is None else specs, tree)
     if spans_processes(mesh):
         require_agreement("place", _facts(tree, mesh, leaf_specs))
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, spec: _place_leaf(path_str(path), leaf, mesh, spec),
+        lambda path, leaf, spec: _place_leaf(path_str(path), real_rows(leaf), mesh, spec, memory_kind),
         tree,
         leaf_specs,
         is_leaf=is_padded,
@@ -76,46 +82,28 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
 
 def _facts(tree: PyTree, mesh: Any, specs: PyTree) -> dict[str, str]:
     """State what processes have to give alike; of the arrays their kind, not their values."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
+    facts = {"mesh": str(dict(mesh.shape))}
     given = jax.tree.leaves(specs, is_leaf=_is_spec)
-    kinds = {
-        f"leaf {path_str(path)}": f"{_kind(leaf)} under {spec}"
-        for (path, leaf), spec in zip(leaves, given, strict=True)
-    }
-    return kinds | {"mesh": str(dict(mesh.shape))}
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
+    for (path, leaf), spec in zip(leaves, given, strict=True):
+        array = values_of(leaf)
+        kind = f"{getattr(array, 'dtype', type(array).__name__)}{list(np.shape(array))}"
+        facts[f"leaf {path_str(path)}"] = f"{kind} under {spec}"
+    return facts
 
 
-def _kind(leaf: Any) -> str:
-    array = leaf.values if is_padded(leaf) else leaf
-    return f"{getattr(array, 'dtype', type(array).__name__)}{list(np.shape(array))}"
+def _specs_of(sharding: NamedSharding, tree: PyTree) -> PyTree:
+    """Give every leaf the spec that a sharding has for it; a positional one has its rule of ranks."""
 
+    def spec_of(path: Any, leaf: Any) -> P:
+        if not isinstance(sharding, PositionalSharding):
+            return sharding.spec
+        try:
+            return sharding.spec_at(np.ndim(values_of(leaf)))
+        except ValueError as error:
+            raise ValueError(f"leaf {path_str(path)}: {error}") from error
 
-def _place_by_sharding(tree: PyTree, sharding: NamedSharding, specs: PyTree) -> PyTree:
-    """Lay every leaf out by one sharding, in the memory that it names."""
-    if specs is not None:
-        raise ValueError(
-            f"place: the sharding has its spec, {sharding.spec}; expected no specs, got {specs}"
-        )
-    if spans_processes(sharding.mesh):
-        every = jax.tree.map(lambda _: P(), tree, is_leaf=is_padded)
-        require_agreement("place", _facts(tree, sharding.mesh, every) | {"spec": str(sharding.spec)})
-
-    def put(path: Any, leaf: Any) -> Any:
-        name = path_str(path)
-        spec = _spec_for(name, leaf, sharding)
-        return _place_leaf(name, leaf, sharding.mesh, spec, sharding.memory_kind)
-
-    return jax.tree_util.tree_map_with_path(put, tree, is_leaf=is_padded)
-
-
-def _spec_for(name: str, leaf: Any, sharding: NamedSharding) -> P:
-    """Return the spec that a sharding has for a leaf; a positional one has its own rule of ranks."""
-    if not isinstance(sharding, PositionalSharding):
-        return sharding.spec
-    try:
-        return sharding.spec_at(np.ndim(leaf.values if is_padded(leaf) else leaf))
-    except ValueError as error:
-        raise ValueError(f"leaf {name}: {error}") from error
+    return jax.tree_util.tree_map_with_path(spec_of, tree, is_leaf=is_padded)
 
 
 def _broadcast(specs: PyTree, tree: PyTree) -> PyTree:
@@ -125,13 +113,12 @@ def _broadcast(specs: PyTree, tree: PyTree) -> PyTree:
             raise ValueError(
                 f"specs{path_str(path)}: expected a PartitionSpec, got {type(spec).__name__}"
             )
+
+    def fill(spec: P, below: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: spec, below, is_leaf=is_padded)
+
     try:
-        return jax.tree.map(
-            lambda s, sub: jax.tree.map(lambda _: s, sub, is_leaf=is_padded),
-            specs,
-            tree,
-            is_leaf=_is_spec,
-        )
+        return jax.tree.map(fill, specs, tree, is_leaf=_is_spec)
     except (ValueError, TypeError) as error:
         raise ValueError(
             "specs is no prefix of the tree: give one PartitionSpec, or a tree of them whose nodes "
@@ -144,11 +131,7 @@ def _is_spec(node: Any) -> bool:
     return isinstance(node, P)
 
 
-def _place_leaf(
-    name: str, leaf: Any, mesh: Mesh | AbstractMesh, spec: P, memory_kind: str | None = None
-) -> Any:
-    if isinstance(leaf, Padded):
-        leaf = real_rows(leaf)
+def _place_leaf(name: str, leaf: Any, mesh: Mesh | AbstractMesh, spec: P, memory_kind: Any) -> Any:
     is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
     array = leaf if is_array else np.asarray(leaf)
     if isinstance(array, jax.Array) and is_local(array) and spans_processes(mesh):
@@ -156,17 +139,21 @@ def _place_leaf(
     check_numbers(f"leaf {name}", array)
     splits = check_spec(name, array.shape, mesh, spec)
     sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
-    rows = padded_rows(array.shape[0], splits[0]) if splits else 0
-    padded = bool(splits) and rows != array.shape[0]
-    shape = (rows, *array.shape[1:]) if splits else array.shape
+    shape = (padded_rows(array.shape[0], splits[0]), *array.shape[1:]) if splits else array.shape
     if isinstance(array, jax.ShapeDtypeStruct) or isinstance(mesh, AbstractMesh):
         dtype = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
         values: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     elif isinstance(array, jax.Array):
-        values = _put_device_array(array, shape, sharding)
-    else:
-        values = _put_host_array(name, array, shape, sharding)
-    return Padded(values, array.shape[0]) if padded else values
+        if shape != array.shape:
+            last = jnp.broadcast_to(array[-1:], (shape[0] - array.shape[0], *array.shape[1:]))
+            array = jnp.concatenate([array, last])
+        values = jax.device_put(array, sharding)
+    else:  # Each device's shard is read by itself, so that no device and no copy holds the whole.
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
+        values = jax.make_array_from_callback(
+            shape, sharding, lambda index: _read_shard(name, array, shape, index, dtype)
+        )
+    return values if shape == np.shape(leaf) else Padded(values, np.shape(leaf)[0])
 
 
 def check_spec(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, spec: P) -> list[int]:
@@ -176,7 +163,7 @@ def check_spec(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, spe
         raise ValueError(f"{where}: the spec has {len(spec)} entries, the leaf {len(shape)} axes")
     splits = []
     for axis, entry in enumerate(spec):
-        names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        names = axes_of(entry)
         unknown = [n for n in names if n not in mesh.shape]
         if unknown:
             raise ValueError(f"{where}: the mesh has no axis {unknown[0]!r}")
@@ -189,16 +176,6 @@ def check_spec(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, spe
     if splits and shape[0] == 0 and splits[0] > 1:
         raise ValueError(f"{where}: there are no rows to lay over {splits[0]} devices")
     return splits
-
-
-def _put_host_array(
-    name: str, array: np.ndarray, shape: tuple[int, ...], sharding: NamedSharding
-) -> jax.Array:
-    """Read each device's shard by itself, so that no device and no copy holds the whole."""
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
-    return jax.make_array_from_callback(
-        shape, sharding, lambda index: _read_shard(name, array, shape, index, dtype)
-    )
 
 
 def _read_shard(name: str, array: np.ndarray, shape: tuple[int, ...], index, dtype) -> np.ndarray:
@@ -220,10 +197,3 @@ def converted(name: str, part: np.ndarray, dtype) -> np.ndarray:
     if np.issubdtype(dtype, np.integer) and not np.can_cast(part.dtype, dtype) and np.any(copy != part):
         raise wrong_integers(f"leaf {name}", dtype)
     return copy
-
-
-def _put_device_array(array: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    if shape != array.shape:
-        last = jnp.broadcast_to(array[-1:], (shape[0] - array.shape[0], *array.shape[1:]))
-        array = jnp.concatenate([array, last])
-    return jax.device_put(array, sharding)

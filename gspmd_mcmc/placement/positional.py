@@ -1,10 +1,10 @@
-"""A sharding written as an array of device sets, as JAX had it until 0.6 and its tutorials teach it.
+"""A sharding written as an array of device sets, as JAX had until 0.6 and its tutorials still teach.
 
-`PositionalSharding` is a `jax.sharding.NamedSharding`, and not a class beside it: ``device_put`` to
-another order of the same devices asserts a `NamedSharding` on either side (JAX 0.10). Its mesh is the
-devices in the order given, cut into the prime factors of their number, so that all reshapes,
-transposes and replications of 8 devices are specs on one mesh. JAX refuses two meshes in a program
-that has a ``pure_callback``, and names outputs on one mesh only.
+`PositionalSharding` subclasses `jax.sharding.NamedSharding`, because ``device_put`` to another order of
+the same devices asserts that both shardings are `NamedSharding` (JAX 0.10). Its mesh holds the devices
+in the order given, cut into the prime factors of their number, so that all reshapes, transposes and
+replications of 8 devices are specs on one mesh. JAX refuses two meshes in a program that has a
+``pure_callback``, and names outputs on one mesh only.
 """
 
 import string
@@ -21,10 +21,10 @@ Factor = tuple[int, int]  # Size of a mesh axis, and its stride in the flat orde
 
 
 class PositionalSharding(NamedSharding):
-    """An array of sets of devices, to be lined up with the axes of a data array.
+    """An array of device sets, whose axes match the axes of a data array.
 
-    The data array is cut along axis i into ``shape[i]`` equal blocks, and every device of the set at
-    a position holds the block at that position. It goes wherever JAX takes a sharding:
+    The data array is cut along axis i into ``shape[i]`` equal blocks. Every device of the set at a
+    position holds the block at that position. Pass it wherever JAX takes a sharding:
     ``jax.device_put``, ``with_sharding_constraint``, ``in_shardings``, ``out_shardings``,
     ``jax.ShapeDtypeStruct``.
 
@@ -44,16 +44,17 @@ class PositionalSharding(NamedSharding):
     Attributes
     ----------
     shape
-        Into how many blocks each axis is cut.
+        The number of blocks along each axis.
     mesh, spec
-        The same layout by names. Axes are ``"a"``, ``"b"``, ... of prime size; `named` gives
-        coarser ones, for reading. The axes that the spec does not name hold copies.
+        The same layout by names. Axes are ``"a"``, ``"b"``, ... of prime size; `named` returns
+        coarser ones, which are easier to read. Axes that the spec does not name hold copies.
 
     Raises
     ------
     ValueError
-        If there is no device, something else, or a device twice. Shapes of data that do not fit are
-        refused by `check_compatible_aval`, which JAX calls before it places an array.
+        If ``devices`` is empty, holds something else, or holds a device twice.
+        `check_compatible_aval`, which JAX calls before it places an array, refuses data of a shape
+        that does not fit.
 
     Notes
     -----

@@ -72,7 +72,14 @@ def chosen_warmup(
     if settings and not num_warmup:
         raise ValueError(f"{', '.join(settings)}: num_warmup=0 tunes nothing; warm up, or leave it out")
     if warmup is None:
-        return with_settings(warmup_for(kernel), settings)
+        own: Any = warmup_for(kernel)
+        names = [field.name for field in dataclasses.fields(own)]
+        for name in settings.keys() - set(names):
+            raise TypeError(
+                f"{name}: the kernel's warm-up is {type(own).__name__}, which has no such setting; "
+                f"it has {', '.join(names)}"
+            )
+        return dataclasses.replace(own, **settings)
     checks.require_kind("warmup", warmup, Adaptation, "WindowAdaptation()")
     for name, value in settings.items():
         raise TypeError(
@@ -109,30 +116,15 @@ def warmup_for(kernel: Kernel) -> Adaptation:
     TypeError
         If none is known for it.
     """
+    own = kernel.default_warmup()
+    if own is not None:
+        return own
     for kind, warmup in WARMUPS:
         if isinstance(kernel, kind):
             return warmup
     raise TypeError(
         f"warmup: no warm-up is known for {type(kernel).__name__}; give sample one as warmup=..."
     )
-
-
-def with_settings(warmup: Any, settings: dict[str, Any]) -> Adaptation:
-    """Return the kernel's default warm-up with some of its settings.
-
-    Raises
-    ------
-    TypeError
-        If it has no such setting.
-    """
-    names = [field.name for field in dataclasses.fields(warmup)]
-    for name in settings:
-        if name not in names:
-            raise TypeError(
-                f"{name}: the kernel's warm-up is {type(warmup).__name__}, which has no such setting; "
-                f"it has {', '.join(names)}"
-            )
-    return dataclasses.replace(warmup, **settings)
 
 
 def with_metric(warmup: Adaptation, kernel: Kernel, layout: Layout) -> Adaptation:

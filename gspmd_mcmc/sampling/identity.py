@@ -21,7 +21,7 @@ from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import require_agreement
 from gspmd_mcmc.multihost.processes import is_local, to_host
 from gspmd_mcmc.placement.layout import Layout
-from gspmd_mcmc.targets.rows import Rows
+from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import Role, path_str, roles
 

@@ -13,7 +13,7 @@ from gspmd_mcmc.sampling.run import Run
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import path_str
-from gspmd_mcmc.views.units import bytes_text
+from gspmd_mcmc.views.notation import bytes_text
 
 MOST_NAMED = 5
 

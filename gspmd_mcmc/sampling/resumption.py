@@ -28,6 +28,7 @@ from gspmd_mcmc.sampling.run import Run, Stop, stop_on_interrupt
 from gspmd_mcmc.sampling.run_state import RunState, end_stage, run_roles
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.storage.checkpoint import Checkpoints, Damaged
+from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.storage.zarr_store import ZarrSink
 from gspmd_mcmc.tree import PyTree, path_str
 
@@ -39,8 +40,8 @@ MOST_CHANGE, MOST_NATS = 1e-4, 1e-3
 
 @contextlib.contextmanager
 def opened(
-    path: str | Path | None, to: ZarrSink | None
-) -> Iterator[tuple[Checkpoints | None, ZarrSink | None]]:
+    path: str | Path | None, to: Sink | None
+) -> Iterator[tuple[Checkpoints | None, Sink | None]]:
     """Hold the folders of a run, from before anything is computed until all is on disk.
 
     Parameters

@@ -21,6 +21,7 @@ from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Untuned, Window
 from gspmd_mcmc.adaptation.stuck_chains import Move, are_stuck_below
 from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.functions.function import changes, meanings
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import least
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
@@ -43,9 +44,8 @@ from gspmd_mcmc.sampling.run_state import (
     set_up,
 )
 from gspmd_mcmc.storage.saved_draws import SavedDraws
-from gspmd_mcmc.storage.zarr_store import ZarrSink
+from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets.local import fill_pad, is_row_values, unwrap
-from gspmd_mcmc.targets.retracing import changes, meanings
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree
 
@@ -54,6 +54,7 @@ CHUNK_SECONDS = 1.0
 # its steps turn out a hundred times as slow, it still ends soon.
 SHORT_SECONDS = 0.05
 MOST_GROWTH = 8
+ROUND = (10, 12, 15, 18, 20, 25, 30, 35, 40, 50, 60, 70, 80, 100)
 
 
 class Stop:
@@ -143,7 +144,7 @@ class Run:
     plan
         What is to be done.
     kernel, states
-        The kernel to tune, and the chains' states, whose buffers are taken over.
+        The kernel to tune, and the chains' states.
     rng_key
         The key of the whole run.
     layout
@@ -161,7 +162,7 @@ class Run:
         states: Any,
         rng_key: jax.Array,
         layout: Layout,
-        sink: ZarrSink | None = None,
+        sink: Sink | None = None,
         earlier: Draws | None = None,
     ):
         self.plan, self.sink, self.layout = plan, sink, layout
@@ -496,9 +497,14 @@ def next_size(count: int, seconds: float) -> int:
 
 
 def bucket(count: int) -> int:
-    """Round a count up to three binary digits, so that few counts need a program of their own."""
-    step = 1 << max(count.bit_length() - 3, 0)
-    return -(-count // step) * step
+    """Round a count up to a round number, so that few counts need a program of their own.
+
+    Users ask for round numbers: their draws fill the buffers, and need not be cut out of them.
+    """
+    if count <= ROUND[0]:
+        return count
+    scale = 10 ** (len(str(count)) - 2)
+    return next(number * scale for number in ROUND if number * scale >= count)
 
 
 @partial(jax.jit, static_argnames="count")

@@ -238,6 +238,8 @@ def set_up(
 ) -> RunState:
     """Return a run before its first step, without buffers for draws.
 
+    Its arrays are its own: later programs take over the buffers of the run that they are given.
+
     Parameters
     ----------
     adaptation, first
@@ -259,8 +261,7 @@ def set_up(
         "kernel": {name: getattr(kernel, name) for name in adaptation.traced},
     }
     run = RunState(
-        # Copies: a program that is given the run takes its buffers over, and these may be a user's.
-        kernel=jax.tree.map(jnp.copy, tree.replace(kernel, target=None)),
+        kernel=tree.replace(kernel, target=None),
         states=states,
         tuning=first.init(kernel, states),
         traces=jax.tree.map(lambda x: jnp.zeros((*x.shape, size + 1), x.dtype), traced),

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.functions.function import as_partial, changes, traced_with
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.processes import spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
@@ -26,10 +27,8 @@ from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.sampling.reporting import ChunkReport, warn_of_run, warn_of_small_data
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.run_state import keep_position
-from gspmd_mcmc.storage.zarr_store import ZarrSink
+from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets import checks, independence
-from gspmd_mcmc.targets.functions import as_partial
-from gspmd_mcmc.targets.retracing import changes, traced_with
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, path_str
 
@@ -85,7 +84,7 @@ def sample(
     max_tree_depth: int | None = None,
     metric: Any = None,
     collect: Callable = keep_position,
-    to: ZarrSink | None = None,
+    to: Sink | None = None,
     device_bytes: int | None = None,
     checkpoint: str | Path | None = None,
     every: float = 60.0,
@@ -195,7 +194,7 @@ def sample(
     counts = {name: int(count) for name, count in counts.items()}
     num_chains, num_warmup, num_samples, thin = counts.values()
     if to is not None:
-        checks.require_kind("to", to, ZarrSink, 'ZarrSink("draws.zarr")')
+        checks.require_kind("to", to, Sink, 'ZarrSink("draws.zarr")')
     _check_key(rng_key)
     mesh = _common_mesh(mesh, target)
     earlier = initial_position if isinstance(initial_position, Draws) else None
@@ -234,6 +233,7 @@ def sample(
             about = identity.attributes_of(rng_key, mesh, kernel, adaptation, collect, **counts)
         plan = Plan(adaptation, collect, num_warmup, num_samples, thin, device_bytes, about)
         run = known.run = Run(plan, kernel, states, rng_key, layout, sink, earlier)
+        del states  # The run has its own.
         with resumption.supervised(
             run, checkpoints, facts, every, progress=progress, callback=callback
         ) as supervision:
@@ -280,10 +280,10 @@ def _common_mesh(mesh: Mesh | None, target: Target) -> Mesh | None:
 def _start(
     kernel: Kernel, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
 ) -> tuple[Layout, Any]:
-    """Return the layout, and the states of all chains in buffers of our own."""
+    """Return the layout, and the states of all chains."""
     if not isinstance(initial, Draws):
         return starts.start(kernel, rng_key, initial, mesh, num_chains)
-    states = starts.copied(initial.state)
+    states = initial.state
     layout = read_layout(mesh, kernel.target, states.position, num_chains, has_chains=True)
     anew = resumption.recomputed_states(kernel, states, layout)
     what = "initial_position: these draws cannot be continued"

@@ -14,15 +14,15 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.functions.function import as_partial
+from gspmd_mcmc.functions.modules import is_module
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.layout import Layout, read_layout
 from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.targets import checks
-from gspmd_mcmc.targets.functions import as_partial
 from gspmd_mcmc.targets.local import cut, lay_out, zero_pad
-from gspmd_mcmc.targets.modules import is_module
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, path_str, roles
 
@@ -198,15 +198,9 @@ def _require_chain_axis(position: PyTree, num_chains: int) -> None:
             )
 
 
-@jax.jit
-def copied(states: Any) -> Any:
-    """Return states in buffers of their own, laid out as they are."""
-    return jax.tree.map(jnp.copy, states)
-
-
 @partial(jax.jit, static_argnames="layout")
 def init_chains(kernel: Kernel, positions: PyTree, *, layout: Layout) -> Any:
-    """Evaluate the kernel's state at each chain's position, in buffers of its own."""
+    """Evaluate the kernel's state at each chain's position."""
     return _init(kernel, positions, layout)
 
 

@@ -42,6 +42,7 @@ from gspmd_mcmc.storage.saved_draws import (
     saved_arrays,
     saved_stats,
 )
+from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets.local import is_row_values, without
 from gspmd_mcmc.tree import PyTree
 
@@ -65,7 +66,7 @@ class DrawsNotSaved(RuntimeError):
         self.num_saved = num_saved
 
 
-class ZarrSink:
+class ZarrSink(Sink):
     """A Zarr v3 store that `sample` writes its draws to as they are made.
 
     However many draws there are, the run needs memory for two buffers of them: while one fills on the

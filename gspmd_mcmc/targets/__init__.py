@@ -1,1 +1,1 @@
-"""Log densities: what they are made of, and how they are streamed over the mesh."""
+"""Log densities: what they are made of, and how a plate streams its rows."""

@@ -1,4 +1,4 @@
-"""How kernels, which know no mesh, are called on those of others: results lie as the position does."""
+"""Decorators for kernels and targets, which know no mesh: results lie as the position does."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.explicit import no_context_mesh, on_any_mesh, whole
 from gspmd_mcmc.placement.padding import is_padded
-from gspmd_mcmc.targets.local import rows_of
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree
 
 __all__ = ["no_context_mesh", "on_any_mesh"]  # for kernels, which import of targets alone
@@ -35,17 +35,11 @@ def terms_and_grad_anywhere(method: Callable) -> Callable:
     return on_any_mesh(method, like=lambda out, target, position, *rest: (whole(out[0]), position))
 
 
-def _like(target: Any, position: PyTree, state: Any) -> Any:
+def _like(target: Target, position: PyTree, state: Any) -> Any:
     """Say how a first state lies: as the position, rows and sums over rows with their plates."""
     leaves, treedef = jax.tree.flatten(position, is_leaf=is_padded)
-    found = rows_of(target, position)
+    found = target.local_rows(position)
     laid = [x if rows is None else P(rows.axes) for x, rows in zip(leaves, found, strict=True)]
     like = jax.tree.unflatten(treedef, laid)
     fields = dict.fromkeys(tree.fields_like_position(type(state)), like)
-    return tree.replace(whole(state), terms=_terms(target, state.terms), **fields)
-
-
-def _terms(target: Any, terms: PyTree) -> PyTree:
-    if not target.plates:
-        return whole(terms)
-    return whole(terms) | {"plates": tuple(P(p.rows.axes) for p in target.plates)}
+    return tree.replace(whole(state), terms=target.layout_of_terms(state.terms), **fields)

@@ -1,13 +1,12 @@
-"""Whether a row's term depends on the other rows of its block, which are other ones on each mesh.
+"""Whether a row's term depends on the other rows of its block, which differ from mesh to mesh.
 
 A few real rows, taken far apart, are evaluated among each other, among other rows, in another order and
 in a smaller block, at two points. A row's term has to be the same each time, up to rounding.
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
@@ -18,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.targets import bijections
-from gspmd_mcmc.targets.plate import Plate
-from gspmd_mcmc.targets.posterior import Posterior
+from gspmd_mcmc.targets.streaming.plate import Plate
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, is_staging, is_traced
 
 BLOCK_ROWS = 32
 BLOCK_BYTES = 16 << 20
-# By how much the position is moved: where it is zero much is hidden, as what weights of zero
+# By how much the position is moved. Where it is zero much is hidden, such as what weights of zero
 # multiply; elsewhere a density may not exist.
 SCALES = (0.0, 1.0)
 # Rounding that is allowed for: so many times what the last digit of the position changes, so many units
@@ -33,15 +32,14 @@ OF_POSITION = 200
 OF_TERM = 100
 OF_CHANGE = 1e-4
 
-_TRIED: WeakKeyDictionary[Plate, Any] = WeakKeyDictionary()  # plate to the function as it was
+_TRIED: WeakKeyDictionary[Plate, Any] = WeakKeyDictionary()  # plate to its function's meaning then
 
 
 class CoupledRows(ValueError):
     """The term of a row depends on the other rows of its block."""
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """Terms of some rows of a plate in blocks of several kinds, at several points.
 
     Attributes
@@ -51,10 +49,8 @@ class Trial:
     terms
         Their terms in a block of these rows, shape [points, rows].
     others
-        In words how else they were evaluated, with the terms, shape [points, rows]; NaN where a row
-        was not evaluated so.
-    is_tried
-        For each of ``others``, which of the rows were, shape [rows].
+        How else they were evaluated, in words, with the terms of all or of the first rows, shape
+        [points, rows or fewer].
     tolerance
         By how much terms may differ by rounding, shape [points, rows].
     """
@@ -62,30 +58,28 @@ class Trial:
     rows: np.ndarray
     terms: np.ndarray
     others: dict[str, np.ndarray]
-    is_tried: dict[str, np.ndarray]
     tolerance: np.ndarray
-
-    def differs(self, terms: np.ndarray) -> np.ndarray:
-        """Tell where terms differ by more than rounding; NaN is no different from NaN."""
-        with np.errstate(invalid="ignore"):
-            apart = np.abs(terms - self.terms)
-        is_same = (apart <= self.tolerance) | (terms == self.terms)
-        is_known = np.isfinite(terms) & np.isfinite(self.terms)
-        one_alone = np.isfinite(terms) != np.isfinite(self.terms)
-        return one_alone | (is_known & ~is_same)
 
     def coupling(self) -> str | None:
         """Say in words which row depends on the rows beside it, or None."""
-        for how, terms in self.others.items():
-            points, rows = np.nonzero(self.differs(terms) & self.is_tried[how])
-            if rows.size:
-                one, other = (x[points[0], rows[0]] for x in (self.terms, terms))
-                row = self.rows[rows[0]]
-                return f"the term of row {row} is {one:.6g} in one block and {other:.6g} {how}"
+        for how, other in self.others.items():
+            num = other.shape[1]
+            terms, tolerance = self.terms[:, :num], self.tolerance[:, :num]
+            with np.errstate(invalid="ignore"):
+                is_same = (np.abs(other - terms) <= tolerance) | (other == terms)
+            # NaN is no different from NaN.
+            one_alone = np.isfinite(other) != np.isfinite(terms)
+            differs = one_alone | (np.isfinite(other) & np.isfinite(terms) & ~is_same)
+            if np.any(differs):
+                at = tuple(np.argwhere(differs)[0])
+                row = self.rows[at[1]]
+                return (
+                    f"the term of row {row} is {terms[at]:.6g} in one block and {other[at]:.6g} {how}"
+                )
         return None
 
 
-def check_rows(target: Any, position: PyTree, chain: int | None = None) -> None:
+def check_rows(target: Target, position: PyTree, chain: int | None = None) -> None:
     """Raise where a row's term depends on the other rows of its block; each plate is tried once.
 
     ``chain`` is the one to look at, of a position whose leaves have a leading axis of chains.
@@ -95,7 +89,7 @@ def check_rows(target: Any, position: PyTree, chain: int | None = None) -> None:
     CoupledRows
         With the plate, the row, its two terms, and what to do.
     """
-    for which, plate in enumerate(target.plates if isinstance(target, Posterior) else ()):
+    for which, plate in enumerate(target.plates):
         coupling = coupling_of(target, which, position, chain)
         if coupling is not None:
             raise CoupledRows(
@@ -107,20 +101,18 @@ def check_rows(target: Any, position: PyTree, chain: int | None = None) -> None:
             )
 
 
-def coupling_of(
-    target: Posterior, which: int, position: PyTree, chain: int | None = None
-) -> str | None:
+def coupling_of(target: Target, which: int, position: PyTree, chain: int | None = None) -> str | None:
     """Say in words which row of a plate depends on the rows beside it; None if none does.
 
-    A plate is tried once, and where it and the position are arrays: a program that is being staged has
-    no values to compare.
+    A plate is tried once, and only where it and the position are arrays: a program that is being staged
+    has no values to compare.
     """
     plate = target.plates[which]
     meaning = jax.tree.structure(plate.log_likelihood)
+    leaves = jax.tree.leaves((target, position))
+    is_abstract = any(is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
     is_tried = plate in _TRIED and _TRIED[plate] == meaning
-    if is_tried or plate.rows.num_rows < 2 or is_staging():
-        return None
-    if not _is_concrete((target, position)):
+    if is_tried or is_abstract or is_staging() or plate.rows.num_rows < 2:
         return None
     coupling = try_rows(target, which, position, chain).coupling()
     if coupling is None:
@@ -128,10 +120,9 @@ def coupling_of(
     return coupling
 
 
-def try_rows(target: Posterior, which: int, position: PyTree, chain: int | None = None) -> Trial:
+def try_rows(target: Target, which: int, position: PyTree, chain: int | None = None) -> Trial:
     """Evaluate some rows of a plate in several blocks, in one small program."""
-    plate = target.plates[which]
-    one, other = _far_apart(plate)
+    one, other = _far_apart(target.plates[which])
     even = np.arange(len(one)) % 2 == 0
     takes = [one, np.where(even, one, other), np.where(even, other, one), one[::-1], one]
     runs = [(take, scale, i == 4) for scale in SCALES for i, take in enumerate(takes)]
@@ -139,26 +130,20 @@ def try_rows(target: Posterior, which: int, position: PyTree, chain: int | None 
     scale, is_noise = scale.astype(np.float32), is_noise.astype(np.float32)
     out = to_host(_terms(target, position, take, scale, is_noise, which=which, chain=chain))
     whole, few = (np.asarray(x, np.float64).reshape(len(SCALES), len(takes), -1) for x in out)
-    eps = float(jnp.finfo(out[0].dtype).eps)
     terms = whole[:, 0]
     others = {
         "among other rows": np.where(even, whole[:, 1], whole[:, 2]),
         "in another order": whole[:, 3, ::-1],
-        "in a smaller block": np.pad(
-            few[:, 0], [(0, 0), (0, len(one) - few.shape[-1])], constant_values=np.nan
-        ),
+        "in a smaller block": few[:, 0],
     }
-    tried = {how: np.ones(len(one), bool) for how in others}
-    tried["in a smaller block"] = np.arange(len(one)) < few.shape[-1]
-    return Trial(one, terms, others, tried, _tolerance(terms, whole[:, 4], eps))
+    return Trial(one, terms, others, _tolerance(terms, whole[:, 4], float(jnp.finfo(out[0].dtype).eps)))
 
 
 def _tolerance(terms: np.ndarray, moved: np.ndarray, eps: float) -> np.ndarray:
     """By how much terms [points, rows] may differ; ``moved``: by last digits of the position."""
     with np.errstate(invalid="ignore"):
-        noise, change = np.abs(moved - terms), np.abs(terms[:1] - terms[1:])
-        size = np.abs(terms)
-    noise, change, size = (np.where(np.isfinite(x), x, 0) for x in (noise, change, size))
+        sizes = np.abs(moved - terms), np.abs(terms[:1] - terms[1:]), np.abs(terms)
+    noise, change, size = (np.where(np.isfinite(x), x, 0) for x in sizes)
     noise = np.maximum(noise, np.median(noise, axis=1, keepdims=True))
     return OF_POSITION * noise + OF_TERM * eps * size + OF_CHANGE * change
 
@@ -180,7 +165,7 @@ def _far_apart(plate: Plate) -> tuple[np.ndarray, np.ndarray]:
 
 @partial(jax.jit, static_argnames=("which", "chain"))
 def _terms(
-    target: Posterior,
+    target: Target,
     position: PyTree,
     takes: jax.Array,
     scales: jax.Array,
@@ -192,29 +177,22 @@ def _terms(
     """Terms of the rows that each run takes, and of its first few in a block of their own."""
     plate = target.plates[which]
     position = position if chain is None else jax.tree.map(lambda x: x[chain], position)
-    params = position if target.transform is None else target.transform(position)
+    leaves, treedef = jax.tree.flatten(params := target.transformed(position))
     is_local = [rows is not None for rows in plate.local_rows(params)]
     is_shared = [rows is None for rows in target.local_rows(params)]
     hidden = target.hidden_from(plate, params)
     few = max(2, takes.shape[1] // 4)
 
-    def first(params, num):
-        leaves, treedef = jax.tree.flatten(params)
-        cut = [x[:num] if local else x for x, local in zip(leaves, is_local, strict=True)]
-        return jax.tree.unflatten(treedef, cut)
-
     def of_run(run):
         take, scale, noise = run
-        leaves, treedef = jax.tree.flatten(params)
         own = [x[take] if local else x for x, local in zip(leaves, is_local, strict=True)]
-        moved = jax.tree.unflatten(treedef, _moved(own, is_local, take, scale, noise))
+        moved = treedef.unflatten(_moved(own, is_local, take, scale, noise))
         moved, _ = bijections.constrain(target.bijections, moved, is_shared)
         block = jax.tree.map(lambda x: x[take], plate.data)
-        head = jax.tree.map(lambda x: x[:few], block)
-        return (
-            plate.block_terms(moved, block, hidden),
-            plate.block_terms(first(moved, few), head, hidden),
-        )
+        pairs = zip(jax.tree.leaves(moved), is_local, strict=True)
+        first = treedef.unflatten([x[:few] if local else x for x, local in pairs])
+        first_block = jax.tree.map(lambda x: x[:few], block)
+        return plate.block_terms(moved, block, hidden), plate.block_terms(first, first_block, hidden)
 
     with jax.default_matmul_precision("highest"):  # blocks of other sizes would be rounded otherwise
         out = jax.lax.map(of_run, (takes, scales, noises))
@@ -241,7 +219,3 @@ def _moved(
         step, digit = scale.astype(x.dtype) * step, noise.astype(x.dtype) * digit
         moved.append((x + step) * (1 + digit * jnp.finfo(x.dtype).eps))
     return moved
-
-
-def _is_concrete(values: PyTree) -> bool:
-    return not any(is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(values))

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc.multihost.processes import to_host
-from gspmd_mcmc.placement.padding import Padded, is_padded
-from gspmd_mcmc.targets.rows import Rows
-from gspmd_mcmc.tree import PyTree, is_traced, path_str, pytree, static
+from gspmd_mcmc.placement.padding import Padded, is_padded, num_real_rows, values_of
+from gspmd_mcmc.targets.streaming.rows import HasLocalRows, Rows
+from gspmd_mcmc.tree import PyTree, is_traced, name_of, path_str, pytree, static
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,9 @@ class Local:
     def flags(self, params: PyTree) -> list[bool]:
         """Tell for each leaf of the parameters whether it is local."""
         if self.prefix is not None:
-            return self._flags_of_prefix(params)
-        heads = [_name(path[0]) if path else "" for path, _ in _leaves(params)]
+            return self._flags_of_prefix(*self.prefix, params)
+        paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)
+        heads = [name_of(path[:1]) if path else "" for path, _ in paths]
         unknown = [name for name in self.names if name not in heads]
         if unknown:
             raise ValueError(
@@ -61,9 +62,7 @@ class Local:
             )
         return [head in self.names for head in heads]
 
-    def _flags_of_prefix(self, params: PyTree) -> list[bool]:
-        assert self.prefix is not None
-        treedef, flags = self.prefix
+    def _flags_of_prefix(self, treedef: Any, flags: tuple[bool, ...], params: PyTree) -> list[bool]:
         prefix = jax.tree.unflatten(treedef, flags)
         try:
             full = jax.tree.map(lambda f, sub: jax.tree.map(lambda _: f, sub), prefix, params)
@@ -75,14 +74,6 @@ class Local:
 
     def __bool__(self) -> bool:
         return bool(self.names) or self.prefix is not None
-
-
-def _leaves(tree: PyTree) -> list:
-    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
-
-
-def _name(key: Any) -> str:
-    return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
 
 
 @pytree
@@ -97,26 +88,6 @@ class RowValues:
 def is_row_values(node: Any) -> bool:
     """Tell whether a node of a tree is `RowValues` (for ``is_leaf=``)."""
     return isinstance(node, RowValues)
-
-
-def without(tree: PyTree, hidden: Sequence[bool]) -> PyTree:
-    """Leave some leaves out: their dict entries go, elsewhere None takes their place."""
-    if not any(hidden):
-        return tree
-    marks = jax.tree.unflatten(jax.tree.structure(tree), hidden)
-    return _strip(tree, marks)
-
-
-def _strip(node: PyTree, marks: PyTree) -> PyTree:
-    if type(node) is not dict:
-        return jax.tree.map(lambda x, is_hidden: None if is_hidden else x, node, marks)
-    kept = {k: v for k, v in node.items() if not _all_hidden(marks[k])}
-    return {k: _strip(v, marks[k]) for k, v in kept.items()}
-
-
-def _all_hidden(marks: PyTree) -> bool:
-    flags = jax.tree.leaves(marks)
-    return bool(flags) and all(flags)
 
 
 def wrap(tree: PyTree, found: list[Rows | None]) -> PyTree:
@@ -137,15 +108,15 @@ def unwrap(tree: PyTree, axis: int = 0) -> PyTree:
 
 def fill_pad(tree: PyTree, axis: int) -> PyTree:
     """Turn `RowValues` into arrays whose pad copies the last real row, where they lie."""
-    return jax.tree.map(
-        lambda x: _filled(x, axis) if is_row_values(x) else x, tree, is_leaf=is_row_values
-    )
 
+    def filled(x: Any) -> Any:
+        if not is_row_values(x):
+            return x
+        if x.rows.num_rows == x.rows.num_padded:
+            return x.values
+        return _copy_last(x.values, x.rows.num_rows, axis=axis, pins=x.values.sharding)
 
-def _filled(x: RowValues, axis: int) -> jax.Array:
-    if x.rows.num_rows == x.rows.num_padded:
-        return x.values
-    return _copy_last(x.values, x.rows.num_rows, axis=axis, pins=x.values.sharding)
+    return jax.tree.map(filled, tree, is_leaf=is_row_values)
 
 
 @partial(jax.jit, static_argnames=("axis", "pins"))
@@ -155,12 +126,27 @@ def _copy_last(values: jax.Array, num_rows: int, *, axis: int, pins: Any) -> jax
     return jax.lax.with_sharding_constraint(jnp.where(row < num_rows, values, last), pins)
 
 
-def rows_of(target: Any, position: PyTree) -> list[Rows | None]:
+def without(tree: PyTree, hidden: Sequence[bool]) -> PyTree:
+    """Leave some leaves out: their dict entries go, elsewhere None takes their place."""
+    if not any(hidden):
+        return tree
+    return _strip(tree, jax.tree.unflatten(jax.tree.structure(tree), hidden))
+
+
+def _strip(node: PyTree, marks: PyTree) -> PyTree:
+    if type(node) is not dict:
+        return jax.tree.map(lambda x, is_hidden: None if is_hidden else x, node, marks)
+    flags = {key: jax.tree.leaves(marks[key]) for key in node}
+    kept = {key: child for key, child in node.items() if not flags[key] or not all(flags[key])}
+    return {key: _strip(child, marks[key]) for key, child in kept.items()}
+
+
+def rows_of(target: HasLocalRows, position: PyTree) -> list[Rows | None]:
     """Return for each leaf the rows that it is local to, or None."""
     return target.local_rows(position)
 
 
-def lay_out(target: Any, position: PyTree, what: str = "position") -> PyTree:
+def lay_out(target: HasLocalRows, position: PyTree, what: str = "position") -> PyTree:
     """Turn leaves into arrays; pad local ones and lay them over their rows' mesh axes.
 
     Raises
@@ -168,24 +154,20 @@ def lay_out(target: Any, position: PyTree, what: str = "position") -> PyTree:
     ValueError
         If a local leaf has another number of rows than its plate.
     """
-    found = rows_of(target, position)
     paths, treedef = jax.tree_util.tree_flatten_with_path(position, is_leaf=is_padded)
     laid = [
-        _as_array(leaf) if rows is None else _lay_out_leaf(f"{what} {path_str(path)}", leaf, rows)
-        for (path, leaf), rows in zip(paths, found, strict=True)
+        _lay_out_leaf(f"{what} {path_str(path)}", leaf, rows)
+        for (path, leaf), rows in zip(paths, rows_of(target, position), strict=True)
     ]
     return jax.tree.unflatten(treedef, laid)
 
 
-def _as_array(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
-
-
-def _lay_out_leaf(name: str, leaf: Any, rows: Rows) -> Any:
-    array = leaf.values if isinstance(leaf, Padded) else leaf
-    num_real = leaf.num_rows if isinstance(leaf, Padded) else np.shape(array)[:1]
-    sizes = (rows.num_rows,) if isinstance(leaf, Padded) else ((rows.num_rows,), (rows.num_padded,))
-    if num_real not in sizes:
+def _lay_out_leaf(name: str, leaf: Any, rows: Rows | None) -> Any:
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    if rows is None:
+        return leaf if is_shape else jnp.asarray(leaf)
+    array, num_real = values_of(leaf), num_real_rows(leaf)
+    if num_real not in ((rows.num_rows,) if is_padded(leaf) else (rows.num_rows, rows.num_padded)):
         raise ValueError(
             f"{name} is local to a plate of {rows}: expected a leading axis of {rows.num_rows}, got "
             f"{leaf if isinstance(leaf, Padded) else f'shape {np.shape(array)}'}"
@@ -200,20 +182,24 @@ def _lay_out_leaf(name: str, leaf: Any, rows: Rows) -> Any:
     return rows.lay(array)
 
 
-def zero_pad(target: Any, momentum: PyTree) -> PyTree:
+def zero_pad(target: HasLocalRows, momentum: PyTree) -> PyTree:
     """Set the pad of local leaves to zero: what does not exist does not move."""
-    return _map_rows(target, momentum, lambda x, rows: jnp.where(rows.is_real(x.ndim), x, 0))
+    return _map_padded(target, momentum, lambda x, rows: jnp.where(rows.is_real(x.ndim), x, 0))
 
 
-def num_elements(target: Any, position: PyTree) -> int:
-    """Return how many numbers a position has, the pad of local leaves left out."""
-    pairs = zip(jax.tree.leaves(position), rows_of(target, position), strict=True)
-    return sum(x.size if r is None else x.size // r.num_padded * r.num_rows for x, r in pairs)
-
-
-def cut(target: Any, position: PyTree) -> PyTree:
+def cut(target: HasLocalRows, position: PyTree) -> PyTree:
     """Cut the pad of local leaves off, inside a program or outside."""
-    return _map_rows(target, position, lambda x, rows: cut_rows(x, rows, 0))
+    return _map_padded(target, position, lambda x, rows: cut_rows(x, rows, 0))
+
+
+def _map_padded(target: HasLocalRows, tree: PyTree, function: Callable) -> PyTree:
+    """Apply ``function(leaf, rows)`` to the local leaves that have a pad."""
+    leaves, treedef = jax.tree.flatten(tree)
+    mapped = [
+        x if rows is None or rows.num_rows == rows.num_padded else function(x, rows)
+        for x, rows in zip(leaves, rows_of(target, tree), strict=True)
+    ]
+    return jax.tree.unflatten(treedef, mapped)
 
 
 def cut_rows(array: jax.Array, rows: Rows, axis: int) -> Any:
@@ -222,13 +208,3 @@ def cut_rows(array: jax.Array, rows: Rows, axis: int) -> Any:
         return array
     real = (*(slice(None),) * axis, slice(rows.num_rows))
     return array[real] if is_traced(array) else np.asarray(to_host(array))[real]
-
-
-def _map_rows(target: Any, tree: PyTree, function: Callable) -> PyTree:
-    """Apply ``function(leaf, rows)`` to the local leaves that have a pad."""
-    leaves, treedef = jax.tree.flatten(tree)
-    mapped = [
-        x if rows is None or rows.num_rows == rows.num_padded else function(x, rows)
-        for x, rows in zip(leaves, rows_of(target, tree), strict=True)
-    ]
-    return jax.tree.unflatten(treedef, mapped)

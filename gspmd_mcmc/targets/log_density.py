@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import jax
 from jax.tree_util import Partial
 
+from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.placement.numbers import check_leaves
 from gspmd_mcmc.placement.padding import refuse_padded
 from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
-from gspmd_mcmc.targets.functions import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
@@ -24,14 +24,14 @@ class LogDensity(Target):
     ----------
     fn
         ``fn(position, *data)`` -> a scalar, or a tree of summands whose elements add up to the log
-        density. Summands kept apart (one per observation, say) keep energy differences exact where a
+        density. Separate summands (one per observation, say) keep energy differences exact where a
         float32 scalar would be rounded: at 4e6 it resolves a quarter of a nat.
     data
-        Trees of arrays, as `place` lays them out. They enter programs as arguments. They are seen as
-        they are: rows that `place` had to pad are refused, as nothing would mask them.
+        Trees of arrays, as `place` lays them out, which enter programs as arguments. `Padded` arrays
+        are refused, as nothing would mask their pad.
     bijections
-        A tree of NumPyro bijections for latents that are constrained, as `Posterior` takes it: ``fn``
-        and `Draws` see constrained values, positions are unconstrained, and the Jacobians are added.
+        A tree of NumPyro bijections for constrained latents, as for `Posterior`: ``fn`` and `Draws` see
+        constrained values, positions are unconstrained, and the Jacobians are added.
     """
 
     fn: Partial
@@ -44,36 +44,22 @@ class LogDensity(Target):
         set_fields(self, fn=as_partial(fn), data=data, bijections=bijections)
 
     @on_any_mesh
-    def params(self, position: PyTree) -> PyTree:
-        """Return the constrained values at a position."""
-        return self._constrained(position)[0]
-
-    @on_any_mesh
-    def unconstrain(self, params: PyTree) -> PyTree:
-        """Return the position of constrained values, by the inverse of the bijections."""
-        return bijective.unconstrain(self.bijections, params)
-
-    def kept(self, position: PyTree) -> PyTree:
-        """Return what `Draws` keep of a position: constrained values."""
-        return self.params(position)
-
-    @on_any_mesh
     def terms(self, position: PyTree) -> PyTree:
         """Return the summands of the log density."""
-        params, log_jacobians = self._constrained(position)
+        bijective.check(self.bijections, position)
+        everywhere = [True] * len(jax.tree.leaves(position))
+        params, log_jacobians = bijective.constrain(self.bijections, position, everywhere)
         with noting_shapes(self.fn, position=params):
             value = self.fn(params, *self.data)
         terms = summands(self.fn, value)
-        return {"fn": terms, "jacobians": log_jacobians} if log_jacobians else terms
+        return terms if self.bijections is None else {"fn": terms, "jacobians": log_jacobians}
 
     grad = grad_anywhere(Target.grad)
     terms_and_grad = terms_and_grad_anywhere(Target.terms_and_grad)
 
-    def _constrained(self, position: PyTree) -> tuple[PyTree, list[jax.Array]]:
-        if self.bijections is None:
-            return position, []
-        bijective.check(self.bijections, position)
-        return bijective.constrain(self.bijections, position, [True] * len(jax.tree.leaves(position)))
+    def densities(self, terms: PyTree) -> PyTree:
+        """Return the summands without Jacobians."""
+        return terms if self.bijections is None else terms["fn"]
 
     def __repr__(self) -> str:
         return f"LogDensity({name_of_function(self.fn)})"

@@ -1,27 +1,27 @@
-"""A posterior: a prior over shared parameters, and plates of rows that are streamed over the mesh.
-
-A target answers three questions of a position: its `terms`, its `grad`, and both at once. Terms are
-a tree of arrays whose elements add up to the log density; they are kept apart so that two positions
-are compared by the sum of differences, never by the difference of sums.
-"""
+"""A posterior: a prior over shared parameters, and plates of rows that are streamed over the mesh."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
-from jax.tree_util import Partial
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import GetAttrKey, KeyPath, Partial, SequenceKey
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes, summands
+from gspmd_mcmc.multihost.processes import to_host
+from gspmd_mcmc.placement.explicit import whole
+from gspmd_mcmc.placement.numbers import num_nonfinite
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
-from gspmd_mcmc.targets.functions import as_partial, noting_shapes, summands
 from gspmd_mcmc.targets.local import cut, without, wrap
-from gspmd_mcmc.targets.plate import Plate
-from gspmd_mcmc.targets.rows import Rows
-from gspmd_mcmc.targets.target import Target
+from gspmd_mcmc.targets.streaming.plate import Plate
+from gspmd_mcmc.targets.streaming.rows import Rows
+from gspmd_mcmc.targets.streaming.tiling import is_live
+from gspmd_mcmc.targets.target import PriorDraw, Target, blame_data, blame_summand
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
 
@@ -34,24 +34,26 @@ class Posterior(Target):
     ----------
     log_prior
         ``log_prior(params) -> summands``: a tree of arrays whose elements add up to the log prior of
-        the shared parameters; local ones (`Plate`) are not in ``params``. An array the shape of a
-        latent (best: differences are then taken element by element), or scalars. None where all
-        latents are local; a flat prior is said, ``lambda params: jnp.zeros(())``.
+        the shared parameters; local ones (`Plate`) are not in ``params``. An array of a latent's shape
+        is best, as differences are then taken element by element; scalars serve too. None if all
+        latents are local. Write a flat prior as ``lambda params: jnp.zeros(())``.
     plates
         One `Plate` or more.
     transform
-        ``transform(position) -> params``: a reparameterisation, applied once per gradient, before the
-        rows are streamed. It must preserve volume (a rotation, a shift): no Jacobian is added. Pass
-        arrays that it needs through ``jax.tree_util.Partial``. Local leaves keep their rows.
+        ``transform(position) -> params``: a reparameterization, applied once per gradient, before the
+        rows are streamed. It must preserve volume (a rotation, a shift), as no Jacobian is added. Bind
+        arrays that it needs with ``jax.tree_util.Partial``. Local leaves keep their rows.
     bijections
-        Or a tree of NumPyro bijections (``numpyro.distributions.biject_to(support)``) for latents
-        that are constrained, at the places that those have in the position; the others need no entry.
-        Positions are then unconstrained, parameters and `Draws` constrained, and the Jacobians are
-        added. A local latent's bijection acts within rows.
+        Alternatively, a tree of NumPyro bijections (``numpyro.distributions.biject_to(support)``) for
+        the constrained latents, each at its latent's place in the position; other latents need no
+        entry. Positions are then unconstrained, parameters and `Draws` are constrained, and the
+        Jacobians are added. The bijection of a local latent acts within a row.
     derived
-        ``derived(params) -> dict``: what `Draws` keep of a draw besides its parameters, which are a
-        dict too. It sees all of them, whole.
+        ``derived(params) -> dict``: what `Draws` keep of a draw in addition to its parameters, which
+        must be a dict too. It sees all parameters, whole.
     """
+
+    readers: ClassVar[str] = "neither log_prior nor a plate"
 
     log_prior: Partial
     plates: tuple[Plate, ...]
@@ -59,7 +61,7 @@ class Posterior(Target):
     bijections: PyTree
     derived: Partial | None
     latents: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = static()  # where a model tells them
-    prior: Any = static()
+    prior: PriorDraw | None = static()
 
     def __init__(
         self,
@@ -85,20 +87,13 @@ class Posterior(Target):
             prior=None,
         )
 
-    @on_any_mesh
-    def params(self, position: PyTree) -> PyTree:
-        """Return the parameters at a position."""
-        if self.bijections is not None:
-            everywhere = [True] * len(jax.tree.leaves(position))
-            return bijective.constrain(self.bijections, position, everywhere)[0]
+    # Positions and parameters.
+
+    def transformed(self, position: PyTree) -> PyTree:
+        """Return the position after the reparameterization, before bijections."""
         return position if self.transform is None else self.transform(position)
 
-    @on_any_mesh
-    def unconstrain(self, params: PyTree) -> PyTree:
-        """Return the position of parameters, by the inverse of the bijections."""
-        return bijective.unconstrain(self.bijections, params)
-
-    def local_rows(self, params: PyTree) -> list[Rows | None]:
+    def local_rows(self, position: PyTree) -> list[Rows | None]:
         """Return for each leaf the rows of the plate that it is local to, or None.
 
         Raises
@@ -106,10 +101,10 @@ class Posterior(Target):
         ValueError
             If a plate names a leaf that is not there, or two plates of other rows name one leaf.
         """
-        paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)
+        paths = jax.tree_util.tree_leaves_with_path(position, is_leaf=is_padded)
         found: list[Rows | None] = [None] * len(paths)
         for plate in self.plates:
-            for i, rows in enumerate(plate.local_rows(params)):
+            for i, rows in enumerate(plate.local_rows(position)):
                 other = found[i]
                 if rows is not None and other is not None and not other.is_same(rows):
                     raise ValueError(
@@ -125,17 +120,7 @@ class Posterior(Target):
         kept = wrap(values, self.local_rows(position))
         return kept if self.derived is None else kept | self.derived(cut(self, values))
 
-    def origin(self) -> PyTree:
-        """Return zeros in the shapes of the latents, of a model that tells them.
-
-        Raises
-        ------
-        ValueError
-            If this posterior was written as functions, which tell no shapes.
-        """
-        if not self.latents:
-            raise ValueError("Posterior: its functions do not tell the shapes of its latents")
-        return {name: jnp.zeros(x.shape, x.dtype) for name, x in self.latents}
+    # The log density.
 
     @on_any_mesh
     def terms(self, position: PyTree) -> PyTree:
@@ -147,16 +132,16 @@ class Posterior(Target):
     @grad_anywhere
     def grad(self, position: PyTree) -> PyTree:
         """Gradient of the log density, shaped like the position."""
-        (params, _), pullback = self._linearise(position)
+        (params, log_jacobians), pullback = jax.vjp(self._shared_params, position)
         _, grads = self._prior_and_grad(params)
         for plate in self.plates:
             grads = tree.add(grads, plate.grad(params, self.hidden_from(plate, params)))
-        return pullback(grads)
+        return pullback((grads, tree.ones_like(log_jacobians)))[0]
 
     @terms_and_grad_anywhere
     def terms_and_grad(self, position: PyTree) -> tuple[PyTree, PyTree]:
         """Return `terms` and `grad` from one pass over the rows."""
-        (params, log_jacobians), pullback = self._linearise(position)
+        (params, log_jacobians), pullback = jax.vjp(self._shared_params, position)
         prior, grads = self._prior_and_grad(params)
         plates = []
         for plate in self.plates:
@@ -164,16 +149,18 @@ class Posterior(Target):
             plates.append(terms)
             grads = tree.add(grads, plate_grads)
         terms = {"prior": prior, "jacobians": log_jacobians, "plates": tuple(plates)}
-        return terms, pullback(grads)
+        return terms, pullback((grads, tree.ones_like(log_jacobians)))[0]
 
-    def single_floats(self, terms: PyTree) -> PyTree:
-        """Return the terms that are plain numbers: those of plates are two-float sums."""
-        return {name: value for name, value in terms.items() if name != "plates"}
+    def _shared_params(self, position: PyTree) -> tuple[PyTree, list[jax.Array]]:
+        """Return parameters, local ones unconstrained yet: those are constrained a tile at a time."""
+        params = self.transformed(position)
+        bijective.check(self.bijections, params)
+        is_shared = [rows is None for rows in self.local_rows(params)]
+        return bijective.constrain(self.bijections, params, is_shared)
 
-    def hidden_from(self, plate: Plate, params: PyTree) -> list[bool]:
-        """Mark the leaves that are local to other plates only: no function sees those."""
-        of_any, own = self.local_rows(params), plate.local_rows(params)
-        return [a is not None and b is None for a, b in zip(of_any, own, strict=True)]
+    def _prior_and_grad(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        prior, pullback = jax.vjp(self._prior, params)
+        return prior, pullback(tree.ones_like(prior))[0]
 
     def _prior(self, params: PyTree) -> PyTree:
         is_local = [rows is not None for rows in self.local_rows(params)]
@@ -192,22 +179,51 @@ class Posterior(Target):
             ) from error
         return summands(self.log_prior, value)
 
-    def _prior_and_grad(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        prior, pullback = jax.vjp(self._prior, params)
-        return prior, pullback(tree.ones_like(prior))[0]
+    # What the terms are.
 
-    def _shared_params(self, position: PyTree) -> tuple[PyTree, list[jax.Array]]:
-        """Return parameters, local ones unconstrained yet: those are constrained a tile at a time."""
-        if self.bijections is None:
-            return self.params(position), []
-        bijective.check(self.bijections, position)
-        is_shared = [rows is None for rows in self.local_rows(position)]
-        return bijective.constrain(self.bijections, position, is_shared)
+    def densities(self, terms: PyTree) -> PyTree:
+        """Return the terms of the prior and of the plates."""
+        return terms["prior"], terms["plates"]
 
-    def _linearise(self, position: PyTree) -> tuple[tuple[PyTree, list[jax.Array]], Callable]:
-        """Return `_shared_params`, and what turns a gradient of the parameters into the position's."""
-        out, pullback = jax.vjp(self._shared_params, position)
-        return out, lambda grads: pullback((grads, tree.ones_like(out[1])))[0]
+    def single_floats(self, terms: PyTree) -> PyTree:
+        """Return the terms that are plain floats: those of plates are two-float sums."""
+        return {name: value for name, value in terms.items() if name != "plates"}
+
+    def layout_of_terms(self, terms: PyTree) -> PyTree:
+        """Say of each term how it lies: the sums of a plate lie where its rows do."""
+        return whole(terms) | {"plates": tuple(P(plate.rows.axes) for plate in self.plates)}
+
+    def blame(self, position: PyTree, path: KeyPath, count: int) -> str:
+        """Name the row or the summand that is NaN or infinite, and the data that it reads."""
+        if path[0].key == "plates":
+            return self._blame_row(position, path[1].idx)
+        found = blame_summand(tree.replace(self, plates=()), path, count)
+        is_prior = path[0].key == "prior"
+        return f"log_prior ({name_of_function(self.log_prior)}): {found}" if is_prior else found
+
+    def _blame_row(self, position: PyTree, index: int) -> str:
+        """Name the first row of a plate whose term is not finite, and its data if those are not."""
+        plate, params = self.plates[index], self.params(position)
+        hidden = self.hidden_from(plate, params)
+        rows = np.asarray(to_host(plate.log_likelihood_rows(params, hidden)))
+        bad = np.flatnonzero(~np.isfinite(rows))
+        if not bad.size:
+            return f"{plate}: the terms of all rows are finite, but not their sum or a Jacobian"
+        found = (
+            f"{plate}: {bad.size} rows have a term that is NaN or infinite, the first is row {bad[0]}"
+        )
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(plate.data)
+
+        def terms(*leaves):
+            data = treedef.unflatten(leaves)
+            return tree.replace(plate, data=data).log_likelihood_rows(params, hidden)
+
+        are_read = is_live(jax.make_jaxpr(terms)(*(leaf for _, leaf in leaves)).jaxpr)
+        for (path, leaf), is_read in zip(leaves, are_read, strict=True):
+            if is_read and num_nonfinite(leaf[bad[0]]):
+                where = (GetAttrKey("plates"), SequenceKey(index), GetAttrKey("data"), *path)
+                return f"{found}; {blame_data(where, num_nonfinite(leaf))}"
+        return found
 
     def __repr__(self) -> str:
         return f"Posterior({', '.join(map(repr, self.plates))})"
@@ -217,6 +233,6 @@ def _no_prior(params: PyTree) -> PyTree:
     names = (tree.path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
     raise ValueError(
         f"log_prior: it is None, but rows share the latents {', '.join(names)}, which would be flat, "
-        "and perhaps improper. Write their log prior; where flat is meant, say so: "
+        "and perhaps improper. Write their log prior; if a flat one is meant, write "
         "log_prior=lambda params: jnp.zeros(())"
     )

@@ -1,17 +1,17 @@
 """Where floating-point numbers are too coarse for a log density, or for a bijection near its edge."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import KeyPath
+from jax.tree_util import KeyPath, tree_leaves_with_path
 
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.targets.bijections import ByModel, bijection_at
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, path_str
 
 # The spacing of floating-point numbers, in nats, from which a summand is too coarse for the Metropolis
@@ -25,11 +25,11 @@ NEAR = 2.0
 MOST_ROUNDED = 0.01  # share of draws
 FEW = 5  # draws that may be there by chance
 LAST_DRAWS = 2000  # of all chains together
-MOST_NUMBERS = 5_000  # of a latent: so many draws of more are too much for a look
+MOST_NUMBERS = 5_000  # of a latent: a larger one has too many numbers to examine
 FAR = 1e-4  # of an edge, relative to numbers beside it: float32 rounds 1,000 times finer
 
 
-def on_coarse_terms(target: Any, states: Any) -> str:
+def on_coarse_terms(target: Target, states: Any) -> str:
     """Say which summand of a log density is so large that its differences are lost; empty if none is.
 
     Parameters
@@ -40,14 +40,13 @@ def on_coarse_terms(target: Any, states: Any) -> str:
         A kernel's states of all chains, leaves [chains, ...]. A summand that does not depend on the
         position cancels exactly, however large it is.
     """
-    plain = target.single_floats
-    for i, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(plain(states.terms))):
+    for i, (path, leaf) in enumerate(tree_leaves_with_path(target.single_floats(states.terms))):
         if leaf.size > MOST_ELEMENTS:
             continue
         values = np.asarray(to_host(leaf))
         size = np.max(np.abs(values), initial=0, where=np.isfinite(values))
         spacing = np.spacing(values.dtype.type(size))
-        if spacing > COARSE and _depends(target, plain, states.position)[i]:
+        if spacing > COARSE and _depends(target, states.position)[i]:
             return (
                 f"the log density's summand {path_str(path)} is about {size:.0e}, where {values.dtype} "
                 f"numbers lie {spacing:.2g} apart: differences in log density smaller than that are "
@@ -58,10 +57,10 @@ def on_coarse_terms(target: Any, states: Any) -> str:
     return ""
 
 
-def _depends(target: Any, plain: Callable, positions: Any) -> list[bool]:
+def _depends(target: Target, positions: Any) -> list[bool]:
     """Tell of each plain term whether it depends on the position."""
     position = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), positions)
-    jaxpr = jax.make_jaxpr(lambda position: plain(target.terms(position)))(position).jaxpr
+    jaxpr = jax.make_jaxpr(lambda x: target.single_floats(target.terms(x)))(position).jaxpr
     known = {id(v) for v in jaxpr.invars}
     for eqn in jaxpr.eqns:
         if any(id(v) in known for v in eqn.invars):
@@ -69,7 +68,7 @@ def _depends(target: Any, plain: Callable, positions: Any) -> list[bool]:
     return [id(v) in known for v in jaxpr.outvars]
 
 
-def on_rounded_bijections(target: Any, values: PyTree) -> str:
+def on_rounded_bijections(target: Target, values: PyTree) -> str:
     """Say which latent's draws lie where the bijection of its support is rounded; empty if none do.
 
     Parameters
@@ -78,43 +77,31 @@ def on_rounded_bijections(target: Any, values: PyTree) -> str:
         It says by ``bijections`` which latents have one.
     values
         Draws of constrained values by the paths of the latents, leaves [chains, draws, ...]. The last
-        ones are looked at, and none of a latent of over 5,000 numbers.
+        ones are examined, and none of a latent of over 5,000 numbers.
     """
-    bijections = target.bijections
-    if bijections is None:
-        return ""
-    found = {
-        path: leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(values)
-        if _is_known(bijection_at(bijections, path)) and 0 < math.prod(leaf.shape[2:]) <= MOST_NUMBERS
-    }
-    if not found:
-        return ""
-    num_last = max(1, LAST_DRAWS // len(next(iter(found.values()))))
-    last = to_host([leaf[:, -num_last:] for leaf in found.values()])
-    near = {
-        path: x
-        for path, x in zip(found, last, strict=True)
-        if _may_be_near(bijection_at(bijections, path), x)
-    }
+    near: dict[KeyPath, np.ndarray] = {}
+    most = 0.0
+    for path, leaf in tree_leaves_with_path(values) if target.bijections is not None else ():
+        bijection = bijection_at(target.bijections, path)
+        if bijection is None or isinstance(bijection, ByModel):
+            continue
+        if 0 < math.prod(leaf.shape[2:]) <= MOST_NUMBERS:
+            last = np.asarray(to_host(leaf[:, -max(1, LAST_DRAWS // len(leaf)) :]))
+            most = max(MOST_ROUNDED, FEW / math.prod(last.shape[:2]))
+            if _may_be_near(bijection, last):
+                near[path] = last
     if not near:
         return ""
     shares = to_host(_shares(target, tuple(near), list(near.values())))
-    most = max(MOST_ROUNDED, FEW / math.prod(last[0].shape[:2]))
-    rounded = {path: share for path, share in zip(near, shares, strict=True) if share > most}
-    if not rounded:
+    share, path = max(zip(map(float, shares), near, strict=True), key=lambda pair: pair[0])
+    if share <= most:
         return ""
-    path = max(rounded, key=lambda path: rounded[path])
     return (
-        f"{float(rounded[path]):.0%} of the draws of {path_str(path)} lie at the edge of its support, "
+        f"{share:.0%} of the draws of {path_str(path)} lie at the edge of its support, "
         f"where {near[path].dtype} rounds what its bijection returns: what is nearer to the edge is "
         "missing, and draws may be wrong. Use float64 (jax.config.update('jax_enable_x64', True)), or "
         "a prior with less mass at the edge."
     )
-
-
-def _is_known(bijection: Any) -> bool:
-    return bijection is not None and not isinstance(bijection, ByModel)
 
 
 def _may_be_near(bijection: Any, values: np.ndarray) -> bool:
@@ -128,18 +115,15 @@ def _may_be_near(bijection: Any, values: np.ndarray) -> bool:
 
 
 @partial(jax.jit, static_argnames="paths")
-def _shares(target: Any, paths: tuple[KeyPath, ...], values: list[jax.Array]) -> list[jax.Array]:
+def _shares(target: Target, paths: tuple[KeyPath, ...], values: list[jax.Array]) -> list[jax.Array]:
     """Return of each leaf the share of rounded draws of the unconstrained number that has most."""
-    return [
-        _largest_share(bijection_at(target.bijections, path), x)
-        for path, x in zip(paths, values, strict=True)
-    ]
 
+    def largest(path: KeyPath, x: jax.Array) -> jax.Array:
+        is_rounded = jax.vmap(partial(_is_rounded, bijection_at(target.bijections, path)))
+        return jnp.max(jnp.mean(is_rounded(x.reshape(-1, *x.shape[2:])), axis=0))
 
-def _largest_share(bijection: Any, values: jax.Array) -> jax.Array:
-    draws = values.reshape(-1, *values.shape[2:])
     with jax.numpy_rank_promotion("allow"):  # NumPyro's own code relies on it
-        return jnp.max(jnp.mean(jax.vmap(partial(_is_rounded, bijection))(draws), axis=0))
+        return [largest(path, x) for path, x in zip(paths, values, strict=True)]
 
 
 def _is_rounded(bijection: Any, value: jax.Array) -> jax.Array:

@@ -1,22 +1,46 @@
 """What a target is: a log density that answers in summands kept apart."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
+from jax.tree_util import KeyPath, Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.placement.explicit import SameObject, on_any_mesh, whole
+from gspmd_mcmc.placement.numbers import nonfinite
 from gspmd_mcmc.placement.padding import is_padded
-from gspmd_mcmc.targets.rows import Rows
+from gspmd_mcmc.targets import bijections as bijective
+from gspmd_mcmc.targets.streaming.rows import HasLocalRows, Rows
 from gspmd_mcmc.tree import PyTree
 
 
-class Target(ABC):
+@dataclass(frozen=True, eq=False)
+class PriorDraw:
+    """``draw(rng_key) -> unconstrained latents by name``, as metadata of a target.
+
+    All of them are equal: no program of the sampler takes one, or the arguments of the model that it
+    holds, so that equal models share programs.
+    """
+
+    draw: Partial
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PriorDraw)
+
+    def __hash__(self) -> int:
+        return hash(PriorDraw)
+
+
+class Target(SameObject, ABC):
     """A log density: a frozen pytree whose leaves are its data.
 
-    A target of your own has `terms`; the rest of what is here serves one whose latents are whole, and
-    differentiates the terms. Terms are a tree of arrays whose elements add up to the log density: two
-    positions are compared by the sum of differences, never by the difference of sums.
+    A target of your own is a frozen dataclass, registered with `pytree`, that has `terms`. The other
+    methods have defaults for latents that are unconstrained and whole on every device; gradients come
+    from differentiating the terms. Terms are a tree of arrays whose elements add up to the log density.
+    Two positions are compared by the sum of differences, never by the difference of sums.
 
     Attributes
     ----------
@@ -27,13 +51,16 @@ class Target(ABC):
     bijections
         A tree of the bijections of constrained latents, or None.
     prior
-        A `PriorDraw`, where the latents can be drawn from their prior.
+        How to draw the latents from their prior, where that is known.
+    readers
+        Who reads a latent, in words: for the error about one that nobody reads.
     """
 
     plates: tuple = ()
     latents: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = ()
     bijections: PyTree = None
-    prior: Any = None
+    prior: PriorDraw | None = None
+    readers: ClassVar[str] = "nothing"
 
     @abstractmethod
     def terms(self, position: PyTree) -> PyTree:
@@ -48,14 +75,78 @@ class Target(ABC):
         """Gradient of the log density, shaped like the position."""
         return self.terms_and_grad(position)[1]
 
+    # The latents.
+
+    def origin(self) -> PyTree:
+        """Return zeros in the shapes of the latents, of a model that tells them.
+
+        Raises
+        ------
+        ValueError
+            If this target was written as functions, which tell no shapes.
+        """
+        if not self.latents:
+            raise ValueError(
+                f"{type(self).__name__}: its functions do not tell the shapes of its latents"
+            )
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in self.latents}
+
+    def transformed(self, position: PyTree) -> PyTree:
+        """Return the position after a reparameterization, before bijections."""
+        return position
+
+    @on_any_mesh
+    def params(self, position: PyTree) -> PyTree:
+        """Return the parameters at a position: constrained values."""
+        params = self.transformed(position)
+        everywhere = [True] * len(jax.tree.leaves(params))
+        return bijective.constrain(self.bijections, params, everywhere)[0]
+
+    @on_any_mesh
+    def unconstrain(self, params: PyTree) -> PyTree:
+        """Return the position of constrained values, by the inverse of the bijections."""
+        return bijective.unconstrain(self.bijections, params)
+
+    def kept(self, position: PyTree) -> PyTree:
+        """Return what `Draws` keep of a position: the parameters."""
+        return self.params(position)
+
     def local_rows(self, position: PyTree) -> list[Rows | None]:
         """Return for each leaf the rows of the plate that it is local to, or None."""
         return [None] * len(jax.tree.leaves(position, is_leaf=is_padded))
 
-    def kept(self, position: PyTree) -> PyTree:
-        """Return what `Draws` keep of a position."""
-        return position
+    def hidden_from(self, plate: HasLocalRows, params: PyTree) -> list[bool]:
+        """Mark the leaves that are local to other plates only: no function of the plate sees those."""
+        of_any, own = self.local_rows(params), plate.local_rows(params)
+        return [a is not None and b is None for a, b in zip(of_any, own, strict=True)]
+
+    # The terms.
+
+    def densities(self, terms: PyTree) -> PyTree:
+        """Return the terms that can give a latent a density: the Jacobian of a bijection gives none."""
+        return terms
 
     def single_floats(self, terms: PyTree) -> PyTree:
-        """Return the terms that are plain numbers, which rounding may cost digits."""
+        """Return the terms that are plain floats, whose digits rounding may cost."""
         return terms
+
+    def layout_of_terms(self, terms: PyTree) -> PyTree:
+        """Say of each term how it lies on a user's mesh (`on_any_mesh`)."""
+        return whole(terms)
+
+    def blame(self, position: PyTree, path: KeyPath, count: int) -> str:
+        """Say in words why ``count`` values of the term at a path are NaN or infinite."""
+        return blame_summand(self, path, count)
+
+
+def blame_summand(data: PyTree, path: KeyPath, count: int) -> str:
+    """Name a summand, and what is not finite of the data that it may read."""
+    found = f"its summand {tree.path_str(path)} has {count} values that are NaN or infinite there"
+    for data_path, data_count in nonfinite(data):
+        return f"{found}; {blame_data(data_path, data_count)}"
+    return found
+
+
+def blame_data(path: KeyPath, count: int) -> str:
+    """Name a leaf of the target's data."""
+    return f"the target's data {tree.path_str(path)} has {count} values that are NaN or infinite"

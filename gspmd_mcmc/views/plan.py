@@ -1,48 +1,92 @@
 """A program on a mesh that is not there: what it would send and hold."""
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Group
 from rich.text import Text
 
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.tree import path_str
-from gspmd_mcmc.views.program import accelerators
-from gspmd_mcmc.views.program.accelerators import Accelerator
-from gspmd_mcmc.views.program.ahead import MOST_DEVICES, built, compile_ahead, shapes_of
-from gspmd_mcmc.views.program.extrapolation import Rule, extrapolate, on_whole_mesh
-from gspmd_mcmc.views.program.report import Communication
-from gspmd_mcmc.views.program.report_text import draw_report, plain
-from gspmd_mcmc.views.units import bytes_text
+from gspmd_mcmc.views import chips
+from gspmd_mcmc.views.chips import Accelerator
+from gspmd_mcmc.views.communication import describe_argument
+from gspmd_mcmc.views.notation import bytes_text
+from gspmd_mcmc.views.program.aot_compilation import (
+    MOST_DEVICES,
+    build_program,
+    compile_aot,
+    shapes_of,
+)
+from gspmd_mcmc.views.program.report import Collective, Communication
+from gspmd_mcmc.views.program.report_views import draw_report, plain
 from gspmd_mcmc.views.visualize import LayoutView, visualize
+
+_MEMORY = ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes", "alias_bytes")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a program would send and hold on a mesh.
+class Rule:
+    """How a report was extrapolated from those of smaller meshes.
+
+    Bytes on a device are taken as a + b/n for n devices along the axis: arrays that are whole on each,
+    and a share of those that are laid over it. Two sizes give a and b. The collectives are the same.
+    Arguments are counted from their shapes on the whole mesh instead. For outputs and temporaries the
+    rule leaves out the padding of rows that the mesh does not divide, less than a row a device.
+    Temporaries that are bounded by a tile on the smaller meshes only do not follow this law: ``error``
+    shows it if the bound ends among the three sizes; if it ends beyond them, the rule says too much.
+
+    Attributes
+    ----------
+    axis
+        The mesh axis that was made smaller.
+    compiled
+        Its three sizes in the meshes that were compiled for, ascending. The last two give a and b.
+    error
+        How far the rule is off the last size when the first two give a and b: the larger of the error
+        of the memory, as a part of all of it, and of any collective's bytes, as a part of them.
+    """
+
+    axis: str
+    compiled: tuple[int, ...]
+    error: float
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{n:,}" for n in self.compiled)
+        return (
+            f"extrapolated: compiled for {self.axis} = {sizes}; bytes on a device as a + b/n, which "
+            f"from the first two is off by at most {self.error:.2%} on the last"
+        )
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """What a program would send and hold on a mesh; what `plan` returns.
 
     Attributes
     ----------
     mesh
-        The mesh, of no device.
+        The mesh, an abstract one.
     report
-        As `communication` gives it.
+        The report of `communication`.
     layout
-        Where the arguments would lie, those that the program uses; printing it draws them.
+        Where the arguments that the program uses would lie; printing it draws them.
     accelerator
-        The kind of device that it is held against, if one was named.
+        The kind of device to fit, if one was named.
     rule
-        How the report was extrapolated; None if the compiler made it.
+        How the report was extrapolated; None if the program was compiled for the whole mesh.
     seconds
-        What tracing and compiling took.
+        Time that tracing and compiling took.
     """
 
     mesh: AbstractMesh
@@ -60,30 +104,22 @@ class Plan:
         return self.report.peak_bytes <= self.accelerator.usable_bytes
 
     def __rich__(self) -> Group:
-        """Draw the layout, the collectives, the memory."""
-        how = (
-            str(self.rule)
-            if self.rule
-            else f"compiled in {self.seconds:.1f} s, for virtual CPU devices"
-        )
-        return Group(
-            self.layout, draw_report(self.report), Text(self._verdict()), Text(how, style="dim")
-        )
+        """Draw the layout, the collectives, the memory, and whether they fit."""
+        needed = f"at most {bytes_text(self.report.peak_bytes)}"
+        verdict = f"needs {needed} on each of {self.mesh.size:,} devices"
+        if self.accelerator is not None:
+            usable = self.accelerator.usable_bytes
+            fits, share = "fits" if self.fits else "DOES NOT FIT", self.report.peak_bytes / usable
+            device = f"that JAX has of a {self.accelerator.name} ({share:.1%})"
+            verdict = f"{fits}: {needed} of the {bytes_text(usable)} {device}"
+        compiled = f"compiled in {self.seconds:.1f} s, for virtual CPU devices"
+        how = Text(str(self.rule or compiled), style="dim")
+        return Group(self.layout, draw_report(self.report), Text(verdict), how)
 
     def __str__(self) -> str:
         return plain(self)
 
     __repr__ = __str__
-
-    def _verdict(self) -> str:
-        needed = self.report.peak_bytes
-        at_most = f"at most {bytes_text(needed)}"
-        if self.accelerator is None:
-            return f"needs {at_most} on each of {self.mesh.size:,} devices"
-        there, name = self.accelerator.usable_bytes, self.accelerator.name
-        fits = "fits" if self.fits else "DOES NOT FIT"
-        share = f"{needed / there:.1%}"
-        return f"{fits}: {at_most} of the {bytes_text(there)} that JAX has of a {name} ({share})"
 
 
 def plan(
@@ -94,14 +130,14 @@ def plan(
     model: int | None = None,
     accelerator: str | Accelerator | None = None,
     trips: Mapping[str, int] | None = None,
-) -> Plan:
+) -> MeshPlan:
     """Compile a program for a mesh that is not there, before anyone pays for it.
 
-    No array is made and no device is needed. Up to 2,048 devices the program is compiled, in a process
-    of its own, for as many virtual CPU devices; beyond, it is compiled for three smaller meshes and
-    extrapolated by a rule that is checked on them (`Rule`). Collectives are those that the compiler's
-    partitioner puts in; it is the same for all backends, though a backend may still split or fuse
-    them. Temporaries are those of the CPU's compiler: expect another size on an accelerator.
+    No array is made and no device is needed. For up to 2,048 devices the program is compiled, in a
+    process of its own, for as many virtual CPU devices. For more, it is compiled for three smaller
+    meshes and extrapolated by a rule that is checked on them (`Rule`). The compiler's partitioner puts
+    in the collectives; it is the same for all backends, though a backend may still split or fuse them.
+    Temporaries are those of the CPU's compiler: expect another size on an accelerator.
 
     Parameters
     ----------
@@ -125,19 +161,19 @@ def plan(
     RuntimeError
         If the compiler fails, or programs of different meshes are too different to extrapolate.
     """
-    device = accelerators.accelerator(accelerator) if accelerator is not None else None
+    device = chips.accelerator(accelerator) if accelerator is not None else None
     mesh = make_abstract_mesh(chains=chains, data=data, model=model)
     began = time.perf_counter()
-    function, args = built(build, mesh)
+    function, args = build_program(build, mesh)
     if mesh.size <= MOST_DEVICES:
-        report, rule = compile_ahead(function, args, mesh), None
+        report, rule = compile_aot(function, args, mesh), None
     else:
         shapes_of(args, mesh)  # raises on what lies elsewhere, before anything is compiled
         report, rule = extrapolate(build, mesh)
         report = on_whole_mesh(report, args, mesh)
     report = report.with_trips(**trips) if trips else report
     seconds = time.perf_counter() - began
-    return Plan(mesh, report, visualize(_drawn(report, args, mesh)), device, rule, seconds)
+    return MeshPlan(mesh, report, visualize(_drawn(report, args, mesh)), device, rule, seconds)
 
 
 def _drawn(report: Communication, args: tuple, mesh: AbstractMesh) -> Any:
@@ -157,3 +193,120 @@ def _drawn(report: Communication, args: tuple, mesh: AbstractMesh) -> Any:
         return is_padded(node) and node.values is None
 
     return jax.tree.map(lambda node: None if is_unused(node) else node, laid, is_leaf=is_unused)
+
+
+def extrapolate(build: Callable, mesh: AbstractMesh) -> tuple[Communication, Rule]:
+    """Compile for three smaller meshes, the largest axis cut, and extrapolate to the whole one.
+
+    Raises
+    ------
+    RuntimeError
+        If the smaller meshes do not give the same program.
+    """
+    axis, sizes = smaller_sizes(dict(mesh.shape))
+    reports = []
+    for size in sizes:
+        smaller = make_abstract_mesh(**{**mesh.shape, axis: size})
+        function, args = build_program(build, smaller)
+        reports.append(compile_aot(function, args, smaller))
+    _require_same(reports, sizes, axis)
+    first, second, last = reports
+    predicted = predict_report(first, second, sizes[0], sizes[1], axis, sizes[2])
+    rule = Rule(axis, sizes, relative_error(predicted, last))
+    report = predict_report(second, last, sizes[1], sizes[2], axis, mesh.shape[axis])
+    return replace(report, num_devices=mesh.size, mesh=dict(mesh.shape)), rule
+
+
+def smaller_sizes(mesh: dict[str, int]) -> tuple[str, tuple[int, int, int]]:
+    """Return the largest axis of a mesh, and three sizes of it that can be compiled for."""
+    axis = max(mesh, key=lambda name: mesh[name])
+    most = MOST_DEVICES // math.prod(n for name, n in mesh.items() if name != axis)
+    if most < 4:
+        raise RuntimeError(
+            f"mesh {mesh}: at most {MOST_DEVICES} devices can be compiled for, and with the other axes "
+            f"whole that leaves {most} along {axis!r}; make them smaller"
+        )
+    return axis, (most // 4, most // 2, most)
+
+
+def predict_report(
+    small: Communication, large: Communication, num_small: int, num_large: int, axis: str, num: int
+) -> Communication:
+    """Predict a report for ``num`` devices along an axis from those of two other sizes."""
+
+    def at(x_small: float, x_large: float) -> int:
+        share = (x_small - x_large) / (1 / num_small - 1 / num_large)
+        return max(0, round(x_large + share * (1 / num - 1 / num_large)))
+
+    def collective(a: Collective, b: Collective) -> Collective:
+        num_bytes, operand_bytes = at(a.num_bytes, b.num_bytes), at(a.operand_bytes, b.operand_bytes)
+        grown = num / num_large if axis in b.axes else 1
+        return replace(
+            b,
+            shape=b.shape if num_bytes == b.num_bytes else f"{num_bytes} bytes",
+            num_bytes=num_bytes,
+            operand_shape=(
+                b.operand_shape if operand_bytes == b.operand_bytes else f"{operand_bytes} bytes"
+            ),
+            operand_bytes=operand_bytes,
+            group_size=round(b.group_size * grown),
+            # A trip count that depends on the mesh is not known on another one.
+            loops=tuple(
+                y if x.trips == y.trips else replace(y, trips=None)
+                for x, y in zip(a.loops, b.loops, strict=True)
+            ),
+        )
+
+    pairs = zip(small.collectives, large.collectives, strict=True)
+    return replace(
+        large,
+        collectives=tuple(collective(a, b) for a, b in pairs),
+        **{name: at(getattr(small, name), getattr(large, name)) for name in _MEMORY},
+    )
+
+
+def relative_error(predicted: Communication, true: Communication) -> float:
+    """How far a prediction is off, as `Rule.error` has it."""
+    held = max(true.peak_bytes, 1)
+    memory = [abs(getattr(predicted, name) - getattr(true, name)) / held for name in _MEMORY]
+    pairs = zip(predicted.collectives, true.collectives, strict=True)
+    sent = [abs(a.num_bytes - b.num_bytes) / max(b.num_bytes, 1) for a, b in pairs]
+    return max([*memory, *sent])
+
+
+def on_whole_mesh(report: Communication, args: tuple, mesh: AbstractMesh) -> Communication:
+    """Give a report's arguments the shapes that they have on a mesh, under the same specs.
+
+    An argument lies whole where the mesh does not divide its axes.
+    """
+    leaves = {path_str(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
+    arguments = []
+    for known in report.arguments:
+        leaf, spec = leaves[known.path], known.spec
+        try:
+            sharding = None if spec is None else NamedSharding(mesh, spec)
+            arguments.append(describe_argument(known.path, leaf, sharding))
+        except ValueError:
+            arguments.append(describe_argument(known.path, leaf, NamedSharding(mesh, P())))
+    num_bytes = sum(a.bytes_per_device for a in arguments)
+    return replace(report, arguments=tuple(arguments), argument_bytes=num_bytes)
+
+
+def _require_same(reports: list[Communication], sizes: tuple[int, ...], axis: str) -> None:
+    """Raise unless all reports have the same collectives in the same loops."""
+
+    def in_words(c: Collective) -> str:
+        loops = "".join(f" in {loop.name}" for loop in c.loops)
+        return f"{c.kind} over {c.where if c.axes else 'no axis'}{loops}"
+
+    first, *others = ([in_words(c) for c in report.collectives] for report in reports)
+    for found, size in zip(others, sizes[1:], strict=True):
+        if found == first:
+            continue
+        only = {sizes[0]: Counter(first) - Counter(found), size: Counter(found) - Counter(first)}
+        differences = [f"{n} x {c} only with {axis}={at}" for at in only for c, n in only[at].items()]
+        raise RuntimeError(
+            "the program is not the same on smaller meshes, so it cannot be extrapolated: "
+            f"{'; '.join(differences) or f'the order of collectives differs with {axis}={size}'}. "
+            f"Plan a mesh of at most {MOST_DEVICES} devices"
+        )

@@ -11,17 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from gspmd_mcmc.views.figures import drawing
-from gspmd_mcmc.views.figures.elements import Elements, choose, require_draws
-from gspmd_mcmc.views.figures.panels import (
-    Panels,
-    as_list,
-    chain_styles,
-    distance_of_chains,
-    legend_below,
-    new_figure,
-    say,
-)
+from gspmd_mcmc.views.figures import panels
+from gspmd_mcmc.views.figures.panels import Panels, as_list, chain_styles, distance_of_chains
+from gspmd_mcmc.views.figures.selection import Elements, choose, require_draws
 
 Names = str | Sequence[str] | None
 ROOM = 4  # elements in an overview
@@ -32,7 +24,7 @@ def trace(draws: Any, names: Names = None, *, max_panels: int = 12, axes: Any = 
     """Draw values over draws, a line for each chain.
 
     Divergent transitions are ticks at the bottom, values that are not finite crosses at the top. Of
-    more than 8 chains, the 3 whose means are furthest off are coloured, the others grey. Of more than
+    more than 8 chains, the 3 whose means are furthest off are colored, the others grey. Of more than
     2000 draws, the lowest and the highest in every thousandth part are drawn. A panel says so where
     chains have not mixed (R-hat above 1.05, or 1 + 5 / draws), and which of them still rise or fall.
 
@@ -60,10 +52,10 @@ def trace(draws: Any, names: Names = None, *, max_panels: int = 12, axes: Any = 
         If there are no draws, a name is not there or not of real numbers, or axes are too few.
     """
     elements = _chosen(draws, names, max_panels, axes)
-    panels = Panels(axes, len(elements.traces), 3, (4.4, 1.9))
+    canvas = Panels(axes, len(elements.traces), 3, (4.4, 1.9))
     styles = chain_styles(draws.num_chains, distance_of_chains(elements.traces.values()))
-    drawing.traces(panels.axes, elements.traces, _is_divergent(draws), styles)
-    return panels.finish(_title("traces", draws, elements.note))
+    panels.traces(canvas.axes, elements.traces, _is_divergent(draws), styles)
+    return canvas.finish(_title("traces", draws, elements.note))
 
 
 def rank(draws: Any, names: Names = None, *, max_panels: int = 12, axes: Any = None):
@@ -74,7 +66,7 @@ def rank(draws: Any, names: Names = None, *, max_panels: int = 12, axes: Any = N
     2022): of 100 panels one shows a chain outside by chance. The band is for independent draws; where
     draws are correlated, one in several is ranked, and the title says so. The halves of a single chain
     are compared with each other. Of more than 8 chains, the 3 with the
-    largest differences are coloured.
+    largest differences are colored.
 
     Parameters and errors are those of `trace`.
 
@@ -85,9 +77,9 @@ def rank(draws: Any, names: Names = None, *, max_panels: int = 12, axes: Any = N
     discrete uniformity", Statistics and Computing 32:32.
     """
     elements = _chosen(draws, names, max_panels, axes)
-    panels = Panels(axes, len(elements.traces), 4, (3.3, 2.2))
-    drawing.ranks(panels.axes, elements.traces)
-    return panels.finish(_title("ranks, ECDF of each chain less uniform", draws, elements.note))
+    canvas = Panels(axes, len(elements.traces), 4, (3.3, 2.2))
+    panels.ranks(canvas.axes, elements.traces)
+    return canvas.finish(_title("ranks, ECDF of each chain less uniform", draws, elements.note))
 
 
 def autocorrelation(
@@ -97,16 +89,16 @@ def autocorrelation(
 
     Of independent draws 95% of the lags lie in the band, ±1.96 over the square root of the number of
     draws (Brockwell and Davis 1991, "Time Series: Theory and Methods", section 7.2). Of more than 8
-    chains, the 3 with the largest autocorrelations are coloured.
+    chains, the 3 with the largest autocorrelations are colored.
 
     Other parameters and errors are those of `trace`.
     """
     if max_lag < 1:
         raise ValueError(f"max_lag: expected a number of draws of at least 1, got {max_lag}")
     elements = _chosen(draws, names, max_panels, axes)
-    panels = Panels(axes, len(elements.traces), 4, (3.3, 2.2))
-    drawing.autocorrelations(panels.axes, elements.traces, max_lag)
-    return panels.finish(_title("autocorrelation", draws, elements.note))
+    canvas = Panels(axes, len(elements.traces), 4, (3.3, 2.2))
+    panels.autocorrelations(canvas.axes, elements.traces, max_lag)
+    return canvas.finish(_title("autocorrelation", draws, elements.note))
 
 
 def energy(draws: Any, *, axes: Any = None):
@@ -129,9 +121,9 @@ def energy(draws: Any, *, axes: Any = None):
     ValueError
         If there are no draws, or no energies among the stats.
     """
-    panels = Panels(axes, 2, 2, (4.8, 3.0))
-    drawing.energies(panels.axes, _energies(draws))
-    return panels.finish(_title("energy", draws, ""))
+    canvas = Panels(axes, 2, 2, (4.8, 3.0))
+    panels.energies(canvas.axes, _energies(draws))
+    return canvas.finish(_title("energy", draws, ""))
 
 
 def warmup(draws: Any, *, axes: Any = None):
@@ -155,14 +147,15 @@ def warmup(draws: Any, *, axes: Any = None):
     num_steps = _num_warmup(draws)
     if not num_steps:
         raise ValueError(
-            "draws: expected a run with steps of warm-up, got none (num_warmup=0, or a run that goes "
-            "on from earlier draws, which hold its warm-up)"
+            "draws: expected a run with steps of warm-up, got none (num_warmup=0, or a run that "
+            "continues earlier draws, which hold its warm-up)"
         )
-    panels = Panels(axes, 3, 3, (4.4, 2.4))
-    styles = chain_styles(draws.num_chains, distance_of_chains([_before(draws)]))
-    _warmup_panels(panels.axes, draws, np.zeros((draws.num_chains, 0)), styles)
+    canvas = Panels(axes, 3, 3, (4.4, 2.4))
+    before = np.asarray(draws.warmup["log_density"], np.float64)
+    styles = chain_styles(draws.num_chains, distance_of_chains([before]))
+    panels.warmup(canvas.axes, draws, np.zeros((draws.num_chains, 0)), styles)
     num_divergent = int(np.sum(draws.warmup["num_divergent"]))
-    return panels.finish(f"warm-up: {_chains(draws)} x {num_steps} steps, {num_divergent} divergent")
+    return canvas.finish(f"warm-up: {_chains(draws)} x {num_steps} steps, {num_divergent} divergent")
 
 
 def overview(draws: Any, names: Names = None):
@@ -170,7 +163,7 @@ def overview(draws: Any, names: Names = None):
 
     Above the log density from the first step on, and step size and acceptance rate over warm-up; then
     traces of four elements; below energies, BFMI, and ranks and autocorrelation of the log density. Of
-    more than 8 chains, the 3 whose means are furthest off are coloured.
+    more than 8 chains, the 3 whose means are furthest off are colored.
 
     Parameters and errors are those of `trace`; ``names`` are for the traces in the middle.
     """
@@ -180,26 +173,24 @@ def overview(draws: Any, names: Names = None):
         raise ValueError(
             f"names: overview has room for {ROOM} elements, got {len(traces)}; use plots.trace"
         )
-    figure = new_figure(14.0, 8.0)
+    figure = panels.new_figure(14.0, 8.0)
     cells = figure.add_gridspec(3, 4)
     above = [figure.add_subplot(cells[0, columns]) for columns in (slice(2), 2, 3)]
     middle = [figure.add_subplot(cells[1, column]) for column in range(len(traces))]
     below = [figure.add_subplot(cells[2, column]) for column in range(4)]
     log_density = np.asarray(draws.stats["log_density"], np.float64)
-    # Where chains are singled out, a colour means the same chain in all panels.
+    # Where chains are singled out, a color means the same chain in all panels.
     styles = chain_styles(draws.num_chains, distance_of_chains([log_density, *traces.values()]))
-    _warmup_panels(above, draws, log_density, styles)
-    drawing.traces(middle, traces, _is_divergent(draws), styles)
+    panels.warmup(above, draws, log_density, styles)
+    panels.traces(middle, traces, _is_divergent(draws), styles)
     if "energy" in draws.stats:
-        drawing.energies(below[:2], _energies(draws))
+        panels.energies(below[:2], _energies(draws))
     else:
-        say(below[0], "this kernel tells no energies")
+        panels.say(below[0], "this kernel reports no energies")
         below[1].set_axis_off()
-    drawing.ranks(below[2:3], {"ranks of log density": log_density}, styles)
-    drawing.autocorrelations(
-        below[3:], {"autocorrelation of log density": log_density}, MAX_LAG, styles
-    )
-    legend_below(figure, [*middle, *above])
+    panels.ranks(below[2:3], {"ranks of log density": log_density}, styles)
+    panels.autocorrelations(below[3:], {"autocorrelation of log density": log_density}, MAX_LAG, styles)
+    panels.legend_below(figure, [*middle, *above])
     figure.suptitle(_headline(draws, elements.note), fontsize=11)
     return figure
 
@@ -211,7 +202,7 @@ def datatree(draws: Any, names: Names = None, *, max_elements: int = 100):
     `Draws.to_datatree` would not fit on the host. A variable is named as its element, ``w[3, 2]``.
     Needs the extra ``arviz``.
 
-    Parameters and errors are those of `trace`; ``max_elements`` is as many as are chosen.
+    Parameters and errors are those of `trace`; at most ``max_elements`` are chosen.
     """
     try:
         arviz_base = importlib.import_module("arviz_base")
@@ -221,19 +212,6 @@ def datatree(draws: Any, names: Names = None, *, max_elements: int = 100):
     renamed = {"is_divergent": "diverging", "log_density": "lp"}
     stats = {renamed.get(name, name): np.asarray(x) for name, x in draws.stats.items()}
     return arviz_base.from_dict({"posterior": elements.traces, "sample_stats": stats})
-
-
-def _warmup_panels(axes: list[Any], draws: Any, after: np.ndarray, styles: drawing.Styles) -> None:
-    """Draw log density, with that of the draws ``after`` [chains, draws], step size and acceptance."""
-    before = _before(draws)
-    drawing.log_density(axes[0], before, after, styles)
-    if before.size:
-        sizes = np.asarray(draws.warmup["step_size"], np.float64)
-        drawing.step_size(axes[1], sizes, float(draws.kernel.step_size))
-        drawing.acceptance(axes[2], np.asarray(draws.warmup["acceptance_rate"], np.float64), styles)
-    else:
-        for axis, what in zip(axes[1:], ("step size", "acceptance rate"), strict=True):
-            say(axis, f"no warm-up: no {what} to show")
 
 
 def _chosen(draws: Any, names: Names, max_panels: int, axes: Any) -> Elements:
@@ -259,10 +237,6 @@ def _headline(draws: Any, note: str) -> str:
     size = f"{_chains(draws)} x {draws.num_draws} draws, {_num_warmup(draws)} steps of warm-up"
     fate = f"acceptance {rates.mean():.2f}{spread}, {int(_is_divergent(draws).sum())} divergent"
     return "; ".join([size, fate, *([f"traces: {note}"] if note else [])])
-
-
-def _before(draws: Any) -> np.ndarray:
-    return np.asarray(draws.warmup["log_density"], np.float64)
 
 
 def _num_warmup(draws: Any) -> int:

@@ -7,14 +7,13 @@ from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from gspmd_mcmc.tree import PyTree
-from gspmd_mcmc.views.layout.drawings import drawings_of
-from gspmd_mcmc.views.layout.figure import draw_on, figure_of
-from gspmd_mcmc.views.layout.html_view import html_view
-from gspmd_mcmc.views.layout.layouts import LeafLayout, Totals, add_up
-from gspmd_mcmc.views.layout.notation import several
-from gspmd_mcmc.views.layout.reading import read_tree
-from gspmd_mcmc.views.layout.text_view import text_view, to_ascii
-from gspmd_mcmc.views.layout.wording import header, totals_lines
+from gspmd_mcmc.views.layouts.layout_figure import draw_on, figure_of
+from gspmd_mcmc.views.layouts.layout_html import html_view
+from gspmd_mcmc.views.layouts.layout_text import header, text_view, to_ascii, totals_lines
+from gspmd_mcmc.views.layouts.leaf_layout import LeafLayout, Totals, add_up
+from gspmd_mcmc.views.layouts.pictures import drawings_of
+from gspmd_mcmc.views.layouts.tree_layouts import read_tree
+from gspmd_mcmc.views.notation import several
 
 TEXT_WIDTH = 80
 
@@ -22,7 +21,7 @@ TEXT_WIDTH = 80
 class LayoutView:
     """Where the leaves of a tree live; what `visualize` returns.
 
-    ``str`` (and a REPL) gives plain text of 80 columns, ``rich.print`` and `show` colours, a notebook
+    ``str`` (and a REPL) gives plain text of 80 columns, ``rich.print`` and `show` colors, a notebook
     HTML, `figure` a matplotlib figure. ``view[path]`` is the view of a leaf or of a subtree.
 
     Attributes
@@ -60,7 +59,7 @@ class LayoutView:
         return "\n".join(line.plain for line in text_view(self.leaves, self.totals, max(width, 60)))
 
     def show(self) -> None:
-        """Print the view: in colours to a terminal, as plain text to a file or a pipe."""
+        """Print the view: in colors to a terminal, as plain text to a file or a pipe."""
         console = Console()
         if console.encoding.startswith("utf"):
             console.print(self)
@@ -109,7 +108,7 @@ def visualize(
         arrays, NumPy arrays and numbers. Tracers, and shapes without a sharding, are said to have no
         layout.
     shape
-        The shape of the array that a sharding which stands alone is to cut.
+        The shape of the array that a sharding without an array is to cut.
     ax
         A matplotlib Axes to draw on; the tree must then be one leaf on devices.
 

@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import moments as streaming
-from gspmd_mcmc.adaptation.estimators.diagonal import (
+from gspmd_mcmc.adaptation.estimators.estimator import (
     PRIOR_VARIANCE,
+    MetricEstimator,
     agrees,
     deviation,
     like,
     own_variance,
-    regularised_variance,
+    regularized_variance,
     weight_of_draws,
 )
 from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric, Groups, read_groups
-from gspmd_mcmc.kernels.metrics.leaves import names_of, product
+from gspmd_mcmc.kernels.metrics.metric import names_of, product
 from gspmd_mcmc.moments import Moments
 from gspmd_mcmc.tree import PyTree, each_chain, pytree, set_fields, static
 
@@ -42,18 +43,18 @@ class DenseMoments:
 
 @pytree
 @dataclass(frozen=True, init=False)
-class DenseBlock:
+class DenseBlock(MetricEstimator):
     """Covariances within groups of leaves, variances of the others.
 
     ``DenseBlock("w", "b")`` couples two leaves, or all the leaves under these names at the top of the
     position; ``DenseBlock(("w", "b"), ("c",))`` has two groups. Leaves of a group must be whole on
-    every device, and d of their elements cost d² numbers a chain and d² operations a leapfrog.
+    every device; their d elements cost d² numbers a chain and d² operations a leapfrog.
 
-    What is shrunk, and how, differs from Stan's n/(n+5) Σ + 5/(n+5) 1e-3 I, which is of one scale: on a
-    posterior whose standard deviations are all 1e-2 of another's it stretches the stiff directions
-    hundreds of times. Here variances are the draws' own, and correlations are shrunk to none by
-    5/(n+5) times max(1e-3, min(1, (d/n)⁴)): no more than Stan shrinks at unit scale where draws are
-    many, strongly where they are fewer than the dimension and their covariance is singular.
+    The shrinkage differs from Stan's n/(n+5) Σ + 5/(n+5) 1e-3 I, which assumes one scale: on a
+    posterior whose standard deviations are all 1e-2 it stretches stiff directions hundreds of times.
+    Here the variances are those of the draws, and correlations are shrunk towards zero by 5/(n+5) times
+    max(1e-3, min(1, (d/n)⁴)): with many draws no more than in Stan at unit scale; strongly where there
+    are fewer draws than dimensions and the covariance is singular.
     """
 
     groups: tuple[tuple[str, ...], ...] = static()
@@ -64,25 +65,20 @@ class DenseBlock:
 
     def init(self, positions: PyTree) -> DenseMoments:
         """Return the moments of no draws."""
-        # Zeros made of the positions lie with their chains, as the moments to come do.
+        # Zeros made of the positions are laid out with their chains, as later moments are.
         nothing = [x - x for x in self._groups(positions).vectors(positions, batch=1)]
-        return DenseMoments(
-            moments=streaming.init(positions), products=tuple(_outer(x) for x in nothing)
-        )
+        return DenseMoments(streaming.init(positions), tuple(_outer(x) for x in nothing))
 
     def update(self, moments: DenseMoments, positions: PyTree) -> DenseMoments:
         """Take in one step of all chains."""
         count = moments.moments.count
         change = jax.tree.map(lambda x, m: x.astype(m.dtype) - m, positions, moments.moments.mean)
-        products = [
+        changes = self._groups(positions).vectors(change, batch=1)
+        products = tuple(
             sums + (count / (count + 1)).astype(sums.dtype) * _outer(x)
-            for sums, x in zip(
-                moments.products, self._groups(positions).vectors(change, batch=1), strict=True
-            )
-        ]
-        return DenseMoments(
-            moments=streaming.update(moments.moments, positions), products=tuple(products)
+            for sums, x in zip(moments.products, changes, strict=True)
         )
+        return DenseMoments(streaming.update(moments.moments, positions), products)
 
     def final(self, moments: DenseMoments, positions: PyTree) -> DenseMetric:
         """Return the metric that the draws of all chains give."""
@@ -98,7 +94,7 @@ class DenseBlock:
             for covariance, mean in zip(pooled, means, strict=True)
         ]
         own = [own_variance(jnp.diagonal(covariance)) for covariance in pooled]
-        variances = groups.replace(regularised_variance(moments.moments), own)
+        variances = groups.replace(regularized_variance(moments.moments), own)
         return DenseMetric(like(variances, positions), factors, self._names(positions))
 
     def identity(self, positions: PyTree) -> DenseMetric:
@@ -137,9 +133,9 @@ def _outer(x: jax.Array) -> jax.Array:
 def _pooled_covariance(covariances: jax.Array, means: jax.Array) -> jax.Array:
     """Covariance [d, d] over chains, from those within chains [chains, d, d] and means [chains, d].
 
-    That of the chains' means is added where the chains agree, as in `pooled_variance`, but only if they
-    do in every element: some elements' part of it would have other correlations than the whole, and so
-    stretch what should be stiff.
+    The covariance of the means is added where chains agree, as in `pooled_variance`, but only if they
+    agree in every element: a part of it would have other correlations than the whole, and so stretch
+    stiff directions.
     """
     within, chains = jnp.mean(covariances, axis=0), means.shape[0]
     spread = deviation(means)
@@ -149,7 +145,7 @@ def _pooled_covariance(covariances: jax.Array, means: jax.Array) -> jax.Array:
 
 
 def _factor(covariance: jax.Array, keep: jax.Array, num_draws: jax.Array) -> jax.Array:
-    """Return the Cholesky factor of the shrunk correlations; of none, if rounding forbids."""
+    """Return the Cholesky factor of the shrunk correlations; the identity, if rounding prevents it."""
     size, variances = len(covariance), jnp.diagonal(covariance)
     inverse = jnp.where(variances > 0, jax.lax.rsqrt(variances), 0)
     correlations = covariance * inverse[:, None] * inverse[None]

@@ -1,16 +1,16 @@
-"""The estimator of low-rank plus diagonal metrics: a factor model of draws that never meet.
+"""The estimator of low-rank plus diagonal metrics: a factor model of draws that are never gathered.
 
-Draws of a window stay on their chain's devices, in the position's layout. A window's end fits
-covariance ≈ S (Ψ + F Fᵀ) S, with variances S², residual variances Ψ of each element and few factors F,
-by subspace iteration: each round reduces ``rank`` inner products of each draw over the devices of a
-position, and ``rank`` vectors over chains; nothing is gathered, and nothing d by d exists.
+Draws of a window stay on the devices of their chain, in the layout of the position. The end of a window
+fits covariance ≈ S (Ψ + F Fᵀ) S, with variances S², residual variances Ψ of each element and few
+factors F, by subspace iteration: each round reduces ``rank`` inner products of each draw over the
+devices of a position, and ``rank`` vectors over chains; no array is d by d.
 
 References
 ----------
 Harman, Modern Factor Analysis (1976): principal factors, iterated. Donoho, Gavish and Johnstone,
-"Optimal shrinkage of eigenvalues in the spiked covariance model", Annals of Statistics 46 (2018): what
-a leading sample eigenvalue and its vector are worth. Stathopoulos and Wu, SIAM J. Sci. Comput. 23
-(2002): vectors made orthonormal by their Gram matrix alone.
+"Optimal shrinkage of eigenvalues in the spiked covariance model", Annals of Statistics 46 (2018): the
+true values of leading sample eigenvalues and vectors. Stathopoulos and Wu, SIAM J. Sci. Comput. 23
+(2002): orthonormal vectors from their Gram matrix.
 """
 
 from dataclasses import dataclass
@@ -21,19 +21,20 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import moments as streaming
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation.estimators.diagonal import (
+from gspmd_mcmc.adaptation.estimators.estimator import (
+    MetricEstimator,
     agrees,
     deviation,
     like,
     own_variance,
     pooled_variance,
 )
-from gspmd_mcmc.kernels.metrics.leaves import product
 from gspmd_mcmc.kernels.metrics.low_rank_metric import LowRankMetric
+from gspmd_mcmc.kernels.metrics.metric import product
 from gspmd_mcmc.moments import Moments
 from gspmd_mcmc.tree import Pad, PyTree, like_position, pytree, set_fields, static
 
-OVERSAMPLING = 5  # vectors iterated besides those that are kept
+OVERSAMPLING = 5  # vectors that are iterated in addition to those that are kept
 NUM_ROUNDS = 20
 LEAST_RESIDUAL = 1e-4  # of an element's variance
 
@@ -57,18 +58,18 @@ class LowRankMoments:
 
 @pytree
 @dataclass(frozen=True, init=False)
-class LowRank:
-    """Variances of all elements and the leading ``rank`` directions besides, for any layout.
+class LowRank(MetricEstimator):
+    """Variances of all elements and ``rank`` leading directions, for any layout.
 
-    It finds directions in which the position varies more than its elements do by themselves: common
-    factors, strong correlations along a few directions. It cannot see single directions that vary less
-    and are no consequence of such factors, nor what fewer draws than elements do not show: sample
-    eigenvalues are corrected for that, and what noise could explain is left out.
+    It finds directions in which the position varies more than its elements do separately: common
+    factors, strong correlations along a few directions. It does not find single directions that vary
+    less, unless such factors cause them, nor what fewer draws than elements cannot show: sample
+    eigenvalues are corrected for that, and directions that noise could explain are left out.
 
     Parameters
     ----------
     rank
-        Directions of the metric, static.
+        Directions of the metric. Static.
     num_kept
         Draws of each chain that are kept, a power of two: memory for so many positions a chain.
     """
@@ -114,7 +115,7 @@ class LowRank:
         )
 
     def identity(self, positions: PyTree) -> LowRankMetric:
-        """Return the metric of unit variances, with directions of no length that do nothing."""
+        """Return the metric of unit variances, with directions of zero length that do nothing."""
         one = jax.tree.map(lambda x: jnp.ones(x.shape[1:], x.dtype), positions)
         nothing = jax.tree.map(lambda x: jnp.zeros((self.rank, *x.shape[1:]), x.dtype), positions)
         ones = jnp.ones(self.rank, jnp.result_type(*jax.tree.leaves(positions)))
@@ -122,11 +123,11 @@ class LowRank:
 
 
 def slot_of(draw: jax.Array, num_slots: int) -> jax.Array:
-    """Return the place of a draw among a power of two of places, always spread over all draws so far.
+    """Return the slot of a draw, so that the kept draws are always spread over all draws so far.
 
-    While places are free draw i has place i. Then draws come in runs of 2, 4, 8, ..., each run writing
-    to one place, so that its last draw stays; and a run takes the place of every other run of half
-    its length. That is the number of the run with its bits rotated, once for each doubling.
+    While slots are free, draw i has slot i. Then draws come in runs of 2, 4, 8, ...; each run writes to
+    one slot, so that its last draw stays, and takes the slot of every other run of half its length.
+    That slot is the number of the run with its bits rotated, once for each doubling.
     """
     bits = num_slots.bit_length() - 1
     doublings = jnp.maximum(32 - jax.lax.clz(draw.astype(jnp.int32)) - bits, 0)
@@ -135,42 +136,44 @@ def slot_of(draw: jax.Array, num_slots: int) -> jax.Array:
 
 
 def _whiten(moments: LowRankMoments, count: jax.Array, freedom: jax.Array) -> PyTree:
-    """Centre the kept draws, and scale each element to unit variance; 0 where there is no draw.
+    """Center the kept draws, and scale each element to unit variance; 0 where there is no draw.
 
-    They are centred on the mean of all chains in elements in which those agree, on their own mean
-    elsewhere: a chain that is stuck far away is no direction to stretch.
+    They are centered on the mean of all chains in elements in which chains agree, on their own mean
+    elsewhere: a chain that is stuck far away is not a direction to stretch.
     """
     chain_variance = streaming.variance(moments.moments)
 
     def whiten(draws, mean, variance):
         is_kept = jnp.arange(draws.shape[1]).reshape(1, -1, *(1,) * (mean.ndim - 1)) < count
-        # About the first draw: what stays where it is, as a pad does, has deviations of exactly 0.
+        # Relative to the first draw: what does not move, as a pad, has deviations of exactly 0.
         first = draws[:, :1]
         change = jnp.where(is_kept, draws - first, 0)
         own = jnp.sum(change, axis=1, keepdims=True) / jnp.maximum(count, 1).astype(mean.dtype)
         between = jnp.sum(deviation(mean) ** 2, axis=0) / max(mean.shape[0] - 1, 1)
         do_agree = agrees(jnp.mean(variance, axis=0), between)
         shift = jnp.where(do_agree[None, None], deviation(first + own), 0)
-        centred = jnp.where(is_kept, change - own + shift, 0)
-        # Of the kept draws alone: a factor must not explain more than all of their variance.
-        variance = jnp.sum(centred**2, axis=(0, 1)) / freedom.astype(mean.dtype)
-        return centred * jax.lax.rsqrt(jnp.where(variance > 0, variance, 1))[None, None]
+        centered = jnp.where(is_kept, change - own + shift, 0)
+        # Of the kept draws only: a factor must not explain more than all of their variance.
+        variance = jnp.sum(centered**2, axis=(0, 1)) / freedom.astype(mean.dtype)
+        return centered * jax.lax.rsqrt(jnp.where(variance > 0, variance, 1))[None, None]
 
     return jax.tree.map(whiten, moments.draws, moments.moments.mean, chain_variance)
 
 
 def fit_factors(draws: PyTree, freedom: jax.Array, rank: int) -> tuple[PyTree, PyTree, jax.Array]:
-    """Fit Ψ + F Fᵀ to centred draws of unit variance, leaves [chains, draws, ...].
+    """Fit Ψ + F Fᵀ to centered draws of unit variance, leaves [chains, draws, ...].
 
     Returns
     -------
     tuple
-        Ψ, a tree like the position; and of Ψ^-½ F Fᵀ Ψ^-½ + I the eigenvectors [rank, ...] and the
-        eigenvalues [rank]: exactly 1 for vectors that noise could explain.
+        Ψ, a tree like the position; and the eigenvectors [rank, ...] and eigenvalues [rank] of
+        Ψ^-½ F Fᵀ Ψ^-½ + I: exactly 1 for vectors that noise could explain.
     """
     shape = rank + OVERSAMPLING
-    aspect = _num_moving(draws) / freedom
-    # Drawn with rows first, so that rows of a pad come last and change no number of the others.
+    # Elements that vary; those of a pad do not.
+    varies = jax.tree.map(lambda x: jnp.any(x != 0, axis=(0, 1)).astype(x.dtype), draws)
+    aspect = tree.total(varies) / freedom
+    # Drawn with rows first, so that the rows of a pad come last and do not change the other numbers.
     like_rows = jax.tree.map(lambda x: jnp.zeros((*x.shape[2:], shape), x.dtype), draws)
     start = tree.normal_like(jax.random.key(0), like_rows)
     vectors = jax.tree.map(lambda u: jnp.moveaxis(u, -1, 0), start)
@@ -190,7 +193,7 @@ def fit_factors(draws: PyTree, freedom: jax.Array, rank: int) -> tuple[PyTree, P
 
 
 def _residual(stretch: jax.Array, vectors: jax.Array, residual: jax.Array) -> jax.Array:
-    """Return what factors leave of the unit variance of a leaf's elements."""
+    """Return the part of the unit variances of a leaf that factors do not explain."""
     explained = residual * product(stretch, vectors[: len(stretch)] ** 2, 1)
     return jnp.clip(1 - explained, LEAST_RESIDUAL, 1)
 
@@ -198,7 +201,7 @@ def _residual(stretch: jax.Array, vectors: jax.Array, residual: jax.Array) -> ja
 def _improve(
     vectors: PyTree, draws: PyTree, residual: PyTree, freedom: jax.Array
 ) -> tuple[PyTree, jax.Array]:
-    """Multiply vectors by the covariance of the draws in units of the residual; sort out eigenvectors.
+    """Multiply vectors by the covariance of the draws in units of the residual, and diagonalize.
 
     Returns orthonormal vectors [rank, ...] and their variances, the largest first.
     """
@@ -217,10 +220,7 @@ def _inner_products(draws: PyTree, vectors: PyTree) -> jax.Array:
 
 
 def _orthonormal(vectors: PyTree) -> PyTree:
-    """Make vectors [rank, ...] orthonormal, from their inner products alone.
-
-    To rounding once they are nearly so, as products of eigenvectors are.
-    """
+    """Make vectors [rank, ...] orthonormal by their inner products, to rounding if they nearly are."""
     gram = _sum([_over_elements(u, u) for u in jax.tree.leaves(vectors)])
     epsilon = jnp.finfo(gram.dtype)
     scale = jax.lax.rsqrt(jnp.maximum(jnp.diagonal(gram), epsilon.tiny))
@@ -244,12 +244,12 @@ def _mix(matrix: jax.Array, vectors: PyTree) -> PyTree:
 
 
 def _shrunk(eigenvalues: jax.Array, aspect: jax.Array) -> jax.Array:
-    """Return the variances along sample eigenvectors that sample eigenvalues λ stand for.
+    """Return the true variances along sample eigenvectors, by their sample eigenvalues λ.
 
     With aspect γ, elements per draw, and noise of unit variance, a true eigenvalue ℓ gives
     λ = ℓ (1 + γ / (ℓ - 1)), and the cosine c of its vector to the true one has
     c² = (1 - γ / (ℓ - 1)²) / (1 + γ / (ℓ - 1)); the variance along it is ℓ c² + 1 - c². Below
-    (1 + √γ)² there is noise alone: 1.
+    (1 + √γ)² there is only noise: 1.
     """
     aspect = aspect.astype(eigenvalues.dtype)
     middle = eigenvalues + 1 - aspect
@@ -258,8 +258,3 @@ def _shrunk(eigenvalues: jax.Array, aspect: jax.Array) -> jax.Array:
     cosine2 = (1 - aspect / spike**2) / (1 + aspect / spike)
     is_signal = eigenvalues > (1 + jnp.sqrt(aspect)) ** 2
     return jnp.where(is_signal, 1 + jnp.maximum(spike * cosine2, 0), 1)
-
-
-def _num_moving(draws: PyTree) -> jax.Array:
-    """Count the elements of a position that have any variance, []; those of a pad have none."""
-    return tree.total(jax.tree.map(lambda x: jnp.any(x != 0, axis=(0, 1)).astype(x.dtype), draws))

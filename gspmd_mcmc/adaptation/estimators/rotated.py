@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc import moments as streaming
-from gspmd_mcmc.adaptation.estimators.diagonal import like, regularised_variance
+from gspmd_mcmc.adaptation.estimators.estimator import MetricEstimator, like, regularized_variance
 from gspmd_mcmc.kernels.metrics.rotated_metric import (
     RotatedMetric,
     Rotations,
@@ -20,12 +19,12 @@ from gspmd_mcmc.tree import PyTree, pytree, set_fields
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class Rotated:
+class Rotated(MetricEstimator):
     """The variance of each element after given rotations of the axes of leaves.
 
-    ``Rotated({"w": (left, right), "b": (right,)})``: orthogonal matrices, or None for an axis that
-    stays; their columns are the new coordinates, as in `RotatedMetric`. For a matrix-shaped leaf they
-    may be the eigenvectors of what is known of its rows' and of its columns' covariance.
+    ``Rotated({"w": (left, right), "b": (right,)})``: orthogonal matrices, or None for an axis that is
+    not rotated; their columns are the new coordinates, as in `RotatedMetric`. For a matrix-shaped leaf
+    they may be the eigenvectors of known covariances of its rows and of its columns.
     """
 
     rotations: dict[str, tuple[jax.Array | None, ...]]
@@ -36,15 +35,15 @@ class Rotated:
     def init(self, positions: PyTree) -> Moments:
         """Return the moments of no draws."""
         check_rotations("Rotated", self.rotations, positions, batch=1)
-        return streaming.init(positions)
+        return super().init(positions)
 
     def update(self, moments: Moments, positions: PyTree) -> Moments:
         """Take in one step of all chains."""
-        return streaming.update(moments, rotate_back(self.rotations, positions, batch=1))
+        return super().update(moments, rotate_back(self.rotations, positions, batch=1))
 
     def final(self, moments: Moments, positions: PyTree) -> RotatedMetric:
-        """Return the regularised variances, and the rotations."""
-        return RotatedMetric(like(regularised_variance(moments), positions), self.rotations)
+        """Return the regularized variances, and the rotations."""
+        return RotatedMetric(like(regularized_variance(moments), positions), self.rotations)
 
     def identity(self, positions: PyTree) -> RotatedMetric:
         """Return unit variances, and the rotations."""

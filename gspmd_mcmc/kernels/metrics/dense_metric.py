@@ -11,27 +11,26 @@ from jax.scipy.linalg import solve_triangular
 from jax.sharding import NamedSharding
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels.metrics.leaves import (
+from gspmd_mcmc.kernels.metrics.metric import (
+    Metric,
     as_array,
     check_named,
-    check_positive,
-    check_shapes,
     is_known,
     local_names,
     names_of,
     product,
 )
-from gspmd_mcmc.targets import local
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, like_position, pytree, set_fields, static
 
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class DenseMetric:
+class DenseMetric(Metric):
     """M⁻¹ = S C S: scales S of all elements, correlations C = L Lᵀ within groups of leaves.
 
-    Scales are kept apart from correlations, and momenta and velocities use one factor L: in float32
-    elements of very different scales cost no accuracy, and M⁻¹ is symmetric to rounding.
+    Scales are separate from correlations, and momenta and velocities use one factor L: in float32
+    elements of very different scales lose no accuracy, and M⁻¹ is symmetric to rounding.
 
     Parameters
     ----------
@@ -39,15 +38,15 @@ class DenseMetric:
         A tree like the position: the squares of S.
     factors
         For each group, the lower Cholesky factor L [d, d] of its correlations; d is the number of
-        elements of the group's leaves, which come in the position's order, each raveled.
+        elements of the group's leaves, in the position's order.
     groups
         For each factor, the names at the top of the position of the leaves that it couples; ``x`` is
-        the name of a bare array. They must be whole on every device; the others stay diagonal.
+        the name of a bare array. These leaves must be whole on every device; all others stay diagonal.
     """
 
     variances: PyTree = like_position()
     factors: tuple[jax.Array, ...]
-    inverses: tuple[jax.Array, ...]  # L⁻¹: every step draws a momentum, and solving takes long
+    inverses: tuple[jax.Array, ...]  # L⁻¹: every step draws a momentum, and a solve is slow
     groups: tuple[tuple[str, ...], ...] = static()
 
     def __init__(self, variances: PyTree, factors: Sequence[Any], groups: Sequence[Sequence[str]]):
@@ -62,20 +61,20 @@ class DenseMetric:
     def of_covariances(
         cls, variances: PyTree, covariances: Mapping[tuple[str, ...], Any]
     ) -> "DenseMetric":
-        """Return the metric whose groups have given covariances [d, d], factored in float64.
+        """Return the metric of given covariances [d, d] of groups, factored in float64.
 
         Parameters
         ----------
         variances
-            A tree like the position, of arrays; what it says of a group's leaves is replaced by the
-            diagonal of the group's covariance.
+            A tree like the position, of arrays; for the leaves of a group, the diagonal of the group's
+            covariance takes their place.
         covariances
             ``{("w", "b"): covariance}``.
 
         Raises
         ------
         ValueError
-            If a covariance is not symmetric and positive definite, or not of its group's size.
+            If a covariance is not symmetric and positive definite, or has another size than its group.
         """
         groups = read_groups("DenseMetric", list(covariances))
         blocks = Groups.of("DenseMetric", variances, groups)
@@ -100,33 +99,26 @@ class DenseMetric:
         solved = self._groups().map(normals, self.inverses, lambda z, inverse: product(z, inverse, 1))
         return jax.tree.map(lambda x, v: x * jax.lax.rsqrt(v), solved, self.variances)
 
-    def laid_out(self, target: Any, what: str) -> "DenseMetric":
+    def laid_out(self, target: Target, what: str) -> "DenseMetric":
         """Lay the variances out as positions are; raise for a group that is not whole everywhere."""
-        check_named(what, [n for group in self.groups for n in group], self.variances)
-        found = local_names(target, self.variances)
-        for name in (n for group in self.groups for n in group):
-            if name in found:
+        coupled = [name for group in self.groups for name in group]
+        check_named(what, coupled, self.variances)
+        for name, rows in local_names(target, self.variances).items():
+            if name in coupled:
                 raise ValueError(
-                    f"{what}: dense over {name!r}, which is local to a plate of {found[name]} and so "
-                    "never in one place; name the other leaves alone, as DenseBlock does, or use a "
-                    "low-rank metric"
+                    f"{what}: dense over {name!r}, which is local to a plate of {rows} and so never in "
+                    "one place; name only the other leaves, as in DenseBlock, or use a low-rank metric"
                 )
-        variances = local.lay_out(target, self.variances, what)
-        _check_whole(what, variances, self.groups)
-        check_positive(what, variances)
-        for i, (group, factor, size) in enumerate(
-            zip(self.groups, self.factors, self._groups().sizes, strict=True)
-        ):
+        laid = super().laid_out(target, what)
+        _check_whole(what, laid.variances, coupled)
+        sizes = self._groups().sizes
+        for i, (group, factor, size) in enumerate(zip(self.groups, self.factors, sizes, strict=True)):
             if np.shape(factor) != (size, size):
                 raise ValueError(
                     f"{what}: factor {i}, of {group}: expected shape {(size, size)}, got "
                     f"{np.shape(factor)}"
                 )
-        return tree.replace(self, variances=variances)
-
-    def check_fits(self, kernel: str, position: PyTree) -> None:
-        """Raise unless the variances are a tree of shapes like the position's."""
-        check_shapes(f"{kernel}: inverse_mass_matrix", self.variances, position)
+        return laid
 
     def _groups(self) -> "Groups":
         return Groups.of("DenseMetric", self.variances, self.groups)
@@ -153,7 +145,8 @@ class Groups:
         """Concatenate the leaves of each group, after ``batch`` leading axes: [..., d]."""
         leaves = jax.tree.leaves(position)
         return [
-            jnp.concatenate([_flat(leaves[i], batch) for i in group], axis=-1) for group in self.members
+            jnp.concatenate([leaves[i].reshape(*leaves[i].shape[:batch], -1) for i in group], axis=-1)
+            for group in self.members
         ]
 
     def replace(self, position: PyTree, vectors: Sequence[jax.Array]) -> PyTree:
@@ -183,10 +176,6 @@ def read_groups(what: str, groups: Sequence[Any]) -> tuple[tuple[str, ...], ...]
     return read
 
 
-def _flat(leaf: Any, batch: int) -> jax.Array:
-    return jnp.reshape(leaf, (*np.shape(leaf)[:batch], -1))
-
-
 def _factor_of(group: tuple[str, ...], size: int, covariance: np.ndarray) -> tuple[Any, Any]:
     """Return the Cholesky factor of the correlations, and the variances."""
     if covariance.shape != (size, size):
@@ -214,13 +203,12 @@ def _inverse(group: tuple[str, ...], factor: Any) -> Any:
     return solve_triangular(factor, jnp.eye(len(factor), dtype=factor.dtype), lower=True)
 
 
-def _check_whole(what: str, variances: PyTree, groups: Sequence[Sequence[str]]) -> None:
+def _check_whole(what: str, variances: PyTree, coupled: Sequence[str]) -> None:
     """Raise if an array that is coupled is known to lie in parts."""
-    coupled = {name for group in groups for name in group}
     for name, leaf in zip(names_of(variances), jax.tree.leaves(variances), strict=True):
         sharding = getattr(leaf, "sharding", None) if is_known(leaf) else None
         if name in coupled and isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
             raise ValueError(
-                f"{what}: dense over {name!r}, which lies over the mesh as {sharding.spec}; leave it "
-                "out of the groups, or use a low-rank metric"
+                f"{what}: dense over {name!r}, which is sharded as {sharding.spec}; leave it out of "
+                "the groups, or use a low-rank metric"
             )

@@ -10,23 +10,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels.metrics.leaves import (
-    as_array,
-    check_positive,
-    check_shapes,
-    is_known,
-    product,
-)
+from gspmd_mcmc.kernels.metrics.metric import Metric, as_array, is_known, product
 from gspmd_mcmc.targets import local
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import Pad, PyTree, like_position, pytree
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class LowRankMetric:
+class LowRankMetric(Metric):
     """M⁻¹ = D^½ (I + U (Λ - I) Uᵀ) D^½ for a diagonal D and a few orthonormal directions U.
 
-    Nothing is dense: a velocity and a draw of momenta each send ``rank`` inner products, and everything
+    Nothing is dense: a velocity and a momentum draw each send ``rank`` inner products, and everything
     else stays where the position lies.
 
     Attributes
@@ -62,20 +57,21 @@ class LowRankMetric:
         along = coefficients(self.vectors, x)
         return combine(self.vectors, (factors - 1) * along, x)
 
-    def laid_out(self, target: Any, what: str) -> "LowRankMetric":
+    def laid_out(self, target: Target, what: str) -> "LowRankMetric":
         """Lay variances and vectors out as positions are; pad rows take no part in U."""
-        _check_vectors(what, self)
-        variances = local.lay_out(target, self.variances, what)
-        check_positive(what, variances)
+        rank = np.shape(self.eigenvalues)
+        like = jax.tree.map(lambda v: (*rank, *np.shape(v)), self.variances)
+        got = jax.tree.map(np.shape, self.vectors)
+        if len(rank) != 1 or got != like:
+            raise ValueError(
+                f"{what}: expected eigenvalues of shape (rank,) and vectors of shapes {like}, got "
+                f"{rank} and {got}"
+            )
         if is_known(self.eigenvalues) and not jnp.all(self.eigenvalues > 0):
             raise ValueError(f"{what}: expected positive eigenvalues, got {self.eigenvalues}")
-        vectors = _lay_out_vectors(target, self.vectors, variances, f"{what} vectors")
-        eigenvalues = as_array(self.eigenvalues)
-        return tree.replace(self, variances=variances, vectors=vectors, eigenvalues=eigenvalues)
-
-    def check_fits(self, kernel: str, position: PyTree) -> None:
-        """Raise unless the variances are a tree of shapes like the position's."""
-        check_shapes(f"{kernel}: inverse_mass_matrix", self.variances, position)
+        laid = super().laid_out(target, what)
+        vectors = _lay_out_vectors(target, self.vectors, laid.variances, f"{what} vectors")
+        return tree.replace(laid, vectors=vectors, eigenvalues=as_array(self.eigenvalues))
 
 
 def coefficients(vectors: PyTree, x: PyTree) -> jax.Array:
@@ -92,7 +88,7 @@ def combine(vectors: PyTree, along: jax.Array, x: PyTree) -> PyTree:
     )
 
 
-def _lay_out_vectors(target: Any, vectors: PyTree, variances: PyTree, what: str) -> PyTree:
+def _lay_out_vectors(target: Target, vectors: PyTree, variances: PyTree, what: str) -> PyTree:
     """Lay each vector out as a position, zero in its pad."""
     if any(isinstance(u, jax.ShapeDtypeStruct) for u in jax.tree.leaves(vectors)):
         return jax.tree.map(_shape_beside, vectors, variances)
@@ -107,14 +103,3 @@ def _shape_beside(vectors: Any, variances: Any) -> jax.ShapeDtypeStruct:
         placed = NamedSharding(placed.mesh, P(None, *placed.spec))
     shape = (vectors.shape[0], *variances.shape)
     return jax.ShapeDtypeStruct(shape, vectors.dtype, sharding=placed)
-
-
-def _check_vectors(what: str, metric: LowRankMetric) -> None:
-    rank = np.shape(metric.eigenvalues)
-    like = jax.tree.map(lambda v: (*rank, *np.shape(v)), metric.variances)
-    got = jax.tree.map(np.shape, metric.vectors)
-    if len(rank) != 1 or got != like:
-        raise ValueError(
-            f"{what}: expected eigenvalues of shape (rank,) and vectors of shapes {like}, got {rank} "
-            f"and {got}"
-        )

@@ -9,16 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels.metrics.leaves import (
+from gspmd_mcmc.kernels.metrics.metric import (
+    Metric,
     check_named,
-    check_positive,
-    check_shapes,
     is_known,
     local_names,
     names_of,
     product,
 )
-from gspmd_mcmc.targets import local
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, like_position, pytree, set_fields
 
 Rotations = Mapping[str, tuple[Any, ...]]
@@ -26,7 +25,7 @@ Rotations = Mapping[str, tuple[Any, ...]]
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class RotatedMetric:
+class RotatedMetric(Metric):
     """M⁻¹ = Q diag(v) Qᵀ, where Q rotates each axis of a leaf by an orthogonal matrix of its own.
 
     For a matrix-shaped leaf Q is the Kronecker product of two: velocity = Q_l (v ∘ (Q_lᵀ p Q_r)) Q_rᵀ.
@@ -38,8 +37,8 @@ class RotatedMetric:
     rotations
         ``{"w": (Q_l, Q_r), "b": (Q_r,)}``: by the name at the top of the position (``x`` for a bare
         array) of a single leaf, an orthogonal matrix for each of its axes, or None for an axis that
-        stays. Columns are the new coordinates. Leaves without a name stay as they are. The rows of a
-        local leaf, its first axis, cannot be rotated.
+        is not rotated. Columns are the new coordinates. Leaves that are not named are not rotated. The
+        rows of a local leaf, its first axis, cannot be rotated.
     """
 
     variances: PyTree = like_position()
@@ -59,7 +58,7 @@ class RotatedMetric:
         scaled = jax.tree.map(lambda z, v: z * jax.lax.rsqrt(v), normals, self.variances)
         return rotate(self.rotations, scaled)
 
-    def laid_out(self, target: Any, what: str) -> "RotatedMetric":
+    def laid_out(self, target: Target, what: str) -> "RotatedMetric":
         """Lay the variances out as positions are; raise if a rotation does not fit its leaf."""
         check_rotations(what, self.rotations, self.variances)
         for name, rows in local_names(target, self.variances).items():
@@ -68,13 +67,7 @@ class RotatedMetric:
                     f"{what}: rotates the first axis of {name!r}, which is local to a plate of {rows}; "
                     "give None for that axis"
                 )
-        variances = local.lay_out(target, self.variances, what)
-        check_positive(what, variances)
-        return tree.replace(self, variances=variances)
-
-    def check_fits(self, kernel: str, position: PyTree) -> None:
-        """Raise unless the variances are a tree of shapes like the position's."""
-        check_shapes(f"{kernel}: inverse_mass_matrix", self.variances, position)
+        return super().laid_out(target, what)
 
 
 def rotate(rotations: Rotations, x: PyTree, batch: int = 0) -> PyTree:

@@ -1,20 +1,26 @@
-"""What all figures of a run share: panels, colours of chains, marks for what is out of order."""
+"""The panels of a run's figures: what each shows, the colors of chains, and marks for what is wrong."""
 
 from collections.abc import Iterable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from gspmd_mcmc.views.colours import BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION
+from gspmd_mcmc.views.figures import chain_comparison
+from gspmd_mcmc.views.palette import BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION
+
+Traces = dict[str, np.ndarray]
+Styles = list[dict[str, Any]]
 
 # A grey takes the place of Okabe and Ito's yellow, which is faint on white.
 COLORS = [BLUE, ORANGE, GREEN, PURPLE, SKY_BLUE, VERMILION, "#999999", "#000000"]
-WARNING, GREY = VERMILION, "0.78"
-NUM_SINGLED_OUT = 3
-WARMUP_SHADE = "0.92"
+WARNING, GREY, WARMUP_SHADE, BAND = VERMILION, "0.78", "0.92", "0.9"
+NUM_SINGLED_OUT = 3  # of many chains
 OUTLINE_PARTS = 1000
-LONG_TITLE = 36  # characters of the size of others; longer ones are smaller
-DOTTED = 20  # lines of at most so many points are drawn with dots
+LONG_TITLE = 36  # characters; longer titles are smaller
+DOTTED = 20  # points at most of a line that is drawn with dots
+LOW_BFMI = 0.3
+MOST_LEVELS = 10
 
 
 class Panels:
@@ -55,23 +61,6 @@ class Panels:
         return self.figure
 
 
-def legend_below(figure: Any, axes: list[Any]) -> None:
-    """Give a figure one legend of all that its panels name, less what their own legends do."""
-    if names := _legend(axes):
-        columns = min(len(names), 10)
-        figure.legend(names.values(), names, loc="outside lower center", ncols=columns, fontsize=8)
-
-
-def _legend(axes: list[Any]) -> dict[str, Any]:
-    """Return labels with what they stand for, of all axes that have no legend."""
-    names: dict[str, Any] = {}
-    for axis in axes:
-        if axis.get_legend() is None:
-            for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-                names.setdefault(name, handle)
-    return names
-
-
 def as_list(axes: Any) -> list[Any]:
     """Return axes, or an array of axes, as a list."""
     return list(np.asarray(axes, dtype=object).ravel())
@@ -95,10 +84,30 @@ def _own_axes(count: int, columns: int, size: tuple[float, float]) -> list[Any]:
     return made[:count]
 
 
-def chain_styles(num_chains: int, scores: np.ndarray) -> list[dict[str, Any]]:
+def legend_below(figure: Any, axes: list[Any]) -> None:
+    """Give a figure one legend of all that its panels name, except in legends of their own."""
+    if names := _legend(axes):
+        columns = min(len(names), 10)
+        figure.legend(names.values(), names, loc="outside lower center", ncols=columns, fontsize=8)
+
+
+def _legend(axes: list[Any]) -> dict[str, Any]:
+    """Return labels with what they stand for, of all axes that have no legend."""
+    names: dict[str, Any] = {}
+    for axis in axes:
+        if axis.get_legend() is None:
+            for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+                names.setdefault(name, handle)
+    return names
+
+
+# Chains
+
+
+def chain_styles(num_chains: int, scores: np.ndarray) -> Styles:
     """Return how to draw the line of each chain.
 
-    Up to 8 chains have a colour each. Of more, those with the largest scores have one, by their
+    Up to 8 chains have a color each. Of more, those with the largest scores have one, with their
     number in the legend, and the others are grey.
     """
     if num_chains <= len(COLORS):
@@ -106,7 +115,7 @@ def chain_styles(num_chains: int, scores: np.ndarray) -> list[dict[str, Any]]:
             {"color": COLORS[i], "lw": 0.7, "alpha": 0.8, "label": f"chain {i}"}
             for i in range(num_chains)
         ]
-    styles: list[dict[str, Any]] = [{"color": GREY, "lw": 0.5, "alpha": 0.6} for _ in range(num_chains)]
+    styles: Styles = [{"color": GREY, "lw": 0.5, "alpha": 0.6} for _ in range(num_chains)]
     singled_out = sorted(np.argsort(-scores, kind="stable")[:NUM_SINGLED_OUT])
     for chain, color in zip(singled_out, COLORS, strict=False):
         styles[chain] = {"color": color, "lw": 0.6, "label": f"chain {chain}", "zorder": 3}
@@ -116,7 +125,7 @@ def chain_styles(num_chains: int, scores: np.ndarray) -> list[dict[str, Any]]:
 
 
 def distance_of_chains(traces: Iterable[np.ndarray]) -> np.ndarray:
-    """Return how far the mean of each chain is off, over the mean distance, where it is most.
+    """Return each chain's largest distance from the median chain mean, over the mean distance.
 
     Chains that are not finite are the furthest.
     """
@@ -124,25 +133,25 @@ def distance_of_chains(traces: Iterable[np.ndarray]) -> np.ndarray:
     for trace in traces:
         with np.errstate(invalid="ignore", over="ignore"):
             means = trace.mean(axis=1)
-            away = np.abs(
-                means - np.median(means[np.isfinite(means)] if np.isfinite(means).any() else 0)
-            )
-        finite = np.isfinite(away)
-        scale = np.mean(away[finite]) if finite.any() else 0.0
-        largest = np.maximum(largest, np.where(finite, away / (scale or 1.0), np.inf))
+            center = np.median(means[np.isfinite(means)]) if np.isfinite(means).any() else 0.0
+            distance = np.abs(means - center)
+        finite = np.isfinite(distance)
+        scale = np.mean(distance[finite]) if finite.any() else 0.0
+        largest = np.maximum(largest, np.where(finite, distance / (scale or 1.0), np.inf))
     return np.asarray(largest)
 
 
-def draw_levels(axis: Any, y: np.ndarray, levels: np.ndarray, styles: list[dict[str, Any]]) -> None:
-    """Draw numbers [chains, draws] of a few levels as dots, chains a little above each other."""
-    gap = np.diff(levels).min()
-    for values, style, offset in zip(y, styles, np.linspace(0.35, -0.35, len(y)), strict=True):
-        dots = {**style, "ls": "", "marker": ".", "ms": 8 / max(len(y), 4)}
-        axis.plot(values + gap * offset * (len(y) > 1), **dots)
-    axis.set_yticks(levels)
+def chain_list(is_in: np.ndarray) -> str:
+    """Name the chains of a mask [chains]: ``chain 3``, ``chains 1, 4``, ``12 chains``."""
+    (found,) = np.nonzero(is_in)
+    if 1 < len(found) == len(is_in):
+        return "all chains"
+    if len(found) > 4:
+        return f"{len(found)} chains"
+    return ("chain " if len(found) == 1 else "chains ") + ", ".join(map(str, found))
 
 
-def draw_lines(axis: Any, x: np.ndarray, y: np.ndarray, styles: list[dict[str, Any]]) -> None:
+def draw_lines(axis: Any, x: np.ndarray, y: np.ndarray, styles: Styles) -> None:
     """Draw one line a chain, y [chains, points]; gaps where it is not finite, long ones in outline."""
     marker = {"marker": ".", "ms": 4} if y.shape[1] <= DOTTED else {}
     for values, style in zip(np.where(np.isfinite(y), y, np.nan), styles, strict=True):
@@ -165,28 +174,16 @@ def outline(values: np.ndarray) -> np.ndarray:
     return np.unique(np.minimum(found, len(values) - 1))
 
 
-def mark_draws(axis: Any, is_marked: np.ndarray, *, height: float, **style) -> None:
-    """Mark some draws, [chains, draws], at a height of the panel in [0, 1]."""
-    (x,) = np.nonzero(is_marked.any(axis=0))
-    if len(x):
-        transform = axis.get_xaxis_transform()
-        axis.plot(x, np.full(len(x), height), ls="", transform=transform, mew=0.6, **style)
+# Text
 
 
-def label(axis: Any, title: str, x: str) -> None:
-    """Write a panel's title, and below it what x is."""
+def label(axis: Any, title: str, x: str, notes: Iterable[str] = ()) -> None:
+    """Write a panel's title, notes on a line below it, and what x is."""
+    title = "\n".join(filter(None, (title, ", ".join(notes))))
     longest = max(map(len, title.splitlines()))
     axis.set_title(title, fontsize=9 if longest <= LONG_TITLE else 9 * LONG_TITLE / longest)
     axis.set_xlabel(x, fontsize=8)
     axis.tick_params(which="both", labelsize=7)
-
-
-def remark(axis: Any, text: str) -> None:
-    """Write a warning into the upper left corner of a panel."""
-    if text:
-        box = {"facecolor": "white", "edgecolor": WARNING, "alpha": 0.85, "boxstyle": "round,pad=0.25"}
-        where = {"transform": axis.transAxes, "ha": "left", "va": "top", "zorder": 5}
-        axis.text(0.015, 0.96, text, **where, fontsize=7, color=WARNING, bbox=box)
 
 
 def say(axis: Any, text: str) -> None:
@@ -196,11 +193,211 @@ def say(axis: Any, text: str) -> None:
     axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", fontsize=8)
 
 
-def listed(chains: np.ndarray) -> str:
-    """Write which chains, of a mask [chains]: ``chain 3``, ``chains 1, 4``, ``12 chains``."""
-    (found,) = np.nonzero(chains)
-    if 1 < len(found) == len(chains):
-        return "all chains"
-    if len(found) > 4:
-        return f"{len(found)} chains"
-    return ("chain " if len(found) == 1 else "chains ") + ", ".join(map(str, found))
+# What panels show
+
+
+def traces(axes: list[Any], elements: Traces, is_divergent: np.ndarray, styles: Styles) -> None:
+    """Draw each element over draws, one a panel; ``is_divergent`` [chains, draws]."""
+    rhats = chain_comparison.mixing(list(elements.values()))
+    for axis, (name, values), rhat in zip(axes, elements.items(), rhats, strict=True):
+        _warn_of_mixing(axis, values, rhat)
+        levels = np.unique(values)
+        is_whole = np.isfinite(values).all() and (levels == levels.round()).all()
+        if is_whole and 2 <= len(levels) <= MOST_LEVELS:
+            _draw_levels(axis, values, levels, styles)
+        else:
+            draw_lines(axis, np.arange(values.shape[1]), values, styles)
+        is_bad = ~np.isfinite(values)
+        _mark_draws(axis, is_divergent, 0.03, label="divergent", marker="|", color="black")
+        _mark_draws(axis, is_bad, 0.95, label="NaN or inf", marker="x", ms=4, color=WARNING)
+        notes = [f"{is_bad.sum()} not finite"] if is_bad.any() else []
+        notes += ["constant"] if values.size > 1 and (values == values[0, 0]).all() else []
+        label(axis, name, "draw", notes)
+
+
+def _warn_of_mixing(axis: Any, values: np.ndarray, rhat: float) -> None:
+    """Write in a corner what the eye cannot know: that chains have not mixed, or still drift."""
+    drift = chain_comparison.drift(values)
+    is_high = rhat > chain_comparison.most_rhat(values.shape[1])
+    notes = [f"not mixed: R-hat {rhat:.2f}"] if is_high else []
+    for sign, verb in ((-1, "falling"), (1, "rising")):
+        notes += [f"still {verb}: {chain_list(drift == sign)}"] if (drift == sign).any() else []
+    if notes:
+        box = {"facecolor": "white", "edgecolor": WARNING, "alpha": 0.85, "boxstyle": "round,pad=0.25"}
+        where = {"transform": axis.transAxes, "ha": "left", "va": "top", "zorder": 5}
+        axis.text(0.015, 0.96, "\n".join(notes), **where, fontsize=7, color=WARNING, bbox=box)
+
+
+def _draw_levels(axis: Any, y: np.ndarray, levels: np.ndarray, styles: Styles) -> None:
+    """Draw numbers [chains, draws] of a few levels, as flags and counts, as dots; chains apart."""
+    gap = np.diff(levels).min()
+    for values, style, offset in zip(y, styles, np.linspace(0.35, -0.35, len(y)), strict=True):
+        dots = {**style, "ls": "", "marker": ".", "ms": 8 / max(len(y), 4)}
+        axis.plot(values + gap * offset * (len(y) > 1), **dots)
+    axis.set_yticks(levels)
+
+
+def _mark_draws(axis: Any, is_marked: np.ndarray, height: float, **style) -> None:
+    """Mark some draws, [chains, draws], at a height of the panel in [0, 1]."""
+    (x,) = np.nonzero(is_marked.any(axis=0))
+    if len(x):
+        transform = axis.get_xaxis_transform()
+        axis.plot(x, np.full(len(x), height), ls="", transform=transform, mew=0.6, **style)
+
+
+def ranks(axes: list[Any], elements: Traces, styles: Styles | None = None) -> None:
+    """Draw each element's rank differences of chains, one a panel; without styles, by the largest."""
+    found = {name: _compared(values) for name, values in elements.items()}
+    num_chains = len(next(iter(elements.values())))
+    if num_chains == 1:
+        styles = chain_styles(2, np.zeros(2))
+        styles[0]["label"], styles[1]["label"] = "first half", "second half"
+    elif styles is None:
+        scores = [difference.score for difference in found.values() if difference]
+        styles = chain_styles(num_chains, np.max([np.zeros(num_chains), *scores], axis=0))
+    for axis, (name, difference) in zip(axes, found.items(), strict=True):
+        if difference:
+            _rank_panel(axis, name if num_chains > 1 else f"{name}, its halves", difference, styles)
+        else:
+            label(axis, name, "fractional rank")
+            has_nan = np.asarray(np.isnan(elements[name]).any(axis=1))
+            is_nan = f"{chain_list(has_nan)}: NaN has no rank"
+            say(axis, is_nan if has_nan.any() else "constant: no ranks")
+
+
+def _compared(values: np.ndarray) -> chain_comparison.RankDifference | None:
+    """Compare chains, or the halves of a single one; None if there is nothing to rank."""
+    if np.isnan(values).any() or (values == values[0, 0]).all():
+        return None
+    if len(values) == 1:
+        values = values[:, values.shape[1] % 2 :].reshape(2, -1)
+    return chain_comparison.rank_difference(values)
+
+
+def _rank_panel(axis: Any, name: str, found: chain_comparison.RankDifference, styles: Styles) -> None:
+    notes = [f"one draw in {found.spacing}"] if found.spacing > 1 else []
+    if found.half_width is None:
+        notes += ["too correlated for a band"]
+    else:
+        band = (found.points, -found.half_width, found.half_width)
+        axis.fill_between(*band, color=BAND, lw=0, label="99% band")
+        notes += [f"outside: {chain_list(found.is_outside)}"] if found.is_outside.any() else []
+    axis.axhline(0, color="black", lw=0.5)
+    draw_lines(axis, found.points, found.difference, styles)
+    label(axis, name, "fractional rank", notes)
+
+
+def autocorrelations(
+    axes: list[Any], elements: Traces, max_lag: int, styles: Styles | None = None
+) -> None:
+    """Draw each element's autocorrelation of chains, one a panel; without styles, by the largest."""
+    num_chains, num_draws = next(iter(elements.values())).shape
+    lags = np.arange(min(max_lag, num_draws // 2) + 1)
+    found = {name: chain_comparison.autocorrelation(x)[:, lags] for name, x in elements.items()}
+    if styles is None:
+        scores = np.max([np.abs(np.nan_to_num(x)).sum(axis=1) for x in found.values()], axis=0)
+        styles = chain_styles(num_chains, scores)
+    limit = 1.96 / np.sqrt(num_draws)
+    for axis, (name, values) in zip(axes, found.items(), strict=True):
+        has_none = np.isnan(values[:, 0])
+        missing = f"{chain_list(has_none)}: constant or not finite"
+        if has_none.all():
+            label(axis, name, "lag, draws")
+            say(axis, missing)
+            continue
+        label(axis, name, "lag, draws", [missing] if has_none.any() else [])
+        axis.axhspan(-limit, limit, color=BAND, lw=0, label="95% band of independent draws")
+        axis.axhline(0, color="black", lw=0.5)
+        draw_lines(axis, lags, values, styles)
+
+
+def energies(axes: list[Any], values: np.ndarray) -> None:
+    """Draw histograms of energies [chains, draws] and of their changes, and BFMI of each chain."""
+    _energy_panel(axes[0], values)
+    _bfmi_panel(axes[1], chain_comparison.energy_fractions(values.astype(np.float64)))
+
+
+def _energy_panel(axis: Any, values: np.ndarray) -> None:
+    energies = values.astype(np.float64)
+    finite = energies[np.isfinite(energies)]
+    with np.errstate(invalid="ignore"):
+        changes = np.diff(energies, axis=1)
+    changes = changes[np.isfinite(changes)]
+    if not len(changes) or not np.ptp(finite):
+        label(axis, "energy", "nat")
+        return say(axis, "fewer than two different finite energies")
+    centered = finite - finite.mean()
+    # The few that are further out than these quantiles would leave no bins for the others.
+    low, high = np.quantile(np.concatenate([centered, changes]), [0.001, 0.999])
+    bins = np.linspace(low, high, 61)
+    for x, color, name in ((centered, BLUE, "energy, less its mean"), (changes, ORANGE, "its changes")):
+        axis.hist(x, bins, density=True, color=color, alpha=0.35, histtype="stepfilled", label=name)
+        axis.hist(x, bins, density=True, color=color, histtype="step", lw=1.2)
+    resolution = float(jnp.finfo(values.dtype).eps) * float(np.abs(finite).max())
+    is_coarse = resolution > 0.1 * centered.std()
+    label(axis, f"energy, rounded to {resolution:.1g}" if is_coarse else "energy", "nat")
+    axis.set_yticks([])
+    axis.margins(y=0.25)
+    return axis.legend(fontsize=7, loc="upper right", frameon=False)
+
+
+def _bfmi_panel(axis: Any, values: np.ndarray) -> None:
+    is_low, chains = values < LOW_BFMI, np.arange(len(values))
+    axis.plot(values, chains, "o", ms=4, color=BLUE)
+    axis.plot(values[is_low], chains[is_low], "D", ms=5, color=WARNING)
+    axis.axvline(LOW_BFMI, color="black", ls="--", lw=0.8)
+    axis.set_xlim(0, max(1.2, 1.1 * np.max(values, where=np.isfinite(values), initial=0.0)))
+    axis.set_ylim(len(values) - 0.5, -0.5)
+    axis.set_yticks(np.unique(np.linspace(0, chains[-1], 8).round()))
+    notes = [f"low: {chain_list(is_low)}"] if is_low.any() else []
+    notes += [f"none for {chain_list(np.isnan(values))}"] if np.isnan(values).any() else []
+    label(axis, "BFMI of each chain", f"below {LOW_BFMI}: slow in energy", notes)
+    axis.set_ylabel("chain", fontsize=8)
+
+
+def warmup(axes: list[Any], draws: Any, after: np.ndarray, styles: Styles) -> None:
+    """Draw log density, with that of the draws ``after`` [chains, draws], step size and acceptance."""
+    before = np.asarray(draws.warmup["log_density"], np.float64)
+    _log_density_panel(axes[0], before, after, styles)
+    if not before.size:
+        for axis, what in zip(axes[1:], ("step size", "acceptance rate"), strict=True):
+            say(axis, f"no warm-up: no {what} to show")
+        return
+    sizes, kept = np.asarray(draws.warmup["step_size"], np.float64), float(draws.kernel.step_size)
+    axes[1].plot(np.where(sizes > 0, sizes, np.nan), color=BLUE, lw=0.8)
+    axes[1].axhline(kept, color="black", ls="--", lw=0.9)
+    axes[1].set_yscale("log")
+    label(axes[1], f"step size; dashed: kept, {kept:.3g}", "step")
+    _acceptance_panel(axes[2], np.asarray(draws.warmup["acceptance_rate"], np.float64), styles)
+
+
+def _acceptance_panel(axis: Any, rates: np.ndarray, styles: Styles) -> None:
+    """Draw running means of acceptance rates [chains, steps]."""
+    num_steps = rates.shape[1]
+    width = max(num_steps // 20, 1)
+    sums = np.cumsum(np.pad(rates, ((0, 0), (1, 0))), axis=1)
+    means = (sums[:, width:] - sums[:, :-width]) / width
+    steps = np.arange(width - 1, num_steps)
+    draw_lines(axis, steps, means, styles)
+    axis.plot(steps, means.mean(axis=0), color="black", lw=1.4, zorder=4, label="mean of all")
+    axis.set_ylim(0, 1.02)
+    label(axis, f"acceptance rate, mean of {width} steps" if width > 1 else "acceptance rate", "step")
+
+
+def _log_density_panel(axis: Any, before: np.ndarray, after: np.ndarray, styles: Styles) -> None:
+    """Draw log densities [chains, steps] of warm-up and then of the draws, warm-up on grey.
+
+    The panel shows the range from the middle of warm-up on; the way from a far start would hide it.
+    """
+    values = np.concatenate([before, after], axis=1)
+    draw_lines(axis, np.arange(values.shape[1]), values, styles)
+    settled = values[:, before.shape[1] // 2 :]
+    settled = settled[np.isfinite(settled)]
+    if len(settled) and np.ptp(settled):
+        margin = 0.3 * np.ptp(settled)
+        axis.set_ylim(settled.min() - margin, settled.max() + margin)
+    if before.size and after.size:
+        axis.axvspan(0, before.shape[1], color=WARMUP_SHADE, zorder=0)
+        label(axis, "log density, warm-up on grey", "step of warm-up, then draw")
+    else:
+        label(axis, "log density", "step" if before.size else "draw")

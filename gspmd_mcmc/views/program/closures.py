@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspmd_mcmc.targets.reads import MISSING, attributes_of, part_of, reads_of
+from gspmd_mcmc.functions.reads import MISSING, attributes_of, part_of, reads_of
 
 MOST_OBJECTS = 20_000  # a search that has seen so many is given up: what it found is returned
 

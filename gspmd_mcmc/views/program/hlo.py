@@ -4,12 +4,13 @@ The text is XLA's HLO after all passes, as ``compiled.as_text()`` prints it. Wha
 form that is not known here is kept and reported, never skipped.
 """
 
+import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-
-from gspmd_mcmc.views.program.hlo_shapes import parts_of
-from gspmd_mcmc.views.program.stack_frames import Frame, read_frames
+from pathlib import Path
+from typing import Any
 
 KINDS = (
     "all-reduce",
@@ -55,8 +56,14 @@ _OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _BETWEEN_DEVICES = re.compile(
     r"replica_groups=|source_target_pairs=|collective_id=|has_communication\W+true|collective_id\W+\d"
 )
-_PHASES = ("", "-start", "-update", "-done")  # of an operation that others may overlap with
-_HOST_TRANSFER = "is_host_transfer=true"
+_TABLE_LINE = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_DTYPES = {
+    **{"bfloat": "bf", "float": "f", "uint": "u", "int": "s"},
+    **{"complex": "c", "bool": "pred"},
+}
+_SHAPE = re.compile(r"\b(pred|bf16|f8\w+|f4\w+|[fsuc]\d+)\[([\d,<=]*)\]")
+_PHASE = re.compile(r"-(start|update|done)$")  # of an operation that others may overlap with
 _TRANSFORMED = re.compile(r"(?:vmap|jvp|transpose|checkpoint|remat)\((.*)\)")
 # What JAX itself puts between a scope and a loop that stands in it.
 _NO_SCOPE = re.compile(
@@ -65,26 +72,30 @@ _NO_SCOPE = re.compile(
 
 
 @dataclass(frozen=True)
-class Operation:
-    """One line of a computation.
+class Frame:
+    """A line of Python on the way to an operation."""
 
-    Attributes
-    ----------
-    name, opcode, shape
-        As the text has them; the shape is that of the result.
-    operands
-        Names of other operations of the same computation.
-    attributes
-        What follows the operands.
-    line
-        The whole line.
-    """
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        """Write it below the folder of this package or the working folder where it is there."""
+        path = Path(self.file)
+        folders = [f for f in (Path(__file__).parents[3], Path.cwd()) if path.is_relative_to(f)]
+        file = path.relative_to(folders[0]) if folders else self.file
+        return f"{file}:{self.line}" + (f" ({self.function})" if self.function else "")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One line of a computation."""
 
     name: str
     opcode: str
-    shape: str
-    operands: tuple[str, ...]
-    attributes: str
+    shape: str  # of the result, as the text has it
+    operands: tuple[str, ...]  # names of other operations of the same computation
+    attributes: str  # the text after the operands
     line: str
 
     @property
@@ -118,39 +129,27 @@ class Loop:
 
 @dataclass(frozen=True)
 class Program:
-    """The text of a compiled program, taken apart.
-
-    Attributes
-    ----------
-    computations
-        Name to the operations, in order.
-    entry
-        The name of the computation that runs.
-    frames
-        The stack of each frame number, the innermost first.
-    unread
-        Lines of computations, or that look like it, that have no known form.
-    """
+    """The text of a compiled program, taken apart."""
 
     computations: dict[str, tuple[Operation, ...]]
-    entry: str
-    frames: dict[int, tuple[Frame, ...]]
-    unread: tuple[str, ...]
+    entry: str  # the name of the computation that runs
+    frames: dict[int, tuple[Frame, ...]]  # the stack of each frame number, the innermost first
+    unread: tuple[str, ...]  # lines of computations, or that look like it, of no known form
 
-    def walk(self) -> Iterator[tuple[Operation, str, tuple[Loop, ...]]]:
-        """Give every operation that runs, its computation, and the loops around it.
+    def walk(
+        self, computation: str = "", loops: tuple[Loop, ...] = ()
+    ) -> Iterator[tuple[Operation, str, tuple[Loop, ...]]]:
+        """Yield every operation that runs, its computation, and the loops around it.
 
-        A computation that is called from two places is given twice. All branches of a conditional
-        are given.
+        A computation that is called from two places is walked twice, and so are all branches of a
+        conditional.
         """
-        yield from self._walk(self.entry, ())
-
-    def _walk(self, name: str, loops: tuple[Loop, ...]):
+        name = computation or self.entry
         for operation in self.computations.get(name, ()):
             yield operation, name, loops
             inside = (*loops, self._loop(operation)) if operation.opcode == "while" else loops
             for called in called_computations(operation):
-                yield from self._walk(called, inside)
+                yield from self.walk(called, inside)
 
     def loop_nests(self) -> tuple[tuple[Loop, ...], ...]:
         """Return each loop that runs, after the loops around it."""
@@ -230,18 +229,17 @@ def is_unknown(operation: Operation) -> bool:
     """Tell whether an operation is of no known kind, or of a local kind with a group of devices."""
     if collective_kind(operation) or _is_host_transfer(operation):
         return False
-    is_local = any(base in LOCAL for base, _ in _phases(operation.opcode))
+    is_local = _base(operation.opcode) in LOCAL
     return not is_local or _BETWEEN_DEVICES.search(operation.attributes) is not None
 
 
 def collective_kind(operation: Operation) -> str:
     """Return the kind of collective that an operation is a form of, or an empty string.
 
-    What goes to the host and comes from it is none.
+    Transfers to the host and from it are none.
     """
-    if _is_host_transfer(operation):
-        return ""
-    return next((base for base, _ in _phases(operation.opcode) if base in KINDS), "")
+    base = _base(operation.opcode)
+    return base if base in KINDS and not _is_host_transfer(operation) else ""
 
 
 def is_start(operation: Operation) -> bool:
@@ -250,17 +248,17 @@ def is_start(operation: Operation) -> bool:
 
 
 def result_shape(operation: Operation, siblings: Mapping[str, Operation]) -> str:
-    """Return the shape of what a collective gives, without the state that an asynchronous one keeps."""
+    """Return the shape of a collective's result, without the state that an asynchronous one keeps."""
     kind = collective_kind(operation)
     if kind in ("send", "recv"):  # (data, context, token)
-        return parts_of(operation.shape)[0]
+        return tuple_shapes(operation.shape)[0]
     if operation.opcode == kind:
         return operation.shape
     end = _end(operation, siblings)
     if end is not None:
         return end.shape
     # The end is elsewhere, in the next iteration of a loop perhaps: (operands, result, ...).
-    parts = parts_of(operation.shape)
+    parts = tuple_shapes(operation.shape)
     return operation.shape if kind == "all-reduce" or len(parts) < 2 else parts[1]
 
 
@@ -273,13 +271,13 @@ def _end(operation: Operation, siblings: Mapping[str, Operation]) -> Operation |
 
 
 def _is_host_transfer(operation: Operation) -> bool:
-    is_transfer = any(base in ("send", "recv") for base, _ in _phases(operation.opcode))
-    return is_transfer and _HOST_TRANSFER in operation.attributes
+    is_transfer = _base(operation.opcode) in ("send", "recv")
+    return is_transfer and "is_host_transfer=true" in operation.attributes
 
 
-def _phases(opcode: str) -> Iterator[tuple[str, str]]:
-    """Give each way to read an opcode as an operation and a phase of it."""
-    yield from ((opcode.removesuffix(end), end) for end in _PHASES if opcode.endswith(end))
+def _base(opcode: str) -> str:
+    """Return an opcode without the phase of an asynchronous one."""
+    return _PHASE.sub("", opcode)
 
 
 def _closing(text: str, start: int) -> int:
@@ -307,3 +305,82 @@ def _scope(op_name: str) -> str:
             is_scope = scope not in ("body", "closed_call", "while") and not set("(<") & set(scope)
             return scope if is_scope else ""
     return ""
+
+
+# The Python lines that operations come from
+
+
+def read_frames(text: str) -> dict[int, tuple[Frame, ...]]:
+    """Read the tables of source lines that stand before the computations."""
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    table = None
+    for line in text.splitlines():
+        if line in tables:
+            table = tables[line]
+        elif table is not None and (entry := _TABLE_LINE.match(line)):
+            table[int(entry.group(1))] = (
+                entry.group(2) if entry.group(2) is not None else entry.group(3)
+            )
+        elif line:
+            table = None
+    entries = {number: _fields(entry) for number, entry in tables["StackFrames"].items()}
+    # Some versions count parents from 1 with 1 for none: there the first frame is its own parent.
+    shift = int(any(entry.get("parent_frame_id") == number for number, entry in entries.items()))
+    frames: dict[int, tuple[Frame, ...]] = {}
+    for number, entry in sorted(entries.items()):  # a parent stands before its children
+        above = frames.get(entry.get("parent_frame_id", 0) - shift, ())
+        frames[number] = (_frame(entry, tables), *above)
+    return frames
+
+
+def _frame(entry: dict[str, int], tables: dict[str, dict[int, str]]) -> Frame:
+    location = _fields(tables["FileLocations"].get(entry.get("file_location_id", 0), ""))
+    return Frame(
+        tables["FileNames"].get(location.get("file_name_id", 0), "?"),
+        location.get("line", 0),
+        tables["FunctionNames"].get(location.get("function_name_id", 0), ""),
+    )
+
+
+def _fields(text: str) -> dict[str, int]:
+    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
+
+
+# Shapes
+
+
+def shapes_of(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return dtype and dimensions of each array in the text of a shape."""
+    found = _SHAPE.findall(text)
+    return tuple(
+        (dtype, tuple(int(d.removeprefix("<=")) for d in dims.split(",") if d)) for dtype, dims in found
+    )
+
+
+def hlo_dtype(dtype: Any) -> str:
+    """Write a dtype as XLA does: float32 is f32, float8_e4m3fn is f8e4m3fn, bool is pred."""
+    for ours, theirs in _DTYPES.items():
+        if str(dtype).startswith(ours):
+            return theirs + str(dtype).removeprefix(ours).replace("_", "")
+    return str(dtype)
+
+
+def num_bytes_of(text: str) -> int:
+    """Bytes of all arrays in the text of a shape."""
+
+    def num_bits(dtype: str) -> int:
+        return 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
+
+    return sum(math.ceil(math.prod(dims) * num_bits(dtype) / 8) for dtype, dims in shapes_of(text))
+
+
+def tuple_shapes(shape: str) -> list[str]:
+    """Return the shapes of a tuple's elements, or the shape alone if it is no tuple."""
+    if not shape.startswith("("):
+        return [shape]
+    cuts, depth = [0], 0
+    for i, char in enumerate(shape):
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 1:
+            cuts.append(i)
+    return [shape[a + 1 : b].strip() for a, b in itertools.pairwise([*cuts, len(shape) - 1])]

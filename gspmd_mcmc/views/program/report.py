@@ -1,16 +1,194 @@
-"""What is known of a compiled program: its collectives, its memory, and how to count them."""
+"""What is known of a compiled program: its collectives, its memory, how to count them, and budgets."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from gspmd_mcmc.views.program.budgets import require_kind, violation
-from gspmd_mcmc.views.program.hlo import Loop
-from gspmd_mcmc.views.program.parts import Argument, Collective, Constant, Traffic
-from gspmd_mcmc.views.units import LARGE_BYTES
+from jax.sharding import PartitionSpec as P
+
+from gspmd_mcmc.views.notation import LARGE_BYTES, bytes_text
+from gspmd_mcmc.views.program import report_views
+from gspmd_mcmc.views.program.hlo import KINDS, Frame, Loop
+
+MOST_NAMED = 5  # of the arrays that a device holds, where a budget of memory is exceeded
+_PACKAGE = f"{Path(__file__).parents[2]}/"
+_MEMORY = ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes", "peak_bytes")
 
 
 class BudgetExceeded(AssertionError):
     """A program sends or holds more than it was allowed, or less than it must."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation of a program; an asynchronous pair and a fused tuple are one.
+
+    Attributes
+    ----------
+    kind
+        "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
+    shape, num_bytes
+        Of its result on one device, such as ``f32[8,16]``.
+    operand_shape, operand_bytes
+        Of what one device puts in.
+    axes
+        The mesh axes that it runs over; () where its groups of devices are no axes of the mesh.
+    group_size
+        How many devices take part with each other; 0 where the groups could not be read.
+    loops
+        The loops it is in, the outermost first.
+    op_name
+        The name that JAX gave the operation it comes from.
+    stack
+        The Python lines that led to it, the innermost first.
+    """
+
+    kind: str
+    shape: str
+    num_bytes: int
+    operand_shape: str
+    operand_bytes: int
+    axes: tuple[str, ...]
+    group_size: int
+    loops: tuple[Loop, ...]
+    op_name: str
+    stack: tuple[Frame, ...]
+
+    @property
+    def source(self) -> str:
+        """The line that caused it: the innermost one of the caller's own code, if there is one."""
+        own = [frame for frame in self.stack if not frame.file.startswith(_PACKAGE)]
+        return str((own or list(self.stack) or [""])[0])
+
+    @property
+    def library_source(self) -> str:
+        """The line of this package that caused it; empty if none did."""
+        return next((str(frame) for frame in self.stack if frame.file.startswith(_PACKAGE)), "")
+
+    @property
+    def trips(self) -> tuple[int | None, ...]:
+        """Trip counts of its loops, the outermost first; None where the compiler does not know."""
+        return tuple(loop.trips for loop in self.loops)
+
+    @property
+    def where(self) -> str:
+        """Its mesh axes in words."""
+        if self.axes:
+            return " x ".join(self.axes)
+        return f"groups of {self.group_size}" if self.group_size else "groups not read"
+
+    def times(self, within: str | int | None = None) -> int:
+        """Return how often it runs in the whole call, or in one iteration of a loop.
+
+        Raises
+        ------
+        ValueError
+            If it is in a loop whose trip count the compiler does not know.
+        """
+        inner = self.loops_within(within)
+        for loop in inner or ():
+            if loop.trips is None:
+                # A name like while.3 is no keyword.
+                given = f"{loop.name}=..." if loop.name.isidentifier() else f"**{{{loop.name!r}: ...}}"
+                raise ValueError(
+                    f"how often {self.kind} runs is not known: loop {loop.name!r} "
+                    f"({loop.source or 'no known source'}) has no trip count that the compiler knows. "
+                    f"Give it: with_trips({given}), or count within={loop.name!r}"
+                )
+        return 0 if inner is None else math.prod(loop.trips or 0 for loop in inner)
+
+    def loops_within(self, within: str | int | None) -> tuple[Loop, ...] | None:
+        """Return the loops between it and a loop, or the whole call; None if it is not in that loop.
+
+        ``within`` is the loop's name, or its depth, as in `Communication.runs`.
+        """
+        if within is None:
+            return self.loops
+        if isinstance(within, int):
+            return self.loops[within:] if len(self.loops) >= within else None
+        names = [loop.name for loop in self.loops]
+        return self.loops[names.index(within) + 1 :] if within in names else None
+
+    def __str__(self) -> str:
+        loops = f", in {' > '.join(map(str, self.loops))}" if self.loops else ""
+        source = f", {self.source}" if self.source else ""
+        return f"{self.kind} {self.shape} ({self.num_bytes:,} bytes) over {self.where}{loops}{source}"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A collective and how often it runs, for a cost model.
+
+    Attributes
+    ----------
+    kind, axes, group_size, num_bytes, operand_bytes
+        As of the `Collective`.
+    runs
+        How often it runs in what was asked for: the whole call, or one iteration of a loop.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    num_bytes: int
+    operand_bytes: int
+    runs: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An array that the program carries whole on every device.
+
+    Attributes
+    ----------
+    shape, num_bytes
+        Such as ``f32[60000,784]``.
+    origin
+        The closed-over array that it is, if one of the same shape was found; empty otherwise.
+    """
+
+    shape: str
+    num_bytes: int
+    origin: str = ""
+
+    def __str__(self) -> str:
+        origin = f": {self.origin}" if self.origin else ""
+        return f"constant {self.shape}, {bytes_text(self.num_bytes)}{origin}"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An array that goes into the program.
+
+    Attributes
+    ----------
+    path
+        Its path in the tuple of arguments.
+    shape, dtype
+        Of the whole array.
+    spec
+        Its `PartitionSpec`, as the program takes it; None where it lies on no mesh.
+    num_bytes, bytes_per_device
+        Of the whole array, and of what a device holds of it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: P | None
+    num_bytes: int
+    bytes_per_device: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every device holds all of it."""
+        return self.bytes_per_device == self.num_bytes
+
+    def __str__(self) -> str:
+        held = "" if self.is_whole else f", {bytes_text(self.bytes_per_device)} a device"
+        size = bytes_text(self.num_bytes)
+        return f"argument {self.path} {self.dtype}{list(self.shape)}, {size}{held}"
 
 
 @dataclass(frozen=True)
@@ -59,9 +237,9 @@ class Communication:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that a device needs: arguments, outputs, temporaries and constants together.
+        """Bytes that a device needs for arguments, outputs, temporaries and constants.
 
-        An upper bound: not all of them need be there at the same time.
+        An upper bound: they need not all exist at the same time.
         """
         held = self.argument_bytes + self.output_bytes - self.alias_bytes
         return held + self.temporary_bytes + self.constant_bytes
@@ -72,11 +250,13 @@ class Communication:
 
         A data set among them was replicated, by a spec or by being closed over.
         """
+        return tuple(str(array) for array in self.whole_arrays() if array.num_bytes >= LARGE_BYTES)
+
+    def whole_arrays(self) -> list[Constant | Argument]:
+        """Return constants and arguments that are whole on each of several devices."""
         if self.num_devices == 1:
-            return ()
-        arguments = [a for a in self.arguments if a.is_whole and a.num_bytes >= LARGE_BYTES]
-        constants = [c for c in self.constants if c.num_bytes >= LARGE_BYTES]
-        return tuple(str(found) for found in (*constants, *arguments))
+            return []
+        return [*self.constants, *(a for a in self.arguments if a.is_whole)]
 
     @property
     def loops(self) -> tuple[Loop, ...]:
@@ -85,7 +265,7 @@ class Communication:
 
     def count(self, kind: str) -> int:
         """How many operations of a kind the program has, however often each runs."""
-        require_kind(kind)
+        _require_kind(kind)
         return sum(c.kind == kind for c in self.collectives)
 
     def runs(self, kind: str, within: str | int | None = None) -> int:
@@ -103,21 +283,20 @@ class Communication:
         Raises
         ------
         ValueError
-            If the program has no such loop. If the kind stands in a loop whose trip count nobody
-            knows: see `with_trips`.
+            If the program has no such loop, or if the kind is in a loop whose trip count the compiler
+            does not know: see `with_trips`.
         """
-        require_kind(kind)
+        _require_kind(kind)
         self._require_loop(within)
         return sum(c.times(within) for c in self.collectives if c.kind == kind)
 
     def traffic(self, within: str | int | None = None) -> tuple[Traffic, ...]:
         """Return each collective that runs in the whole call, or in one iteration of a loop."""
         self._require_loop(within)
-        times = [(c, c.times(within)) for c in self.collectives]
         return tuple(
             Traffic(c.kind, c.axes, c.group_size, c.num_bytes, c.operand_bytes, runs)
-            for c, runs in times
-            if runs
+            for c in self.collectives
+            if (runs := c.times(within))
         )
 
     def sent_bytes(self, within: str | int | None = None) -> int:
@@ -142,7 +321,7 @@ class Communication:
         unknown: int = 0,
         **budgets: float | tuple[float, float],
     ) -> "Communication":
-        """Hold the program to a budget; for tests of one's own.
+        """Hold the program to a budget, in your own tests.
 
         ``report.check(within="leapfrog", all_reduce=(1, 1), all_gather=0, constant_bytes=1e6)``.
 
@@ -175,14 +354,13 @@ class Communication:
             If there is no budget of a name.
         """
         self._require_loop(within)
-        found = [violation(self, name, budget, within) for name, budget in budgets.items()]
+        found = [_violation(self, name, budget, within) for name, budget in budgets.items()]
         if len(self.unknown) > unknown:
             lines = "\n".join(f"    {line[:160]}" for line in self.unknown)
             found.append(f"unknown: at most {unknown} lines of unknown form, found:\n{lines}")
-        over = [text for text in found if text]
-        if over:
+        if any(found):
             where = "" if within is None else f" (collectives of one iteration of {within!r})"
-            raise BudgetExceeded(f"not within budget{where}\n  " + "\n  ".join(over))
+            raise BudgetExceeded("\n  ".join([f"not within budget{where}", *filter(None, found)]))
         return self
 
     def _require_loop(self, within: str | int | None) -> None:
@@ -199,20 +377,64 @@ class Communication:
 
     def __rich__(self):
         """Draw the collectives below their loops, and the memory."""
-        from gspmd_mcmc.views.program.report_text import draw_report
-
-        return draw_report(self)
+        return report_views.draw_report(self)
 
     def __str__(self) -> str:
-        from gspmd_mcmc.views.program.report_text import plain
-
-        return plain(self)
+        return report_views.plain(self)
 
     __repr__ = __str__
+
+
+def _require_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"expected a kind of collective, one of {', '.join(KINDS)}; got {kind!r}")
 
 
 def _with_trips(loops: tuple[Loop, ...], trips: Mapping[str, int]) -> tuple[Loop, ...]:
     return tuple(
         replace(loop, trips=trips[loop.name]) if loop.trips is None and loop.name in trips else loop
         for loop in loops
+    )
+
+
+def _violation(
+    report: Communication, name: str, budget: float | tuple[float, float], within: str | int | None
+) -> str:
+    """Say by how much a report is over, or under, a budget; empty if it is not."""
+    least, most = budget if isinstance(budget, tuple) else (0, budget)
+    found, offenders = _amount(report, name, most, within)
+    text = bytes_text(found) if name.endswith("_bytes") else str(found)
+    if found < least:
+        return f"{name}: at least {least:g}, found {text}"
+    lines = "".join(f"\n    {offender}" for offender in offenders)
+    return f"{name}: at most {most:g}, found {text}{lines}" if found > most else ""
+
+
+def _amount(
+    report: Communication, name: str, most: float, within: str | int | None
+) -> tuple[float, Sequence[Collective | Constant | Argument]]:
+    """Return the amount that a budget is about, and what to name where it is exceeded."""
+    kind = name.replace("_", "-")
+    if kind in (*KINDS, "collectives", "sent-bytes"):
+        every = kind in ("collectives", "sent-bytes")
+        inside = [c for c in report.collectives if every or c.kind == kind]
+        inside = [c for c in inside if c.loops_within(within) is not None]
+        # Where nothing is allowed, it does not matter how often one runs.
+        runs = [c.times(within) if most else 1 for c in inside]
+        each = [c.num_bytes if kind == "sent-bytes" else 1 for c in inside]
+        return sum(n * r for n, r in zip(each, runs, strict=True)), inside
+    if name == "whole_bytes":
+        whole = report.whole_arrays()
+        return max((w.num_bytes for w in whole), default=0), [w for w in whole if w.num_bytes > most]
+    if name in _MEMORY:
+        arguments = [(a.bytes_per_device, a) for a in report.arguments]
+        constants = [(c.num_bytes, c) for c in report.constants]
+        held = arguments * (name in ("argument_bytes", "peak_bytes"))
+        held += constants * (name in ("constant_bytes", "peak_bytes"))
+        largest = sorted(held, key=lambda pair: -pair[0])
+        return getattr(report, name), [array for _, array in largest[:MOST_NAMED]]
+    kinds = ", ".join(kind.replace("-", "_") for kind in KINDS)
+    raise TypeError(
+        f"check: no budget is called {name!r}; there are {kinds}, collectives, sent_bytes, "
+        f"whole_bytes, {', '.join(_MEMORY)}"
     )

@@ -1,0 +1,295 @@
+"""A model of named sites, turned into a posterior whose plates are streamed.
+
+Joint distributions and NumPyro models come here. Both can be run again on any block of rows: with the
+block's rows of their sharded arguments and of the latents that live there. A plate's term of a row is
+then the sum of its sites' log probabilities in that row.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import DictKey
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.functions.function import of_model
+from gspmd_mcmc.multihost.processes import to_host
+from gspmd_mcmc.placement.mesh import axes_of
+from gspmd_mcmc.placement.padding import is_padded, num_real_rows, real_rows, values_of
+from gspmd_mcmc.targets.bijections import ByModel, constrain
+from gspmd_mcmc.targets.posterior import Posterior
+from gspmd_mcmc.targets.streaming.plate import Plate
+from gspmd_mcmc.targets.streaming.rows import row_axes
+from gspmd_mcmc.targets.streaming.tiling import is_live
+from gspmd_mcmc.targets.target import PriorDraw
+from gspmd_mcmc.tree import PyTree, path_str
+
+# Rows of the block on which a model is tried.
+TRIAL_ROWS = 3
+
+
+class CannotStream(ValueError):
+    """A plate couples its rows, so that blocks of them cannot be evaluated apart.
+
+    Attributes
+    ----------
+    plate
+        Its name.
+    """
+
+    def __init__(self, plate: str, reason: str):
+        super().__init__(f"plate {plate!r} cannot be streamed: {reason}")
+        self.plate = plate
+
+
+@dataclass(frozen=True)
+class Site:
+    """A named part of a model.
+
+    Attributes
+    ----------
+    name
+        Its name: of a latent, the position's.
+    plate
+        The sharded plate that it lies in, or None.
+    latent
+        Shape and dtype of the unconstrained value, its rows first; None for an observed site.
+    bijection
+        Of a constrained latent.
+    """
+
+    name: str
+    plate: str | None
+    latent: jax.ShapeDtypeStruct | None = None
+    bijection: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class SiteModel(ABC):
+    """A model whose sites have names, and whose arguments have the rows of plates.
+
+    Attributes
+    ----------
+    name, door
+        What the model is called, and what a user calls to make a target of it.
+    args
+        The tree of arguments; arrays are `Padded` or as they are placed.
+    sites
+        All sites.
+    plate_of_leaf
+        For each leaf of the arguments, the plate whose rows are its leading axis, or None.
+    num_rows
+        The rows of each sharded plate.
+    derived_names
+        Further values that `Draws` keep with the latents.
+    """
+
+    name: str
+    door: str
+    args: PyTree
+    sites: tuple[Site, ...]
+    plate_of_leaf: tuple[str | None, ...]
+    num_rows: dict[str, int]
+    derived_names: tuple[str, ...]
+
+    @abstractmethod
+    def log_probs(self, values: dict, args: PyTree, sizes: dict, wanted: tuple) -> dict[str, jax.Array]:
+        """Run the model, and return log probabilities of the wanted sites, by row within a plate.
+
+        ``values`` are constrained values of all latents, rows first; plates may have other ``sizes``
+        than their own (name to rows).
+        """
+
+    @abstractmethod
+    def derived(self, args: PyTree, params: dict) -> dict[str, jax.Array]:
+        """Return the further values that `Draws` keep, rows first."""
+
+    @abstractmethod
+    def draw(self, args: PyTree, rng_key: jax.Array) -> dict[str, jax.Array]:
+        """Draw the latents from their prior: unconstrained values, rows first."""
+
+    @property
+    def latents(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Names and shapes of the latents, in the order of the sites."""
+        return {s.name: s.latent for s in self.sites if s.latent is not None}
+
+    @property
+    def bijections(self) -> dict[str, Any]:
+        """Bijections of constrained latents."""
+        return {s.name: s.bijection for s in self.sites if s.bijection is not None}
+
+    @property
+    def by_model(self) -> frozenset[str]:
+        """Latents that come unconstrained, as only the model knows their support."""
+        return frozenset(n for n, b in self.bijections.items() if isinstance(b, ByModel))
+
+    def posterior(self) -> Posterior:
+        """Build the target.
+
+        Raises
+        ------
+        CannotStream
+            If the model cannot be evaluated on blocks of a plate, or reads another plate's rows there.
+        """
+        standins = self._standins()
+        for plate in (*self.num_rows, None):
+            self._check_apart(plate, *standins)
+        model, function = self.without_arrays(), partial(of_model, self.door)
+        plates = [
+            Plate(
+                function(_named(partial(model._rows, plate), f"{self.name}.{plate}"), *standins),
+                self._leaves_of(plate),
+                local=tuple(s.name for s in self.sites if s.plate == plate and s.latent is not None),
+            )
+            for plate in self.num_rows
+        ]
+        prior = function(_named(model._prior, self.name), *standins)
+        return tree.replace(
+            Posterior(prior, *plates, bijections=self.bijections or None),
+            latents=tuple(self.latents.items()),
+            derived=function(model.derived, self.args) if self.derived_names else None,
+            prior=PriorDraw(function(model.draw, self.args)),
+        )
+
+    def without_arrays(self) -> Self:
+        """Return what functions of a target hold: data of other values are no other program."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.args)
+        return tree.replace(self, args=shapes)
+
+    def _prior(self, leaves: list, dummies: dict, params: PyTree) -> dict[str, jax.Array]:
+        """Log probabilities of the sites outside of sharded plates."""
+        sizes = dict.fromkeys(self.num_rows, 1)
+        wanted = tuple(s.name for s in self.sites if s.plate is None)
+        return self.log_probs(dummies | params, self._tree(leaves), sizes, wanted)
+
+    def _rows(self, plate: str, leaves: list, dummies: dict, params: PyTree, block: list) -> jax.Array:
+        """Terms of the rows of a plate's block; the other plates are one row each."""
+        num, rows = len(block[0]), iter(block)
+        pairs = zip(leaves, self.plate_of_leaf, strict=True)
+        leaves = [next(rows) if p == plate else x for x, p in pairs]
+        sizes = dict.fromkeys(self.num_rows, 1) | {plate: num}
+        wanted = tuple(s.name for s in self.sites if s.plate == plate)
+        terms = self.log_probs(dummies | params, self._tree(leaves), sizes, wanted)
+        return sum(jnp.sum(x.reshape(num, -1), axis=1) for x in terms.values())  # pyright: ignore
+
+    def _standins(self) -> tuple[list, dict]:
+        """Return what stands for rows that are not there: an argument's first, any of a latent."""
+        pairs = zip(self._leaves(), self.plate_of_leaf, strict=True)
+        leaves = [real_rows(x) if plate is None else _first_row(values_of(x)) for x, plate in pairs]
+        zeros = {
+            s.name: jnp.zeros((1, *s.latent.shape[1:]), s.latent.dtype)
+            for s in self.sites
+            if s.latent is not None and s.plate is not None
+        }
+        return leaves, _constrained(self.bijections, zeros)
+
+    def _check_apart(self, plate: str | None, leaves: list, dummies: dict) -> None:
+        """Try a plate's block (or the prior) in the abstract: it runs, and reads no stand-in."""
+        if plate is None:
+            jaxpr = jax.make_jaxpr(self._prior)(leaves, dummies, self._shapes(None, 1))
+        else:
+            jaxpr = self._trace_block(plate, leaves, dummies)
+        owner_of = {s.name: s.plate for s in self.sites}
+        owners = [*self.plate_of_leaf, *(owner_of[name] for name in sorted(dummies))]
+        paths = jax.tree_util.tree_leaves_with_path(self.args, is_leaf=is_padded)
+        names = [f"argument {_argument(path)}" for path, _ in paths]
+        names += [f"latent {name!r}" for name in sorted(dummies)]
+        live = is_live(jaxpr.jaxpr)[: len(owners)]
+        for is_read, owner, name in zip(live, owners, names, strict=True):
+            if is_read and owner not in (None, plate):
+                where = "sites outside of it" if plate is None else f"the sites of plate {plate!r}"
+                raise CannotStream(owner, f"{where} read its {name}, which couples its rows")
+
+    def _trace_block(self, plate: str, leaves: list, dummies: dict) -> Any:
+        data = self._leaves_of(plate)
+        if not data:
+            raise CannotStream(plate, "no argument of the model has its rows")
+        num = min(TRIAL_ROWS, self.num_rows[plate])
+        block = [jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype) for x in map(values_of, data)]
+        try:
+            return jax.make_jaxpr(partial(self._rows, plate))(
+                leaves, dummies, self._shapes(plate, num), block
+            )
+        except Exception as error:  # anything that a model does on a block and not on the whole
+            first = (*str(error).strip().splitlines(), "")[0]
+            reason = f"{type(error).__name__}: {first}"[:300]
+            raise CannotStream(
+                plate, f"on {num} of its rows alone, the model fails with {reason}"
+            ) from error
+
+    def _shapes(self, plate: str | None, num: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the constrained latents that are shown to a block of a plate, or to the prior."""
+        position = {}
+        for site in self.sites:
+            if site.latent is not None and site.plate in (None, plate):
+                shape = site.latent.shape if site.plate is None else (num, *site.latent.shape[1:])
+                position[site.name] = jax.ShapeDtypeStruct(shape, site.latent.dtype)
+        return jax.eval_shape(partial(_constrained, self.bijections), position)
+
+    def _leaves(self) -> list:
+        return jax.tree.leaves(self.args, is_leaf=is_padded)
+
+    def _leaves_of(self, plate: str) -> list:
+        return [x for x, p in zip(self._leaves(), self.plate_of_leaf, strict=True) if p == plate]
+
+    def _tree(self, leaves: list) -> PyTree:
+        return jax.tree.structure(self.args, is_leaf=is_padded).unflatten(leaves)
+
+
+def rows_of_plates(args: PyTree, num_rows: dict[str, int], axes: dict[str, Any]) -> tuple:
+    """Find the plate whose rows each leaf of the arguments has, by length and mesh axis.
+
+    Leaves that no mesh has placed count by their length alone.
+    """
+    owners = []
+    for leaf in jax.tree.leaves(args, is_leaf=is_padded):
+        rows, over = num_real_rows(leaf), row_axes(values_of(leaf))
+        fits = [p for p, n in num_rows.items() if n == rows and over in (None, axes_of(axes[p]))]
+        owners.append(fits[0] if fits else None)
+    return tuple(owners)
+
+
+def cannot_draw(what: str, distribution: Any) -> ValueError:
+    """Return the error of a distribution that has no draws."""
+    return ValueError(
+        f"prior_start: {what} has a distribution that cannot be drawn from, "
+        f"{type(distribution).__name__}. Give it a proper prior, or start around a position: "
+        "gspmd_mcmc.uniform_start(target.origin())"
+    )
+
+
+def must_be_continuous(what: str) -> ValueError:
+    """Return the error of a discrete latent."""
+    return ValueError(
+        f"{what} and not observed: HMC moves through continuous space. Sum it out of the log density, "
+        "or observe it"
+    )
+
+
+@jax.jit
+def _constrained(bijections: dict[str, Any], values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return constrain(bijections, values, [True] * len(values))[0]
+
+
+def _argument(path: Any) -> str:
+    is_key = len(path) == 1 and isinstance(path[0], DictKey)
+    return path[0].key if is_key else path_str(path)
+
+
+def _first_row(values: Any) -> Any:
+    if isinstance(values, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((1, *values.shape[1:]), values.dtype)
+    return jnp.asarray(np.asarray(to_host(values[:1])))
+
+
+def _named(function: Callable, name: str) -> Callable:
+    def named(*args):
+        return function(*args)
+
+    named.__name__ = name
+    return named

@@ -1,0 +1,1 @@
+"""The pass over the rows of a plate."""

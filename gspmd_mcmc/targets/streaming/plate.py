@@ -1,0 +1,260 @@
+"""Plates: rows that are independent given the parameters, streamed over the mesh."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+from gspmd_mcmc import tree
+from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes
+from gspmd_mcmc.placement.padding import is_padded
+from gspmd_mcmc.targets import bijections
+from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
+from gspmd_mcmc.targets.local import Local, lay_out, without
+from gspmd_mcmc.targets.streaming import tiling
+from gspmd_mcmc.targets.streaming.rows import Rows, read_rows
+from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
+
+
+@pytree
+@dataclass(frozen=True, eq=False, init=False)
+class Plate:
+    """Rows that are independent given the parameters, and the log likelihood of each.
+
+    Build it outside jit: it reads the layout of its data from their shardings and keeps it.
+
+    Parameters
+    ----------
+    log_likelihood
+        ``log_likelihood(params, block) -> terms``: one term per row, shape [rows], for a block of any
+        number of rows (the leaves of ``data`` with fewer rows). Arrays bound to it with
+        ``jax.tree_util.Partial`` enter programs as arguments.
+    data
+        A tree of arrays with the same leading axis of rows, as `place` returns them (`Padded` leaves
+        are masked). Plain arrays form one block without a mesh.
+    local
+        The latents that belong to rows, one to each: a name, names, or a tree of True and False that
+        is a prefix of the parameters. Their leading axis is the plate's rows, and they lie where the
+        rows lie. Inside ``log_likelihood``, ``params`` holds the block's rows of these latents and all
+        other leaves whole. Their prior belongs there too, in the term of each row.
+    tile_rows
+        Rows of a tile. None: chosen from the size of the likelihood's intermediates.
+
+    Raises
+    ------
+    ValueError
+        If there are no rows, or leaves disagree in their rows.
+    """
+
+    log_likelihood: Partial
+    data: PyTree
+    rows: Rows = static()
+    local: Local = static()
+    tile_rows: int | None = static()
+    bijections: PyTree  # of local leaves; the `Posterior` that holds the plate sets them
+
+    def __init__(
+        self,
+        log_likelihood: Callable,
+        data: PyTree,
+        *,
+        local: Any = (),
+        tile_rows: int | None = None,
+    ):
+        if tile_rows is not None and (not isinstance(tile_rows, int) or tile_rows < 1):
+            raise ValueError(f"tile_rows: expected an integer of at least 1, got {tile_rows!r}")
+        arrays, rows = read_rows(data)
+        set_fields(
+            self,
+            log_likelihood=as_partial(log_likelihood),
+            data=arrays,
+            rows=rows,
+            local=Local.read(local),
+            tile_rows=tile_rows,
+            bijections=None,
+        )
+
+    @on_any_mesh
+    def terms(self, params: PyTree, hidden: Sequence[bool] | None = None) -> jax.Array:
+        """Two-float sums of the terms of each tile, shape [blocks, tiles, 2].
+
+        ``hidden`` marks leaves that the likelihood is not shown: those local to other plates.
+        """
+        split, tile = self._plan(params, hidden)
+
+        def body(carry, read, block_tile, is_counted):
+            terms = self._terms(split, read, *block_tile)
+            return carry, (), tiling.tile_sum(terms, is_counted)
+
+        blocks = self.rows.blocks(self.data), self.rows.local_blocks(split.local)
+        _, _, out = tiling.stream(body, (), (), split.read, blocks, self.rows, tile)
+        return jnp.swapaxes(out, 0, 1)
+
+    @grad_anywhere
+    def grad(self, params: PyTree, hidden: Sequence[bool] | None = None) -> PyTree:
+        """Gradient of the sum of all terms, shaped like ``params``; the terms are not computed."""
+        return self._with_grad(params, hidden, lambda terms, is_counted: ())[0]
+
+    @terms_and_grad_anywhere
+    def terms_and_grad(
+        self, params: PyTree, hidden: Sequence[bool] | None = None
+    ) -> tuple[jax.Array, PyTree]:
+        """Return `terms` and `grad` from one pass."""
+        grad, out = self._with_grad(params, hidden, tiling.tile_sum)
+        return jnp.swapaxes(out, 0, 1), grad
+
+    @on_any_mesh
+    def log_likelihood_rows(self, params: PyTree, hidden: Sequence[bool] | None = None) -> jax.Array:
+        """Return the terms of the real rows, each apart, shape [rows] (for LOO and the like)."""
+        visible = without(lay_out(self, params), hidden or [])
+        return self.log_likelihood(visible, self.data)[: self.rows.num_rows]
+
+    def block_terms(
+        self, params: PyTree, block: PyTree, hidden: Sequence[bool] | None = None
+    ) -> jax.Array:
+        """Terms of the rows of one block; local leaves of ``params`` have its rows, unconstrained."""
+        split = self._split(params, hidden)
+        return self._terms(split, split.read, block, split.local)
+
+    def rows_of_tile(self, params: PyTree, hidden: Sequence[bool] | None = None) -> int:
+        """Return how many rows a tile has, for parameters of these shapes."""
+        return self._plan(params, hidden)[1]
+
+    def local_rows(self, position: PyTree) -> list[Rows | None]:
+        """Return for each leaf the plate's rows if it is local to the plate, else None."""
+        num_leaves = len(jax.tree.leaves(position, is_leaf=is_padded))
+        flags = self.local.flags(position) if self.local else [False] * num_leaves
+        return [self.rows if is_local else None for is_local in flags]
+
+    def _split(self, params: PyTree, hidden: Sequence[bool] | None) -> "_Split":
+        is_local = [rows is not None for rows in self.local_rows(params)]
+        return _Split.of(params, is_local, hidden or [False] * len(is_local))
+
+    def _plan(self, params: PyTree, hidden: Sequence[bool] | None) -> tuple["_Split", int]:
+        """Sort the leaves, and choose the size of tiles, by one trace of the likelihood."""
+        split, name = self._split(params, hidden), name_of_function(self.log_likelihood)
+
+        def terms_of(params, block):
+            leaves = replace(split, leaves=jax.tree.leaves(params))
+            visible, _ = leaves.visible(leaves.read, leaves.local, self.bijections)
+            with noting_shapes(self.log_likelihood, params=visible, block=block):
+                return self.log_likelihood(visible, block)
+
+        is_local = [kind == "local" for kind in split.kinds]
+        traced = tiling.probe(terms_of, name, params, is_local, self.data, self.rows)
+        return split.less_unread(traced.is_read), tiling.tile_rows(traced, self.rows, self.tile_rows)
+
+    def _terms(self, split: "_Split", read: list, data: PyTree, local: list) -> jax.Array:
+        """Terms of the rows of a tile, the Jacobians of their latents included."""
+        params, log_jacobians = split.visible(read, local, self.bijections)
+        terms = self.log_likelihood(params, data)
+        return sum((jnp.sum(j.reshape(len(terms), -1), axis=1) for j in log_jacobians), start=terms)
+
+    def _with_grad(
+        self, params: PyTree, hidden: Sequence[bool] | None, tile_out: Callable
+    ) -> tuple[PyTree, Any]:
+        """Accumulate the gradient of the leaves that the likelihood reads; the others stay out.
+
+        That of shared leaves is summed per block, and over the blocks at the end: one all-reduce. That
+        of local leaves stays where their rows are.
+        """
+        split, tile = self._plan(params, hidden)
+        has_stale_pad = bool(split.local) and self.rows.num_rows != self.rows.num_padded
+
+        def body(carry, read, block_tile, is_counted):
+            data, local = _without_pad(block_tile, is_counted) if has_stale_pad else block_tile
+            terms, pullback = jax.vjp(
+                lambda read, local: self._terms(split, read, data, local), read, local
+            )
+            grads = pullback(is_counted.astype(terms.dtype))
+            if has_stale_pad:  # A tile may be all pad. Elsewhere the gradient of pad is zero already.
+                grads = tree.where(jnp.any(is_counted), grads, jax.tree.map(jnp.zeros_like, grads))
+            return tree.add(carry, grads[0]), grads[1], tile_out(terms, is_counted)
+
+        zeros = [jnp.zeros((self.rows.num_blocks, *leaf.shape), leaf.dtype) for leaf in split.read]
+        blocks = self.rows.blocks(self.data), self.rows.local_blocks(split.local)
+        no_grads = [jnp.zeros_like(leaf) for leaf in blocks[1]]
+        sums, by_row, out = tiling.stream(body, zeros, no_grads, split.read, blocks, self.rows, tile)
+        shared_grads = [jnp.sum(s, axis=0) for s in sums]
+        return split.merge(shared_grads, [self.rows.join(g) for g in by_row], jnp.zeros_like), out
+
+    def __repr__(self) -> str:
+        return f"Plate({name_of_function(self.log_likelihood)}, {self.rows})"
+
+
+def _without_pad(block_tile: PyTree, is_counted: jax.Array) -> PyTree:
+    """Put a real row of the tile, where it has one, in the place of each row that does not count.
+
+    Latents of the pad stay behind while the real ones move, so that the likelihood may become undefined
+    there, and zero times NaN would spoil the gradient of what all rows share.
+    """
+    real = jnp.argmax(is_counted)
+
+    def fill(x):
+        return jnp.where(is_counted.reshape(-1, *(1,) * (x.ndim - 1)), x, x[real][None])
+
+    return jax.tree.map(fill, block_tile)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """The leaves of the parameters by what a plate does with them.
+
+    Local ones it cuts as its rows, shared ones that its likelihood reads need a gradient, unread ones
+    do not, and hidden ones (local to another plate) the likelihood is not shown.
+    """
+
+    treedef: Any
+    paths: tuple
+    leaves: list[jax.Array]
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, params: PyTree, is_local: Sequence[bool], is_hidden: Sequence[bool]) -> "_Split":
+        """Sort by what is known without a trace: shared leaves count as read."""
+        flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+        kinds = tuple(
+            "local" if local else "hidden" if hides else "read"
+            for local, hides in zip(is_local, is_hidden, strict=True)
+        )
+        return cls(treedef, tuple(path for path, _ in flat), [leaf for _, leaf in flat], kinds)
+
+    def less_unread(self, is_read: Sequence[bool]) -> "_Split":
+        """Set the shared leaves apart that nothing reads."""
+        for path, kind, reads in zip(self.paths, self.kinds, is_read, strict=True):
+            if kind == "local" and not reads:
+                raise ValueError(
+                    f"local: the log likelihood does not read {tree.path_str(path)}, so nothing gives "
+                    "it a density. The prior of a local latent is a term of its plate's rows"
+                )
+        kinds = zip(self.kinds, is_read, strict=True)
+        return replace(self, kinds=tuple(k if k != "read" or r else "unread" for k, r in kinds))
+
+    @property
+    def read(self) -> list[jax.Array]:
+        """The shared leaves that the likelihood reads."""
+        return [leaf for leaf, kind in zip(self.leaves, self.kinds, strict=True) if kind == "read"]
+
+    @property
+    def local(self) -> list[jax.Array]:
+        """The local leaves."""
+        return [leaf for leaf, kind in zip(self.leaves, self.kinds, strict=True) if kind == "local"]
+
+    def visible(self, read: list, local: list, of_local: PyTree) -> tuple[PyTree, list[jax.Array]]:
+        """Return what the likelihood is shown, local leaves constrained, and their log Jacobians."""
+        params = self.merge(read, local, lambda leaf: leaf)
+        is_local = [kind == "local" for kind in self.kinds]
+        params, log_jacobians = bijections.constrain(of_local, params, is_local)
+        return without(params, [kind == "hidden" for kind in self.kinds]), log_jacobians
+
+    def merge(self, read: list, local: list, rest: Callable) -> PyTree:
+        """Put the parameters together from other leaves; ``rest`` makes those of the last two kinds."""
+        new = {"read": iter(read), "local": iter(local)}
+        merged = [
+            next(new[kind]) if kind in new else rest(leaf)
+            for leaf, kind in zip(self.leaves, self.kinds, strict=True)
+        ]
+        return jax.tree.unflatten(self.treedef, merged)

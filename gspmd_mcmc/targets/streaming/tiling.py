@@ -1,0 +1,239 @@
+"""One pass over the rows of a plate, a tile at a time, in plain GSPMD.
+
+Rows are cut into blocks, one a device, and each block into tiles that stay in cache: a tile's forward
+and backward run before the next one is read, so nothing of the data's size is ever made. The gradient
+of shared parameters is kept per block and summed over blocks after the last tile: one all-reduce.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_mcmc.placement.padding import real_in_blocks
+from gspmd_mcmc.targets.streaming.products import with_narrow_factor_first
+from gspmd_mcmc.targets.streaming.rows import Rows
+from gspmd_mcmc.targets.streaming.two_float import two_float_sum
+from gspmd_mcmc.tree import PyTree, path_str
+
+# Bytes of a tile's largest intermediate. On a CPU a tile fits the caches of the cores that work on it;
+# elsewhere tiles are large, as each costs a few kernel launches, and only bound the memory. So they are
+# where data lie over a second mesh axis: each tile then ends in a sum over it.
+TILE_BYTES_A_CORE = 3 << 20
+TILE_BYTES_ELSEWHERE = 256 << 20
+MOST_CORES = 2  # what was measured; more would only take more memory
+PROBE_ROWS = 127
+# An intermediate that depends on latents exists once per chain, and again as its cotangent, partly in
+# the same place. This is what two chains were measured to take; vmap does not tell how many there are.
+COPIES = 3.5
+# Equations that call a function of their operands, no more: branches are not looked into, nor what
+# has a derivative of its own, which may read more.
+CALLS = ("jit", "pjit", "closed_call", "remat2", "checkpoint", "scan")
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """What one trace of the likelihood tells, for given parameters.
+
+    Attributes
+    ----------
+    is_read
+        For each leaf of the parameters, whether the likelihood reads it.
+    row_bytes
+        Bytes of the largest intermediate, a row, what depends on latents counted `COPIES` times.
+    """
+
+    is_read: tuple[bool, ...]
+    row_bytes: int
+
+
+def probe(
+    terms_of: Callable, name: str, params: PyTree, is_local: list[bool], data: PyTree, rows: Rows
+) -> Likelihood:
+    """Trace the likelihood on a few rows: which parameters it reads, how much memory a row takes.
+
+    ``terms_of(params, block)`` is the likelihood called ``name``, on the block's rows of local leaves.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If it does not return one floating term a row.
+    """
+    num = min(rows.block_rows, PROBE_ROWS)
+
+    def block_of(num: int) -> tuple[PyTree, PyTree]:
+        def like(array: Any, has_rows: bool) -> jax.ShapeDtypeStruct:
+            shape = (num, *jnp.shape(array)[1:]) if has_rows else jnp.shape(array)
+            return jax.ShapeDtypeStruct(shape, jnp.result_type(array))
+
+        leaves, treedef = jax.tree.flatten(params)
+        shapes = map(like, leaves, is_local)
+        return treedef.unflatten(shapes), jax.tree.map(lambda a: like(a, True), data)
+
+    try:
+        jaxpr, out = jax.make_jaxpr(terms_of, return_shape=True)(*block_of(num))
+    except (TypeError, ValueError) as error:
+        try:
+            jax.eval_shape(terms_of, *block_of(rows.num_rows))
+        except Exception:  # whatever a user's function raises
+            raise error from None
+        raise ValueError(
+            f"{name}: it takes all {rows.num_rows} rows at once, but not a block of {num} of them. "
+            "It is called with blocks of any number of rows, so neither that number may be written "
+            "into it (take it from the block: len(block[...])), nor may it read an array of rows "
+            "that is not among the plate's data"
+        ) from error
+    _check_terms(name, out, num, block_of(num)[0])
+    num_leaves = len(is_local)
+    is_read = tuple(is_live(jaxpr.jaxpr)[:num_leaves])
+    return Likelihood(is_read, _row_bytes(jaxpr.jaxpr, num_leaves, num))
+
+
+def _row_bytes(jaxpr: Any, num_latents: int, num: int) -> int:
+    """Bytes a row of the largest array with ``num`` rows; what depends on latents is one a chain."""
+    of_latents = {id(v) for v in jaxpr.invars[:num_latents]}
+    most = 1
+    for eqn in jaxpr.eqns:
+        if any(id(v) in of_latents for v in eqn.invars):
+            of_latents |= {id(v) for v in eqn.outvars}
+        for v in (*eqn.invars, *eqn.outvars):
+            if num in getattr(v.aval, "shape", ()):
+                copies = COPIES if id(v) in of_latents else 1
+                bytes_a_row = math.prod(v.aval.shape) * v.aval.dtype.itemsize / num
+                most = max(most, int(copies * bytes_a_row))
+    return most
+
+
+def is_live(jaxpr: Any, is_wanted: Sequence[bool] | None = None) -> list[bool]:
+    """Tell for each input of a program whether an output depends on it, of those that are wanted."""
+    wanted = [True] * len(jaxpr.outvars) if is_wanted is None else is_wanted
+    live = {id(v) for v, wants in zip(jaxpr.outvars, wanted, strict=True) if wants}
+    for eqn in reversed(jaxpr.eqns):
+        wanted = [id(v) in live for v in eqn.outvars]
+        if any(wanted):
+            reads = _reads(eqn, wanted)
+            live |= {id(v) for v, is_read in zip(eqn.invars, reads, strict=True) if is_read}
+    return [id(v) in live for v in jaxpr.invars]
+
+
+def _reads(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
+    """Tell which operands of an equation what is wanted depends on; of a call, by what it calls."""
+    called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if eqn.primitive.name not in CALLS or called is None:
+        return [True] * len(eqn.invars)
+    # What a loop carries is read by its next round.
+    is_loop = eqn.primitive.name == "scan"
+    return is_live(getattr(called, "jaxpr", called), None if is_loop else wanted)
+
+
+def _check_terms(name: str, out: PyTree, num: int, params: PyTree) -> None:
+    if isinstance(out, jax.ShapeDtypeStruct) and out.shape == (num,):
+        if not jnp.issubdtype(out.dtype, jnp.floating):
+            raise TypeError(f"{name}: expected floating terms, got dtype {out.dtype}")
+        return
+    got = jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", out)
+    shapes = {path_str(p): a.shape for p, a in jax.tree_util.tree_leaves_with_path(params)}
+    raise ValueError(
+        f"{name}: expected one term for each row of the block, shape [{num}] for a block of "
+        f"{num} rows, got {got} with parameters of shapes {shapes}. Return terms, not their sum"
+    )
+
+
+def tile_rows(likelihood: Likelihood, rows: Rows, asked: int | None) -> int:
+    """Rows of a tile: as asked, or what the largest intermediate allows; tiles of a block are even."""
+    tile_bytes = TILE_BYTES_ELSEWHERE
+    if rows.platform == "cpu" and not any(entry for spec in rows.specs for entry in spec):
+        cores = (os.cpu_count() or 1) // (rows.mesh.size if rows.mesh is not None else 1)
+        tile_bytes = TILE_BYTES_A_CORE * max(1, min(cores, MOST_CORES))
+    most = asked or max(1, tile_bytes // likelihood.row_bytes)
+    num_tiles = -(-rows.block_rows // most)
+    return -(-rows.block_rows // num_tiles)
+
+
+def stream(
+    body: Callable,
+    init: PyTree,
+    by_row: PyTree,
+    shared: PyTree,
+    blocks: PyTree,
+    rows: Rows,
+    tile: int,
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Scan the tiles of all blocks at once.
+
+    Parameters
+    ----------
+    body
+        ``body(carry, shared, block_tile, is_counted) -> carry, by_row, out`` for one tile of one block:
+        ``is_counted`` [tile] is False on padding and on rows that an earlier tile has counted.
+    init
+        What each block's carry starts from; leaves [blocks, ...].
+    by_row
+        What is added to row by row; leaves [blocks, rows of a block, ...].
+    shared
+        What all blocks read whole. Each has its own here: an operation that the compiler does not cut
+        along its columns, such as a triangular solve, would gather the rows of all blocks otherwise.
+    blocks, rows, tile
+        Arrays [blocks, rows of a block, ...], the layout of the rows, and the rows of a tile.
+
+    Returns
+    -------
+    carry, by_row, out
+        Carry per block, leaves [blocks, ...]; ``by_row`` with what the tiles added; outputs per tile,
+        leaves [tiles, blocks, ...].
+    """
+    shared = rows.per_block(
+        jax.tree.map(lambda a: jnp.broadcast_to(a, (rows.num_blocks, *a.shape)), shared)
+    )
+    num_real = real_in_blocks(rows.num_rows, rows.num_padded, rows.num_blocks)[:, None]
+    if rows.platform == "cpu":
+        body = with_narrow_factor_first(body)
+    each_block = jax.vmap(body) if rows.num_blocks > 1 else _unmapped(body)
+
+    def tile_at(start, arrays):
+        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=tile, axis=1)
+        return jax.tree.map(cut, arrays)
+
+    def step(carries, index):
+        carry, by_row = carries
+        # The last tile ends at the block's end, so it may overlap the one before.
+        start = jnp.minimum(index * tile, rows.block_rows - tile)
+        position = (start + jnp.arange(tile))[None]
+        is_counted = (position >= index * tile) & (position < num_real)
+        carry, added, out = each_block(carry, shared, tile_at(start, blocks), is_counted)
+        by_row = jax.tree.map(
+            lambda a, b, t: jax.lax.dynamic_update_slice_in_dim(a, t + b, start, axis=1),
+            by_row,
+            added,
+            tile_at(start, by_row),
+        )
+        return (rows.per_block(carry), rows.per_block(by_row)), rows.per_block(out)
+
+    num_tiles = -(-rows.block_rows // tile)
+    start = (rows.per_block(init), rows.per_block(by_row))
+    with jax.named_scope("tiles"):
+        (carry, by_row), out = jax.lax.scan(step, start, jnp.arange(num_tiles))
+    return carry, by_row, out
+
+
+def _unmapped(body: Callable) -> Callable:
+    """Call ``body`` for the one block there is, without its axis, and put the axis back.
+
+    With an axis of length 1 in their midst XLA's reductions on a CPU took three to five times as long.
+    """
+
+    def of_one_block(*args):
+        out = body(*jax.tree.map(lambda a: jnp.squeeze(a, 0), args))
+        return jax.tree.map(lambda a: a[None], out)
+
+    return of_one_block
+
+
+def tile_sum(terms: jax.Array, is_counted: jax.Array) -> jax.Array:
+    """Two-float sum of the counted terms of one tile, shape [2]."""
+    return two_float_sum(jnp.where(is_counted, terms, jnp.zeros_like(terms)))

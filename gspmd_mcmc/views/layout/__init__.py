@@ -1,1 +1,0 @@
-"""Layouts of a tree: read, put in words, and drawn as text, HTML and figures."""

@@ -1,0 +1,188 @@
+"""Read the layouts of a tree's leaves, with remarks. Shapes and shardings are read, never data."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
+
+from gspmd_mcmc.placement.padding import Padded
+from gspmd_mcmc.placement.positional import PositionalSharding
+from gspmd_mcmc.targets.streaming.plate import Plate
+from gspmd_mcmc.tree import PyTree, is_traced, path_str
+from gspmd_mcmc.views.layouts.leaf_layout import (
+    DELETED,
+    DEVICE,
+    HOST,
+    NOWHERE,
+    Devices,
+    Grid,
+    LeafLayout,
+    cut_by_indices,
+    cut_by_spec,
+    mesh_devices,
+)
+from gspmd_mcmc.views.notation import LARGE_BYTES, partitions, spec_text
+
+TRACED, NOT_PLACED = "traced", "not placed"
+
+
+def read_tree(tree: PyTree, shape: tuple[int, ...] | None = None) -> tuple[LeafLayout, ...]:
+    """Read the layout of every leaf; ``shape`` is given to shardings that stand alone."""
+    layouts = []
+    for path, leaf in _leaves(tree):
+        is_padded = isinstance(leaf, Padded)
+        layout = _read(path_str(path), leaf.values if is_padded else leaf, shape)
+        layout = replace(layout, num_rows=leaf.num_rows if is_padded else None)
+        layouts.append(replace(layout, notes=(*layout.notes, *_remarks(layout))))
+    return tuple(layouts)
+
+
+def _leaves(tree: PyTree, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Leaves with their paths; our own objects that are no pytrees, or know their padding, opened."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda n: isinstance(n, Padded | Plate))
+    for path, node in nodes:
+        if hasattr(type(node), "__layout_tree__"):
+            yield from _leaves(node.__layout_tree__(), prefix + path)
+        elif isinstance(node, Plate):  # it knows which rows of its data are padding
+            num_rows, is_uneven = node.rows.num_rows, node.rows.num_padded != node.rows.num_rows
+            for inner, leaf in jax.tree_util.tree_leaves_with_path(node):
+                is_data = getattr(inner[0], "name", None) == "data"
+                padded = Padded(leaf, num_rows) if is_uneven and is_data else leaf
+                yield prefix + path + inner, padded
+        else:
+            yield prefix + path, node
+
+
+def _read(path: str, leaf: Any, shape: tuple[int, ...] | None) -> LeafLayout:
+    if isinstance(leaf, Mesh | AbstractMesh):  # as the layout that lays one axis over each of its axes
+        spec = P(*leaf.axis_names)
+        return _named(path, None, type(leaf).__name__, leaf, spec, DEVICE)
+    if isinstance(leaf, Sharding):
+        return _laid_out(path, shape, type(leaf).__name__, leaf)
+    if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic):
+        array = np.asarray(leaf)
+        return LeafLayout(path, array.shape, array.dtype, HOST, "host")
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return _read_array(path, leaf)
+    return LeafLayout(path, None, type(leaf).__name__, NOWHERE, "no array")
+
+
+def _read_array(path: str, leaf: Any) -> LeafLayout:
+    """Read a jax array, a tracer, a `ShapeDtypeStruct`, or whatever else has a shape."""
+    shape = tuple(leaf.shape)
+    if is_traced(leaf):
+        sharding, label = _explicit_sharding(jax.typeof(leaf)), TRACED
+    else:
+        sharding, label = getattr(leaf, "sharding", None), NOT_PLACED
+    is_empty = isinstance(sharding, NamedSharding) and sharding.mesh.empty
+    if not isinstance(sharding, Sharding) or is_empty:
+        return LeafLayout(path, shape, leaf.dtype, NOWHERE, label)
+    layout = _laid_out(path, shape, leaf.dtype, sharding)
+    if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
+        return replace(layout, memory=DELETED)
+    return layout
+
+
+def _explicit_sharding(aval: Any) -> Sharding | None:
+    """Return a tracer's sharding where its type has one: on a mesh whose axes are all Explicit."""
+    sharding = getattr(aval, "sharding", None)
+    types = sharding.mesh.axis_types if isinstance(sharding, NamedSharding) else ()
+    return sharding if types and all(t == AxisType.Explicit for t in types) else None
+
+
+def _laid_out(path: str, shape: tuple[int, ...] | None, dtype: Any, sharding: Sharding) -> LeafLayout:
+    memory = sharding.memory_kind or DEVICE
+    if isinstance(sharding, PositionalSharding):
+        return _positional(path, shape, dtype, sharding, memory)
+    if isinstance(sharding, NamedSharding):
+        return _named(path, shape, dtype, sharding.mesh, sharding.spec, memory)
+    is_single = len(sharding.device_set) == 1
+    devices, grid, notes = _by_indices(sharding, () if shape is None and is_single else shape)
+    label = f"device {devices.names([0])}" if is_single else type(sharding).__name__
+    return LeafLayout(path, shape, dtype, memory, label, None, devices, grid, notes=notes)
+
+
+def _positional(
+    path: str, shape: tuple[int, ...] | None, dtype: Any, sharding: PositionalSharding, memory: str
+) -> LeafLayout:
+    """Read a positional sharding through its named form, whose mesh axes mean nothing to a reader."""
+    label = f"Positional{sharding.shape}"
+    try:
+        named = sharding.named(None if shape is None else len(shape))
+    except ValueError as error:
+        return LeafLayout(path, shape, dtype, NOWHERE, label, notes=(f"does not fit: {error}",))
+    layout = _named(path, shape, dtype, named.mesh, named.spec, memory)
+    devices = replace(mesh_devices(named.mesh), axes=())
+    return LeafLayout(path, shape, dtype, memory, label, None, devices, layout.grid)
+
+
+def _named(
+    path: str,
+    shape: tuple[int, ...] | None,
+    dtype: Any,
+    mesh: Mesh | AbstractMesh,
+    spec: P,
+    memory: str,
+) -> LeafLayout:
+    devices = mesh_devices(mesh)
+    label, ndim = spec_text(spec, dict(devices.axes)), len(spec) if shape is None else len(shape)
+    if len(spec) > ndim:
+        note = (f"its spec has {len(spec)} entries, it has {ndim} axes: JAX will refuse it",)
+        return LeafLayout(path, shape, dtype, NOWHERE, label, spec, devices, notes=note)
+    grid = cut_by_spec(devices.axes, spec, ndim)
+    return LeafLayout(path, shape, dtype, memory, label, spec, devices, grid)
+
+
+@lru_cache(maxsize=256)
+def _by_indices(
+    sharding: Sharding, shape: tuple[int, ...] | None
+) -> tuple[Devices, Grid | None, tuple[str, ...]]:
+    """Ask a sharding for each device's slices of a shape."""
+    ordered = sorted(sharding.device_set, key=lambda d: d.id)
+    devices = Devices.of(ordered)
+    if shape is None:
+        return devices, None, ()
+    try:
+        indices = sharding.devices_indices_map(shape)
+    except ValueError as error:
+        return devices, None, (f"its sharding refuses the shape: {error}",)
+    grid = cut_by_indices([indices[d] for d in ordered], shape)
+    return devices, grid, () if grid else ("its blocks are not a grid of equal blocks: not drawn",)
+
+
+def _remarks(leaf: LeafLayout) -> Iterator[str]:
+    """Yield remarks on a leaf; the same words for the same thing, so that they can be gathered."""
+    if leaf.memory == DELETED:
+        yield "deleted or donated to a program: it no longer holds memory"
+    elif leaf.label == TRACED:
+        yield "traced: the compiler chooses its layout, so look at it outside jit"
+    elif leaf.label == NOT_PLACED:
+        yield "has no sharding: give it one or place it on a mesh"
+    elif leaf.shape is None and leaf.grid is None and leaf.devices:
+        yield "a sharding alone: visualize(sharding, shape=...) draws its blocks"
+    elif leaf.memory not in (DEVICE, HOST, NOWHERE):
+        yield f"in the memory {leaf.memory}, not counted in the total"
+    if leaf.shape is not None and leaf.num_rows is not None:
+        num_pad = leaf.shape[0] - leaf.num_rows
+        yield f"{leaf.num_rows} rows + {num_pad} pad (copies of the last real row)"
+    if leaf.shape is not None and leaf.grid is not None:
+        for axis, (size, parts) in enumerate(zip(leaf.shape, leaf.grid.parts, strict=True)):
+            if size % parts:
+                yield (
+                    f"axis {axis} has {size} elements, not a multiple of its {parts} blocks: pad it by "
+                    f"{-size % parts} to {size + -size % parts} (JAX refuses it as it is)"
+                )
+    if leaf.spec is not None and P.UNCONSTRAINED in partitions(leaf.spec):
+        yield "any: an axis that is left to the compiler"
+    if leaf.spec is not None and leaf.spec.unreduced:
+        axes = ", ".join(sorted(leaf.spec.unreduced))
+        yield f"not yet summed over {axes}: its copies are partial sums"
+    is_whole = leaf.num_shards == 1 and leaf.replication > 1 and leaf.memory == DEVICE
+    if is_whole and (leaf.bytes_per_device or 0) >= LARGE_BYTES:
+        yield "large and whole on every device: lay it over a mesh axis if it does not have to be"

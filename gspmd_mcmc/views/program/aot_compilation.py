@@ -1,0 +1,232 @@
+"""Compile a program for a mesh that is not there.
+
+The program is traced and exported here, on an abstract mesh. A process of its own, which starts JAX
+with as many virtual devices as the mesh has, compiles it.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gspmd_mcmc.tree import path_str
+from gspmd_mcmc.views.communication import describe_argument, read_report, with_origins
+from gspmd_mcmc.views.program import aot_process
+from gspmd_mcmc.views.program.report import Argument, Communication
+
+MOST_DEVICES = 2048  # with more, the CPU backend refuses to compile
+_BIND = "Bind what is static before: functools.partial(function, name=value)"
+_NO_VALUE = (
+    "A shape has no value. What the function reads is an argument: build(mesh) returns (function, "
+    "*arguments). The shape of a result is jax.eval_shape(function, *shapes): of a kernel's state, "
+    "jax.eval_shape(gspmd_mcmc.HMC.init, kernel, position)."
+)
+_HINTS = {
+    "ShapeDtypeStruct": _NO_VALUE,
+    "not implemented for `jax.sharding.AbstractMesh`": _NO_VALUE,
+    "device assignment": "The function holds a sharding or an array on another mesh than the one that "
+    "build(mesh) gets. Make shardings from that mesh, and arrays arguments.",
+    "host_callbacks": "The function calls back to Python (jax.debug.print, jax.pure_callback), which "
+    "no other process can do. Plan it without that.",
+}
+
+
+def compile_aot(function: Callable, args: tuple, mesh: AbstractMesh) -> Communication:
+    """Compile a function for shapes that lie on an abstract mesh, and report what it sends and holds.
+
+    Raises
+    ------
+    ImportError
+        If flatbuffers, which writes the exported program, is missing.
+    ValueError
+        If the mesh has more than 2,048 devices, an argument lies on another mesh, or the function takes
+        static arguments.
+    TypeError
+        If an argument is no array, shape or number.
+    NotImplementedError
+        If the function calls back to Python.
+    RuntimeError
+        If the compiler fails; its message is in the error.
+    """
+    if mesh.size > MOST_DEVICES:
+        raise ValueError(f"a mesh of {mesh.size} devices; at most {MOST_DEVICES} can be compiled for")
+    shapes = shapes_of(args, mesh)
+    donated = _hinted(lambda: _donated(function, args))
+    flat = jax.jit(_on_leaves(function, args))
+    exported = _hinted(lambda: export.export(flat, platforms=["cpu"])(*shapes))
+    try:
+        program = bytes(exported.serialize())
+    except ImportError as error:
+        raise ImportError("flatbuffers is missing: pip install 'gspmd_mcmc[plan]' brings it") from error
+    found = _compile(program, dict(mesh.shape), donated)
+    leaves = jax.tree_util.tree_leaves_with_path(args)
+    arguments = tuple(
+        _argument(path_str(path), leaf, taken, mesh)
+        for (path, leaf), taken in zip(leaves, found["inputs"], strict=True)
+        if taken is not None
+    )
+    report = read_report(found["text"], found["memory"], arguments, dict(mesh.shape))
+    return with_origins(report, function, args)
+
+
+def build_program(build: Callable, mesh: AbstractMesh) -> tuple[Callable, tuple]:
+    """Call ``build(mesh)``, and return the function and the arguments that it gives.
+
+    Raises
+    ------
+    TypeError
+        If it gives something else.
+    """
+    if not callable(build):
+        raise TypeError(f"build: expected a function of a mesh, got {type(build).__name__}")
+    program = _hinted(lambda: build(mesh))
+    is_tuple = isinstance(program, tuple | list)
+    if not is_tuple or not program or not callable(program[0]):
+        of = f" of {', '.join(type(x).__name__ for x in program) or 'nothing'}" if is_tuple else ""
+        raise TypeError(
+            "build(mesh): expected a function and its arguments, (function, *arguments), got a "
+            f"{type(program).__name__}{of}"
+        )
+    return program[0], tuple(program[1:])
+
+
+def shapes_of(args: tuple, mesh: AbstractMesh) -> list[jax.ShapeDtypeStruct]:
+    """Return the shape of each argument, with its sharding if it lies on the mesh; of a key, its data.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array, shape or number.
+    ValueError
+        If an argument lies on another mesh.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(args)
+    return [_shape(path_str(path), leaf, mesh) for path, leaf in leaves]
+
+
+def _shape(name: str, leaf: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
+    is_number = isinstance(leaf, int | float | complex)
+    if not is_number and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise TypeError(
+            f"argument {name}: expected an array, a ShapeDtypeStruct or a number, got a "
+            f"{type(leaf).__name__}. {_BIND}"
+        )
+    sharding = _on_mesh(name, leaf, mesh)
+    if _is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    # A Python number takes the dtype of what it meets.
+    is_weak = getattr(leaf, "weak_type", is_number)
+    shape, dtype = np.shape(leaf), jnp.result_type(leaf)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=is_weak)
+
+
+def _on_mesh(name: str, leaf: Any, mesh: AbstractMesh) -> NamedSharding | None:
+    """Return the sharding of an argument that lies on the mesh; None of one on a single device."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or (not isinstance(sharding, NamedSharding) and sharding.num_devices == 1):
+        return None
+    where = getattr(sharding, "mesh", sharding)
+    if where != mesh:
+        raise ValueError(
+            f"argument {name} lies on {where}, not on the mesh that is planned, {mesh}. "
+            "Place it on the mesh that the function gets: gspmd_mcmc.place(tree, mesh, spec)"
+        )
+    try:
+        sharding.shard_shape(np.shape(leaf))
+    except ValueError as error:
+        raise ValueError(
+            f"argument {name} of shape {np.shape(leaf)} does not cut into equal parts under "
+            f"{sharding.spec} on {mesh}. gspmd_mcmc.place pads its rows"
+        ) from error
+    return sharding
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _donated(function: Any, args: tuple) -> list[int]:
+    """Return which leaves of the arguments a jitted function takes the memory of."""
+    if not hasattr(function, "trace"):
+        return []
+    infos = jax.tree.leaves(function.trace(*args).args_info)
+    if len(infos) != len(jax.tree.leaves(args)):
+        raise ValueError(f"the function takes some of its arguments as static. {_BIND}")
+    return [i for i, info in enumerate(infos) if info.donated]
+
+
+def _on_leaves(function: Callable, args: tuple) -> Callable:
+    """Make a function of the leaves: what is exported holds neither pytree classes nor typed keys."""
+    leaves, treedef = jax.tree.flatten(args)
+    impls: dict[int, Any] = {}
+    for i, leaf in enumerate(leaves):
+        if _is_key(leaf):  # an array, or the shape of one
+            jax.eval_shape(lambda key, i=i: impls.update({i: jax.random.key_impl(key)}), leaf)
+
+    def flat(*leaves):
+        typed = [
+            jax.random.wrap_key_data(leaf, impl=impls[i]) if i in impls else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+        out = jax.tree.leaves(function(*jax.tree.unflatten(treedef, typed)))
+        return [jax.random.key_data(x) if _is_key(x) else x for x in out]
+
+    flat.__name__ = getattr(function, "__name__", "planned")
+    return flat
+
+
+def _hinted(call: Callable) -> Any:
+    """Call a function; to errors of JAX that shapes without arrays make likely, add what to do."""
+    try:
+        return call()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        for sign, hint in _HINTS.items():
+            if sign in str(error):
+                error.add_note(hint)
+        raise
+
+
+def _compile(program: bytes, axes: dict[str, int], donated: list[int]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "program.bin").write_bytes(program)
+        (folder / "options.json").write_text(json.dumps({"axes": axes, "donated": donated}))
+        # -P: what stands beside the script is not for import.
+        command = [sys.executable, "-P", str(Path(aot_process.__file__)), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, env=_environment())
+        if done.returncode:
+            raise RuntimeError(
+                f"compiling for {math.prod(axes.values())} devices failed, exit status "
+                f"{done.returncode}:\n{done.stderr[-4000:]}"
+            )
+        return json.loads((folder / "compiled.json").read_text())
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's environment, JAX on the CPU with nothing said of its devices."""
+    dropped = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORM_NAME")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return kept | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": str(int(jax.config.jax_enable_x64))}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _argument(path: str, leaf: Any, taken: dict[str, Any], mesh: AbstractMesh) -> Argument:
+    """Describe an argument by the spec that the program takes it in, and by its number of parts."""
+    spec = taken["spec"]
+    if spec is not None:
+        axes = [tuple(entry) if isinstance(entry, list) else entry for entry in spec]
+        return describe_argument(path, leaf, NamedSharding(mesh, P(*axes[: np.ndim(leaf)])))
+    found = describe_argument(path, leaf, None)
+    return replace(found, bytes_per_device=found.num_bytes // taken["parts"])

@@ -1,1 +1,0 @@
-"""How long collectives and leapfrogs take on more devices, on paper."""

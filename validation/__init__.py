@@ -1,0 +1,1 @@
+"""Whether the samplers are right: posteriors with reference draws, calibration, hard targets."""
