@@ -142,13 +142,12 @@ class HMC(HamiltonianKernel):
         momentum = self.sample_momentum(momentum_key, state.position)
         end, terms = self.trajectory(PhasePoint(state.position, momentum, state.log_density_grad))
 
-        kinetic = metrics.kinetic_energy_difference(self.inverse_mass_matrix, end.momentum, momentum)
         energy = metrics.kinetic_energy(self.inverse_mass_matrix, momentum) - state.log_density
         new, info = metropolis_test(
             accept_key,
             state,
             HMCState.at(end.position, terms, end.log_density_grad),
-            energy_error(kinetic, terms, state.terms),
+            self._energy_error(state, momentum, end, terms),
             energy,
             self.num_integration_steps,
             HMCInfo,
@@ -158,6 +157,12 @@ class HMC(HamiltonianKernel):
     def trajectory(self, start: PhasePoint) -> tuple[PhasePoint, PyTree]:
         """Integrate Hamilton's equations from a point of phase space; return the end and its terms."""
         return integrate(start, self.step_size, self.num_integration_steps, self.target, self.velocity)
+
+    def _energy_error(
+        self, state: HMCState, momentum: PyTree, end: PhasePoint, terms: PyTree
+    ) -> jax.Array:
+        kinetic = metrics.kinetic_energy_difference(self.inverse_mass_matrix, end.momentum, momentum)
+        return energy_error(kinetic, terms, state.terms)
 
 
 @pytree
