@@ -38,20 +38,6 @@ def mesh_of(sizes: str | int | dict[str, int]) -> Mesh:
     return gm.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
 
 
-def real(value) -> np.ndarray:
-    """The real rows of an array, `Padded` or not."""
-    return value.unpad() if isinstance(value, gm.Padded) else np.asarray(value)
-
-
-def check_close(got, want, tolerance: float) -> None:
-    """Compare what is named in ``want``, in the norm of each array."""
-    for name in want:
-        a, b = np.asarray(got[name], np.float64), np.asarray(want[name], np.float64)
-        assert a.shape == b.shape, name
-        apart = np.linalg.norm(a - b) / np.linalg.norm(b)
-        assert apart <= tolerance, f"{name} differs by {apart:.2g}"
-
-
 def row_spec(sizes: dict[str, int]) -> P:
     """Lay rows over all devices that chains do not lie over."""
     return P(("data", "model")) if "model" in sizes else P("data")
