@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+import gspmd_mcmc as gm
 from benchmarks import environment, ess_table
 from benchmarks.ess_models import MODELS, check_options, names
 from benchmarks.ess_models.model import Budget, Model
 from benchmarks.harness import Worker, WorkerDied, WorkerError, interpreter, stopwatch
-from gspmd_mcmc.diagnostics.ess import ess_bulk
-from gspmd_mcmc.diagnostics.rhat import rhat
 
 CONVERGED, DOUBTFUL = 1.01, 1.05
 LIMIT_S = 900.0
@@ -194,7 +193,7 @@ class Moments:
 
 def _judge(record: dict, draws: dict[str, np.ndarray]) -> Moments:
     """Record R-hat, and what effective sample sizes come to where it allows them."""
-    sizes, ratios = _flat(ess_bulk(draws)), _flat(rhat(draws))
+    sizes, ratios = _flat(gm.ess_bulk(draws)), _flat(gm.rhat(draws))
     record |= {"latents": len(sizes), **judged(ratios, sizes, record["warmup"], record["sampling"])}
     flat = {name: np.asarray(x, np.float64) for name, x in draws.items()}
     mean = _flat({name: x.mean(axis=(0, 1)) for name, x in flat.items()})

@@ -28,26 +28,14 @@ OTHER_KINDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute
 
 
 def mesh_of(sizes: str | int | dict[str, int]) -> Mesh:
-    """Make a mesh of as many of the devices as it needs: of 7, "2x4" or "2x2x2", or of named sizes."""
+    """Make a mesh of as many devices as it needs: of `MESHES`, of 7, "2x4" or "2x2x2", or of sizes."""
+    if isinstance(sizes, str) and sizes in MESHES:
+        sizes = MESHES[sizes]
     if not isinstance(sizes, dict):
         counts = [int(n) for n in str(sizes).split("x")]
         names = ("data",) if len(counts) == 1 else ("chains", "data", "model")[: len(counts)]
         sizes = dict(zip(names, counts, strict=True))
     return gm.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
-
-
-def real(value) -> np.ndarray:
-    """The real rows of an array, `Padded` or not."""
-    return value.unpad() if isinstance(value, gm.Padded) else np.asarray(value)
-
-
-def check_close(got, want, tolerance: float) -> None:
-    """Compare what is named in ``want``, in the norm of each array."""
-    for name in want:
-        a, b = np.asarray(got[name], np.float64), np.asarray(want[name], np.float64)
-        assert a.shape == b.shape, name
-        apart = np.linalg.norm(a - b) / np.linalg.norm(b)
-        assert apart <= tolerance, f"{name} differs by {apart:.2g}"
 
 
 def row_spec(sizes: dict[str, int]) -> P:
@@ -135,6 +123,23 @@ def prior_of_mean(x):
 def rows_with_effects(x, rows):
     """Rows y of variance 1 around a mean that they share and a standard normal effect of each."""
     return -0.5 * (rows["y"] - x["mean"] - x["effect"]) ** 2 - 0.5 * x["effect"] ** 2
+
+
+# What tests compare
+
+
+def real(value) -> np.ndarray:
+    """The real rows of an array, `Padded` or not."""
+    return value.unpad() if isinstance(value, gm.Padded) else np.asarray(value)
+
+
+def check_close(got, want, tolerance: float) -> None:
+    """Compare what is named in ``want``, in the norm of each array."""
+    for name in want:
+        a, b = np.asarray(got[name], np.float64), np.asarray(want[name], np.float64)
+        assert a.shape == b.shape, name
+        apart = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert apart <= tolerance, f"{name} differs by {apart:.2g}"
 
 
 # Exact laws: draws are made of independent standard normals, and can be turned back into them

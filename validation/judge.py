@@ -14,9 +14,9 @@ from statistics import NormalDist
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_mcmc.diagnostics.ess import ess_bulk
+import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics.mcse import mcse_mean
-from gspmd_mcmc.diagnostics.rhat import rank_nested_rhat, rhat
+from gspmd_mcmc.diagnostics.rhat import rank_nested_rhat
 
 FALSE_ALARM = 1e-3  # of one kernel, mesh and number of chains, over all its posteriors
 LARGEST_RHAT = 1.01
@@ -148,7 +148,7 @@ def judge(
     biases = moments.mean(axis=(1, 2)) - np.array([[0.0], [1.0]])
     z = _beyond(biases, bounds) / np.hypot(own, known)
     converged = _rhat(unit, num_superchains)
-    ess = np.asarray(ess_bulk(jnp.asarray(unit)))
+    ess = np.asarray(gm.ess_bulk(jnp.asarray(unit)))
     scale, offset = np.stack([sd, reference.variance]), np.stack([reference.mean, 0 * sd])
     estimates = offset + scale * moments.mean(axis=(1, 2))
     return Verdict(
@@ -186,7 +186,7 @@ def _beyond(biases: np.ndarray, bounds: Bounds) -> np.ndarray:
 
 def _rhat(unit: np.ndarray, num_superchains: int | None) -> np.ndarray:
     x = jnp.asarray(unit)
-    return np.asarray(rhat(x) if num_superchains is None else rank_nested_rhat(x, num_superchains))
+    return np.asarray(gm.rhat(x) if num_superchains is None else rank_nested_rhat(x, num_superchains))
 
 
 def _worst(x: np.ndarray) -> float:

@@ -1,7 +1,4 @@
-"""The kernels that are validated: how `sample` is called for each.
-
-A kernel that this version of the library does not have is a row of the table that says so.
-"""
+"""The kernels that are validated: how `sample` is called for each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +7,9 @@ from typing import Any
 import gspmd_mcmc as gm
 from validation.judge import EXACT, UNADJUSTED, Bounds
 
-# Their chains tune one trajectory length together, which takes many.
+# All chains tune one trajectory length together, which takes many chains.
 MANY = (64,)
 FEW_AND_MANY = (4, 64)
-
-
-class NotThere(Exception):
-    """The library does not have it."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +22,14 @@ class Setting:
         ``arguments(target)`` -> keyword arguments of `sample`: the kernel, and the warm-up where it
         is not the kernel's own default.
     chains
-        The numbers of chains that suit it.
+        The numbers of chains that it is run with.
     is_dense
         Whether it learns a dense metric where that is cheap. Without one ``diamonds`` takes hundreds of
         leapfrogs a draw, and is left out.
     bounds
-        The bias that is let pass.
+        The bias that is allowed.
     thin
-        Steps from draw to draw; of warm-up there are as many times more.
+        Steps from draw to draw; warm-up is as many times longer.
     """
 
     arguments: Callable[[Any], dict[str, Any]]
@@ -46,43 +39,36 @@ class Setting:
     thin: int = 1
 
 
-def _the(name: str) -> Any:
-    try:
-        return getattr(gm, name)
-    except AttributeError:
-        raise NotThere(f"gspmd_mcmc has no {name}") from None
-
-
 def _default(target):
     return {}
 
 
 def _hmc(target):
-    return {"kernel": _the("HMC")(target, 0.1, 32, jitter=0.5)}
+    return {"kernel": gm.HMC(target, 0.1, 32, jitter=0.5)}
 
 
 def _nuts(target):
-    return {"kernel": _the("NUTS")(target, 0.1)}
+    return {"kernel": gm.NUTS(target, 0.1)}
 
 
 def _nuts_diagonal(target):
-    return {**_nuts(target), "warmup": _the("WindowAdaptation")(metric=_the("Diagonal")())}
+    return {**_nuts(target), "warmup": gm.WindowAdaptation(metric=gm.Diagonal())}
 
 
-def _jittered(adaptation: str):
+def _jittered(adaptation: Callable):
     def arguments(target):
-        warmup = _the(adaptation)(metric=_the("Diagonal")())
-        return {"kernel": _the("JitteredHMC")(target, 0.1, 1.0), "warmup": warmup}
+        warmup = adaptation(metric=gm.Diagonal())
+        return {"kernel": gm.JitteredHMC(target, 0.1, 1.0), "warmup": warmup}
 
     return arguments
 
 
 def _mams(target):
-    return {"kernel": _the("MAMS")(target, 0.1, 1.0)}
+    return {"kernel": gm.MAMS(target, 0.1, 1.0)}
 
 
 def _mclmc(target):
-    return {"kernel": _the("MCLMC")(target, 0.1, 1.0)}
+    return {"kernel": gm.MCLMC(target, 0.1, 1.0)}
 
 
 SETTINGS = {
@@ -90,8 +76,8 @@ SETTINGS = {
     "NUTS": Setting(_nuts, is_dense=True),
     "NUTS, diagonal": Setting(_nuts_diagonal),
     "HMC": Setting(_hmc, is_dense=True),
-    "ChEES": Setting(_jittered("ChEESAdaptation"), MANY),
-    "SNAPER": Setting(_jittered("SNAPERAdaptation"), MANY),
+    "ChEES": Setting(_jittered(gm.ChEESAdaptation), MANY),
+    "SNAPER": Setting(_jittered(gm.SNAPERAdaptation), MANY),
     "MAMS": Setting(_mams, is_dense=True),
     # A step is one or two gradients, where a draw of the others is a whole trajectory.
     "MCLMC": Setting(_mclmc, is_dense=True, bounds=UNADJUSTED, thin=16),

@@ -1,6 +1,6 @@
-"""Work in processes of its own: what crashes or hangs there is one failed row, and ends nothing.
+"""Work in separate processes: a row that crashes or hangs fails alone.
 
-Compiled programs do not pile up in them, and each has its own precision.
+Compiled programs do not accumulate in them, and each process has its own precision.
 """
 
 import json
@@ -32,20 +32,20 @@ def run_group(
     may_start: Callable[[], bool] = lambda: True,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Run rows in a process; where it dies or hangs a row is kept as failed, and a new one goes on.
+    """Run rows in a process; if it dies or hangs, that row fails and a new process runs the rest.
 
     Parameters
     ----------
     rows
         Dataclasses, all of one kind, and `Configuration`s all of one posterior and precision.
     task
-        What else the worker is told.
+        Further settings for the worker.
     keep
         ``keep(row, record)``, once for every row.
     say
-        Told each row that begins.
+        Called with each row that begins.
     may_start
-        Whether there is time for another row; those that are left are kept as not run.
+        Whether there is time for another row; the rows left are recorded as not run.
     """
     rows = list(rows)
     while rows and may_start():

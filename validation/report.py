@@ -13,7 +13,7 @@ HEAD = (
     *("kernel", "mesh", "chains", "precision", "outcome", "worst abs z", "of", "R-hat", "least ESS"),
     *("divergences", "leapfrogs", "warm-up", "seconds"),
 )
-OUTCOMES = ("passes", "fails", "not there", "not run")
+OUTCOMES = ("passes", "fails", "not run")
 TITLES = {
     "sbc": "Simulation-based calibration",
     "geweke": "Geweke's joint distribution test",
@@ -24,16 +24,14 @@ OF_A_RUN = ("kernel", "mesh", "chains", "dtype")
 
 
 def outcome(row: Row) -> str:
-    """Say "passes", "fails", "not there" of a kernel that the library lacks, or "not run" in time."""
-    if "missing" in row:
-        return "not there"
+    """Say "passes", "fails", or "not run" of a row that the time limit left out."""
     if "not_run" in row:
         return "not run"
     return "passes" if row.get("failures") == [] or row.get("passed") else "fails"
 
 
 def line(row: Row) -> str:
-    """Tell of one row in a line, with rich's markup."""
+    """Return a line for one row, with rich's markup."""
     colour = {"passes": "green", "fails": "red"}.get(outcome(row), "yellow")
     text = escape(f"{_name(row)}: {_figures(row)}")
     return f"[{colour}]{outcome(row)}[/{colour}] {text}"
@@ -78,16 +76,18 @@ def _missing(document: Mapping[str, Any]) -> str:
     found, planned = len(document["rows"]), document.get("num_planned", 0)
     if found >= planned:
         return ""
-    return f"\n\nNot complete: {found} of {planned} rows of posteriors so far (`--resume` goes on)."
+    return (
+        f"\n\nNot complete: {found} of {planned} rows of posteriors so far; `--resume` runs the rest."
+    )
 
 
 def commit_of(where: Mapping[str, Any]) -> str:
-    """Name the commit that a row was run on, of the record of an environment."""
+    """Name the commit in the record of an environment."""
     return f"{where['commit'][:12]}{' (modified)' if where['modified'] else ''}"
 
 
 def _commits(document: Mapping[str, Any]) -> str:
-    """Name the commits that rows are of: a table that is gone on with may have several."""
+    """Name the commits of the rows: a table that was continued may have several."""
     of_rows = [row.get("commit") for row in (*document["tests"], *document["rows"])]
     counts = {commit: of_rows.count(commit) for commit in dict.fromkeys(of_rows) if commit}
     if len(counts) < 2:
@@ -158,7 +158,7 @@ def _figures(row: Row) -> str:
     if "what" in row:
         return f"{row['what']}: {row['value']:.3g}, bound {row['bound']:.3g}"
     if "worst_z" not in row:
-        return next(row[kind] for kind in ("missing", "not_run", "error") if kind in row)
+        return next(row[kind] for kind in ("not_run", "error") if kind in row)
     text = ", ".join(
         (
             f"|z| {row['worst_z']:.2f} ({row['worst']})",

@@ -2,7 +2,7 @@
 
 ``python -m validation``. Each posterior and precision, and each section of other tests, runs
 in a process of its own, two at a time. A row that fails, crashes or takes too long says so and ends
-nothing; results are saved as they come, and ``--resume`` goes on from them.
+nothing; results are saved as they come, and ``--resume`` continues from them.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def _run_all(
     results: Results,
     options: argparse.Namespace,
 ) -> None:
-    """Run groups, so many at a time; begin no row after the time limit."""
+    """Run groups, ``options.processes`` at a time; start no row after the time limit."""
     until = None if options.limit_minutes is None else time.monotonic() + 60 * options.limit_minutes
 
     def may_start() -> bool:
@@ -155,7 +155,7 @@ def configurations(selection: Selection) -> Iterator[Configuration]:
 
 
 def suits(setting: Setting, row: Configuration) -> bool:
-    """Tell whether a row is part of the table."""
+    """Say whether a row is part of the table."""
     is_double = row.kernel in DOUBLE_KERNELS and row.chains in DOUBLE_CHAINS
     if row.dtype == "float64" and not (is_double and row.mesh in DOUBLE_MESHES):
         return False
@@ -186,12 +186,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--chains", nargs="+", type=int, choices=STEPS, help="some numbers of chains")
     parser.add_argument("--meshes", nargs="+", choices=MESHES, help="some of the meshes")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "float64"))
-    parser.add_argument("--limit-minutes", type=float, help="begin no row after so many")
+    parser.add_argument("--limit-minutes", type=float, help="start no row after so many")
     parser.add_argument("--processes", type=int, default=2, help="how many at a time")
     parser.add_argument("--quick", action="store_true", help="few posteriors and steps, one mesh")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out has already")
     options = parser.parse_args(argv)
-    # Who chooses among posteriors' rows does not ask for calibration.
+    # Choosing among the posteriors' rows leaves the other sections out.
     options.sections = options.sections or (("posteriors",) if _are_some(options) else SECTIONS)
     return options
 
@@ -212,7 +212,7 @@ def _selection(options: argparse.Namespace) -> Selection:
 
 
 def _are_some(options: argparse.Namespace) -> bool:
-    """Tell whether posteriors' rows are chosen, other than by kernel."""
+    """Say whether some of the posteriors' rows are chosen, other than by kernel."""
     return any((options.posteriors, options.chains, options.meshes, options.dtypes))
 
 
@@ -233,11 +233,11 @@ def _is_done(row: Configuration | Job, results: list[dict[str, Any]]) -> bool:
 
 
 def _earlier(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what to go on from: the plan's length, rows and tests but those that had no result."""
+    """Return what a run continues from: the plan's length, the rows and tests with a result."""
     is_there = options.resume and options.out.exists()
     document = json.loads(options.out.read_text()) if is_there else {}
     found: dict[str, Any] = {"num_planned": document.get("num_planned", 0)}
     for kind in ("rows", "tests"):
         rows = document.get(kind, [])
-        found[kind] = [row for row in rows if not {"error", "missing", "not_run"} & row.keys()]
+        found[kind] = [row for row in rows if not {"error", "not_run"} & row.keys()]
     return found

@@ -1,12 +1,16 @@
 """One run to a folder: a lock file that its writer holds, and that names the writer."""
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows: the package is imported there, folders are not locked.
+    fcntl = None
 
 NAME = ".lock"
 
@@ -33,7 +37,13 @@ class FolderLock:
         ------
         Locked
             If another process holds it, or the file is of a writer on another host.
+        OSError
+            Where the system has no such locks.
         """
+        if fcntl is None:
+            raise OSError(
+                "a folder is locked by flock, which this system lacks; run on Linux, macOS or WSL"
+            )
         file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         owner = _read(self.path)
         try:

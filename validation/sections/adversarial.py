@@ -17,9 +17,7 @@ import numpy as np
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics import advice
-from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_mean
-from gspmd_mcmc.diagnostics.rhat import rhat
-from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.diagnostics.ess import ess_mean
 from validation.sections.adversarial_targets import (
     ADVERSARIES,
     FEW_CHAINS,
@@ -81,7 +79,7 @@ def by_ours(adversary: Adversary, num_chains: int, seed: int) -> Verdict:
     if adversary.start is not None:
         position = gm.per_chain(adversary.start(np.random.default_rng(seed), num_chains))
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", SamplingWarning)
+        warnings.simplefilter("always", gm.SamplingWarning)
         draws = gm.sample(
             jax.random.key(seed),
             target,
@@ -92,7 +90,7 @@ def by_ours(adversary: Adversary, num_chains: int, seed: int) -> Verdict:
             progress=False,
         )
         warned = draws.summary().warnings
-    said = [str(w.message) for w in caught if issubclass(w.category, SamplingWarning)]
+    said = [str(w.message) for w in caught if issubclass(w.category, gm.SamplingWarning)]
     return judge(adversary.read(draws.position), _exact(adversary), dict.fromkeys([*said, *warned]))
 
 
@@ -135,8 +133,8 @@ def _said_by_numpyro(draws: Any, num_divergent: int) -> list[str]:
     """What its printed summary shows: R-hat and effective draws of each latent, divergences."""
     said = [f"{num_divergent} divergences"] if num_divergent else []
     leaves = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(draws)]
-    worst = max(float(jnp.max(jnp.nan_to_num(rhat(x), nan=np.inf))) for x in leaves)
-    least = min(float(jnp.min(ess_bulk(x))) for x in leaves)
+    worst = max(float(jnp.max(jnp.nan_to_num(gm.rhat(x), nan=np.inf))) for x in leaves)
+    least = min(float(jnp.min(gm.ess_bulk(x))) for x in leaves)
     if worst > advice.MOST_RHAT:
         said.append(f"R-hat {worst:.3f}")
     if not least >= advice.least_ess(FEW_CHAINS):

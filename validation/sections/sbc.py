@@ -34,8 +34,6 @@ from scipy.stats import binom, chi2
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.diagnostics.ess import ess_mean
-from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
-from gspmd_mcmc.kernels.mams import MAMS
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import PyTree
 from validation.sections.broken import BREAKS
@@ -158,8 +156,8 @@ def _log_marginal(position, y, is_seen):
 KERNELS: dict[str, Callable[[Any], Any]] = {
     "HMC": lambda target: gm.HMC(target, 0.25, 8),
     "NUTS": lambda target: gm.NUTS(target, 0.3, max_tree_depth=5),
-    "JitteredHMC": lambda target: JitteredHMC(target, 0.25, 2.0),
-    "MAMS": lambda target: MAMS(target, 0.8, 3.0),
+    "JitteredHMC": lambda target: gm.JitteredHMC(target, 0.25, 2.0),
+    "MAMS": lambda target: gm.MAMS(target, 0.8, 3.0),
 }
 
 

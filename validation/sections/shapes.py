@@ -24,8 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
-from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_mean
-from gspmd_mcmc.diagnostics.rhat import rhat
+from gspmd_mcmc.diagnostics.ess import ess_mean
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.sampling.defaults import warmup_for
 from gspmd_mcmc.targets import local
@@ -203,8 +202,8 @@ def judge(shape: Shape, draws: gm.Draws, bounds: Bounds = EXACT) -> Verdict:
     return Verdict(
         largest_z=z,
         bound=bound,
-        rhat=float(jnp.max(rhat(columns))),
-        ess=float(jnp.min(ess_bulk(columns))),
+        rhat=float(jnp.max(gm.rhat(columns))),
+        ess=float(jnp.min(gm.ess_bulk(columns))),
         divergences=int(np.sum(draws.num_divergent)),
     )
 
