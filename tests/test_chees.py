@@ -78,7 +78,7 @@ def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="ChEESAdaptation: expected at least 2 chains"):
         ChEESAdaptation().prepare(kernel, one)
     with pytest.raises(TypeError, match="SNAPERAdaptation tunes JitteredHMC, got HMC"):
-        SNAPERAdaptation().prepare(HMC(target, 0.1, 3), one)
+        SNAPERAdaptation().prepare(HMC(target, 0.1, 3), one)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("num_warmup", [0, 7, 20, 33, 1000])

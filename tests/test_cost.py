@@ -19,13 +19,14 @@ from gspmd_mcmc.views.chips import (
 from gspmd_mcmc.views.collective_times import collective_seconds, ring_all_reduce, tree_all_reduce
 from gspmd_mcmc.views.cost import POWERS_OF_TWO, fit_compute, predict
 from gspmd_mcmc.views.cost_views import seconds as in_words
+from gspmd_mcmc.views.program.report import Traffic
 
 SWITCH = Interconnect("switch", bandwidth=1e9, latency=0.0, source="made up")
 MOVIELENS = {"num_rows": 6040, "seconds_per_row": 0.03 / 6040}  # 0.03 s a gradient on 2 CPU cores.
 
 
 @dataclass(frozen=True)
-class Sent:
+class Sent(Traffic):
     """What a report says of one collective."""
 
     kind: str = "all-reduce"

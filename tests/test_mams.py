@@ -178,7 +178,9 @@ def test_lengths_are_drawn_evenly_and_in_whole_steps():
     counts = np.asarray(jax.jit(jax.vmap(num_steps))(jnp.arange(64)))
     assert counts.min() >= 1 and counts.max() <= 40 and abs(counts.mean() - 20) < 0.5
     assert len(set(counts)) > 35
-    held = MAMS(gm.LogDensity(steep), 0.01, 0.2, jitter=0.0).with_jitter(jax.random.key(0), 3)
+    held = MAMS(gm.LogDensity(steep), 0.01, 0.2, jitter=0.0).with_jitter(
+        jax.random.key(0), jnp.int32(3)
+    )
     assert held._num_steps() == 20 and kernel.one_leapfrog()._num_steps() == 1
 
 

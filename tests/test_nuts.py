@@ -343,6 +343,7 @@ def test_draws_of_another_density_are_rejected_by_the_same_errors():
 
 
 @pytree
+@dataclass(frozen=True, eq=False, init=False)
 class WithItsOwnWarmUp(gm.HMC):
     def default_warmup(self):
         return gm.WindowAdaptation(target_acceptance_rate=0.7)
@@ -350,6 +351,6 @@ class WithItsOwnWarmUp(gm.HMC):
 
 def test_a_kernel_of_ones_own_says_how_it_is_warmed_up():
     target = gm.LogDensity(scaled_normal, SCALES)
-    warmup = defaults.warmup_for(WithItsOwnWarmUp(target, 0.1, 1))
+    warmup = defaults.warmup_for(WithItsOwnWarmUp(target, 0.1, 1, None, 0.0))
     assert isinstance(warmup, gm.WindowAdaptation) and warmup.target_acceptance_rate == 0.7
     assert gm.NUTS(target, 0.1).default_warmup() is None

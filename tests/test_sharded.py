@@ -1,5 +1,7 @@
 """`Sharded`: the same sample and log probability on every mesh, right gradients, one reduction."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -251,7 +253,7 @@ def test_a_gather_would_be_seen():
 
 
 NORMAL = dist.Normal(0, 1)
-ON_8 = {"mesh": mesh_of(8)}
+ON_8: dict[str, Any] = {"mesh": mesh_of(8)}
 NO_DISTRIBUTIONS = [3.0, None, "normal", dist.Normal, object(), jnp.zeros(3), Sharded(NORMAL)]
 NO_KEYS = [0, None, np.zeros(2, np.uint32), jax.random.split(KEY)]
 TWICE = ("data", "data")
