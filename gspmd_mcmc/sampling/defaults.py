@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.adaptation.estimators.dense import Dense
 from gspmd_mcmc.adaptation.estimators.diagonal import Diagonal
+from gspmd_mcmc.adaptation.estimators.estimator import MetricEstimator
 from gspmd_mcmc.adaptation.mams_adaptation import MAMSAdaptation
 from gspmd_mcmc.adaptation.mclmc_adaptation import MCLMCAdaptation
 from gspmd_mcmc.adaptation.snaper import SNAPERAdaptation
@@ -68,7 +69,7 @@ def chosen_warmup(
     """Return the warm-up given, or the kernel's with these settings; raise where both are given."""
     settings = {name: value for name, value in settings.items() if value is not None}
     if "metric" in settings:
-        checks.require_instance("metric", settings["metric"], ("final", "identity"), "Diagonal()")
+        checks.require_kind("metric", settings["metric"], MetricEstimator, "Diagonal()")
     if settings and not num_warmup:
         raise ValueError(f"{', '.join(settings)}: num_warmup=0 tunes nothing; warm up, or leave it out")
     if warmup is None:
@@ -133,7 +134,7 @@ def with_metric(warmup: Adaptation, kernel: Kernel, layout: Layout) -> Adaptatio
     A metric that the kernel has already is learned on if it is diagonal, and kept as it is if not.
     """
     if isinstance(warmup.metric, type):
-        checks.require_instance("metric", warmup.metric, (), "Diagonal()")
+        checks.require_kind("metric", warmup.metric, MetricEstimator, "Diagonal()")
 
     def choose() -> Any:
         own = kernel.inverse_mass_matrix

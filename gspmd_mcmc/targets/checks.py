@@ -113,20 +113,13 @@ def _check_is_read(target: Target, position: PyTree) -> None:
 # Arguments.
 
 
-def require_instance(name: str, value: Any, methods: tuple[str, ...], example: str) -> None:
-    """Raise unless an object answers what is asked of it, and is no class of such objects."""
+def require_kind(name: str, value: Any, kind: type, example: str) -> None:
+    """Raise unless an argument is an object of one of our classes, or of a class made from it."""
     if isinstance(value, type):
         raise TypeError(
             f"{name}: expected an object such as {example}, got the class {value.__name__} itself; "
             "call it with its settings"
         )
-    if not all(hasattr(value, method) for method in methods):
-        raise TypeError(f"{name}: expected an object such as {example}, got {type(value).__name__}")
-
-
-def require_kind(name: str, value: Any, kind: type, example: str) -> None:
-    """Raise unless an argument is an object of a class of ours, or of one made from it."""
-    require_instance(name, value, (), example)
     if not isinstance(value, kind):
         raise TypeError(
             f"{name}: expected an object such as {example}, got {type(value).__name__}. A class of "
