@@ -10,7 +10,7 @@ from gspmd_mcmc.sampling import run as runs
 NUM_ROWS = 21  # On 8, 4 or 2 devices some hold pad.
 # A run in chunks of so many steps, of which one process does not see the end.
 CHUNK = 20
-LONG = {"num_warmup": 20, "num_samples": 120}
+LONG = {"num_warmup": 20, "num_samples": 400}
 
 
 def rows():

@@ -163,17 +163,22 @@ def pad_copies(effect):
 
 
 def dies(how):
-    """Have process 1 end in its third chunk of draws; the others say when, and how they end.
+    """Have process 1 end in its third chunk of draws or a later one; the others say when, and how.
 
-    What was saved of the one that is killed is for `continued`.
+    What was saved of the one that is killed is for `continued`, so it lives until draws are on disk: a
+    checkpoint is begun once the one before is whole, which may take longer than some chunks.
     """
     join(1, HEARTBEAT)
     advance, sizes = Report.advance, []
 
+    def num_saved():
+        return gm.open_draws(out / "run" / "draws").num_draws
+
     def ended(report, steps, **numbers):
         advance(report, steps, **numbers)
         sizes.append(steps)
-        if process == 1 and sum(sizes) > model.LONG["num_warmup"] + 2 * model.CHUNK:
+        is_late = sum(sizes) > model.LONG["num_warmup"] + 2 * model.CHUNK
+        if process == 1 and is_late and (how == "raised" or num_saved()):
             (out / "died").write_text(str(time.time()))
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -188,7 +193,7 @@ def continued():
     """Continue what process 1 of `dies` has left, and make the same run without an end of it."""
     join(1)
     mesh = gm.make_mesh(data=-1)
-    other = {"checkpoint": out / "run", "num_samples": 121 + process}
+    other = {"checkpoint": out / "run", "num_samples": 401 + process}
     found: dict[str, Any] = {"disagree": error_of(model.long_run, mesh, **other)}
     folder = out / f"part{process}"
     folder.mkdir()

@@ -118,7 +118,7 @@ def test_memory_that_runs_out_is_explained(target):
     with pytest.raises(gm.OutOfDeviceMemory, match="out of device memory") as error:
         run(target, num_samples=1 << 44)
     text = str(error.value)
-    assert "on each device: 17592186044416 draws of w" in text
+    assert "on each device: 18000000000000 draws of w" in text
     assert "Tiles of Plate(log_likelihood, 12 rows) have 12 rows" in text and "tile_rows=3)" in text
 
 

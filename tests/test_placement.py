@@ -13,6 +13,7 @@ from models import mesh_of, real
 import gspmd_mcmc as gm
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.placement.padding import padded_rows
+from gspmd_mcmc.tree import Role
 
 ROWS = np.arange(24, dtype=np.float32).reshape(12, 2)
 MESH = gm.make_mesh(chains=2, data=4)
@@ -418,7 +419,8 @@ def constraint_of(function):
 
 
 def test_chains_and_positions_are_pinned_to_their_axes(layout):
-    assert constraint_of(layout.pin_chains) == P("chains")
+    of_chains = Role(has_chains=True)
+    assert constraint_of(lambda x: layout.pin(x, of_chains)) == P("chains")
     assert constraint_of(layout.pin_positions) == P("chains", "data")
 
 

@@ -209,7 +209,7 @@ def test_a_run_continues_from_what_a_killed_process_of_two_has_left(ended):
         assert 0 < process["before"] < num_draws == process["draws"]
         assert process["equal"] == {"slope": True, "spread": True, "effect": True}
         assert process["disagree"].startswith("ProcessesDisagree: sample: ")
-        assert "num_samples: process 0 has 121; process 1 has 122" in process["disagree"]
+        assert "num_samples: process 0 has 401; process 1 has 402" in process["disagree"]
         assert "part0'; process 1 has" in process["elsewhere"]
     for mesh, copy in zip((None, gm.make_mesh(data=2, devices=jax.devices()[:2])), copies, strict=True):
         alone = model.long_run(mesh, checkpoint=copy)
