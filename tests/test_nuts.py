@@ -351,6 +351,7 @@ class WithItsOwnWarmUp(gm.HMC):
 
 def test_a_kernel_of_ones_own_says_how_it_is_warmed_up():
     target = gm.LogDensity(scaled_normal, SCALES)
-    warmup = defaults.warmup_for(WithItsOwnWarmUp(target, 0.1, 1, None, 0.0))
+    kernel = WithItsOwnWarmUp(target, 0.1, 1)  # pyright: ignore[reportCallIssue]
+    warmup = defaults.warmup_for(kernel)
     assert isinstance(warmup, gm.WindowAdaptation) and warmup.target_acceptance_rate == 0.7
     assert gm.NUTS(target, 0.1).default_warmup() is None
