@@ -147,7 +147,7 @@ def _measure(benchmark, options, devices: int, chains: int, console: Console) ->
             options.seconds,
             lambda what: status.update(f"{title}: {what}"),
         )
-    results.summarise(records)
+    results.summarize(records)
     results.show(console, title, benchmark.unit, records)
     return records
 

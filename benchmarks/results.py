@@ -25,7 +25,7 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def summarise(records: list[dict], ours: str = "ours", floor: str = "roofline") -> None:
+def summarize(records: list[dict], ours: str = "ours", floor: str = "roofline") -> None:
     """Add rates, ratios to ours and shares of the floor to the records of one configuration."""
     rates = {record["contender"]: _rates(record) for record in records}
     for record in records:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import gspmd_mcmc as gm
 from gspmd_mcmc.adaptation import dual_averaging
 from gspmd_mcmc.diagnostics.rhat import rhat
-from gspmd_mcmc.diagnostics.summary import summarise
+from gspmd_mcmc.diagnostics.summary import summarize
 
 KEY = jax.random.key(0)
 MESH = gm.make_mesh(chains=2, data=4)
@@ -585,5 +585,5 @@ def test_a_latent_without_variance_leaves_a_metric_and_no_warning_of_its_own():
         moments = metric.update(moments, draws[:, i])
     variance = np.asarray(metric.final(moments, draws[:, 0]))
     assert np.all(np.isfinite(variance)) and np.all(variance > 0)
-    text = str(summarise({"x": draws}, {"log_density": draws[..., 1]}))
+    text = str(summarize({"x": draws}, {"log_density": draws[..., 1]}))
     assert "x[0]" in text and "over 1.01" not in text

@@ -14,7 +14,7 @@ import gspmd_mcmc as gm
 from gspmd_mcmc.adaptation import own_step_size, stuck_chains
 from gspmd_mcmc.adaptation.stuck_chains import Move, are_stuck_below
 from gspmd_mcmc.diagnostics import advice
-from gspmd_mcmc.diagnostics.summary import summarise
+from gspmd_mcmc.diagnostics.summary import summarize
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling import run
 from gspmd_mcmc.sampling.resumption import Saver
@@ -314,7 +314,7 @@ def test_a_chain_that_arrives_while_draws_are_made_is_told(height):
     assert "1 of 4 chains had not arrived" in advice.on_arrivals(log_density)
     assert "45 of their first draws" in advice.on_arrivals(log_density)
     stats = {"log_density": log_density.astype(np.float32)}
-    found = summarise({"x": levels(seed=1).astype(np.float32)}, stats).warnings
+    found = summarize({"x": levels(seed=1).astype(np.float32)}, stats).warnings
     assert any("had not arrived" in text for text in found)
 
 
@@ -354,7 +354,7 @@ def test_a_large_rhat_is_excused_by_few_draws_a_chain_alone(num_chains, num_draw
 
 def test_good_chains_of_a_hundred_draws_need_no_excuse():
     draws = np.random.default_rng(0).normal(size=(64, 100)).astype(np.float32)
-    assert summarise({"x": draws}, {"log_density": draws}).worst().value < 1.005
+    assert summarize({"x": draws}, {"log_density": draws}).worst().value < 1.005
 
 
 def correlated(rng, num_chains, num_draws, rho, size=8):
@@ -366,7 +366,7 @@ def correlated(rng, num_chains, num_draws, rho, size=8):
 
 
 def judged(draws):
-    summary = summarise({"x": draws}, {"log_density": draws[..., 0]})
+    summary = summarize({"x": draws}, {"log_density": draws[..., 0]})
     return sum("chains do not agree" in text for text in summary.warnings), summary
 
 

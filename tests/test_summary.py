@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.diagnostics.summary import _extreme, summarise
+from gspmd_mcmc.diagnostics.summary import _extreme, summarize
 from gspmd_mcmc.diagnostics.table import _rounded, named_leaves
 
 arviz = pytest.importorskip("arviz_stats.base").array_stats
@@ -56,12 +56,12 @@ BAD["w"][..., 1, 2] = shifted(BAD["w"][..., 1, 2])
 
 @pytest.fixture(scope="module")
 def good():
-    return summarise(DRAWN, stats_of())
+    return summarize(DRAWN, stats_of())
 
 
 @pytest.fixture(scope="module")
 def bad():
-    return summarise(BAD, stats_of(), max_rows=3)
+    return summarize(BAD, stats_of(), max_rows=3)
 
 
 def reference(x):
@@ -82,7 +82,7 @@ def reference(x):
 def test_statistics_are_those_of_arviz():
     """In float64: float32 folds draws into ties, and may order them otherwise."""
     with jax.enable_x64(True):
-        found = summarise(to_double(BAD), stats_of(log_density=white(seed=1).astype(float))).to_dict()
+        found = summarize(to_double(BAD), stats_of(log_density=white(seed=1).astype(float))).to_dict()
     for name, x in (BAD | {"log_density": white(seed=1)}).items():
         for key, value in reference(x).items():
             np.testing.assert_allclose(found[name][key], value, rtol=1e-5, err_msg=f"{name} {key}")
@@ -149,7 +149,7 @@ def test_numbers_have_the_digits_that_their_error_leaves(value, error, expected)
 
 
 def warnings_of(stats, position=DRAWN, **options):
-    return summarise(position, stats, **options).warnings
+    return summarize(position, stats, **options).warnings
 
 
 def test_a_clean_run_is_not_warned_of():
@@ -157,7 +157,7 @@ def test_a_clean_run_is_not_warned_of():
     even = np.random.default_rng(0).permutation(DRAWS).astype(np.float32)
     x = np.stack([np.roll(even, 13 * c) for c in range(CHAINS)])
     tiled = {"mu": x, "w": np.tile(x[:, :, None, None], (1, 1, 2, 3))}
-    found = summarise(tiled, stats_of(log_density=x))
+    found = summarize(tiled, stats_of(log_density=x))
     assert [text for text in found.warnings if "ESS" not in text] == []
 
 
@@ -209,7 +209,7 @@ def test_chains_that_diverge_at_every_step_are_told_where_to_look_and_once():
 def test_what_no_statistic_sees_is_noted_whatever_the_draws(good):
     """A kernel without a Metropolis test says so in its summary, and no other does."""
     assert gm.MCLMC.note.startswith("These draws are biased, most of all in the tails")
-    found = summarise(DRAWN, stats_of(), note=gm.MCLMC.note)
+    found = summarize(DRAWN, stats_of(), note=gm.MCLMC.note)
     assert found.warnings == good.warnings and found.notes == [gm.MCLMC.note] and good.notes == []
     out = io.StringIO()
     Console(file=out, width=300).print(found)
@@ -222,7 +222,7 @@ def test_what_no_statistic_sees_is_noted_whatever_the_draws(good):
 def test_draws_that_are_not_finite_or_all_equal(good):
     w = DRAWN["w"].copy()
     w[0, 3, 0, 1], w[1, 3, 1, 1], w[..., 0, 0] = np.nan, np.inf, 7.0
-    found = summarise({"mu": DRAWN["mu"], "w": w}, stats_of())
+    found = summarize({"mu": DRAWN["mu"], "w": w}, stats_of())
     assert "draws of 2 numbers are not finite: w[0, 1], w[1, 1]." in found.warnings
     names = [row.name for row in found.rows]
     assert names[0] == "w[0, 1]"
@@ -232,26 +232,26 @@ def test_draws_that_are_not_finite_or_all_equal(good):
 
 def test_too_few_draws_and_a_single_chain():
     few = jax.tree.map(lambda x: x[:1, :3], {"mu": DRAWN["mu"]})
-    found = summarise(few, {"log_density": white(seed=1)[:1, :3]})
+    found = summarize(few, {"log_density": white(seed=1)[:1, :3]})
     assert [text.split(":")[0] for text in found.warnings] == ["3 draws of each chain", "one chain"]
     assert np.isnan(found.rhat["mu"])
-    empty = summarise({"mu": white()[:, :0]}, {"log_density": white()[:, :0]})
+    empty = summarize({"mu": white()[:, :0]}, {"log_density": white()[:, :0]})
     assert "0 draws of each chain" in str(empty)
 
 
 def test_superchains_are_judged_by_nested_rhat():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(32, 6)).astype(np.float32)
-    found = summarise({"a": x}, {"log_density": x[::-1]})
+    found = summarize({"a": x}, {"log_density": x[::-1]})
     assert any("num_superchains" in text for text in found.warnings if text.startswith("R-hat"))
-    nested = summarise({"a": x}, {"log_density": x[::-1]}, num_superchains=4)
+    nested = summarize({"a": x}, {"log_density": x[::-1]}, num_superchains=4)
     groups = np.repeat(np.arange(4), 8)
     expected = arviz.rhat_nested(x.astype(float), superchain_ids=groups, **AXES)
     np.testing.assert_allclose(nested.nested_rhat["a"], expected, rtol=1e-4)
     assert "nested R-hat" in str(nested)
     assert not any("num_superchains" in text for text in nested.warnings)
     assert (expected > 1.01) == any(text.startswith("nested R-hat") for text in nested.warnings)
-    apart = summarise(
+    apart = summarize(
         {"a": x + np.float32(2) * groups[:, None].astype(np.float32)},
         {"log_density": x},
         num_superchains=4,
@@ -270,7 +270,7 @@ LARGE[..., 17, 4] = shifted(LARGE[..., 17, 4])
 def test_a_large_leaf_has_one_line_which_names_its_worst_number():
     with jax.enable_x64(True):
         sharding = NamedSharding(gm.make_mesh(data=8), P(None, None, "data"))
-        found = summarise({"u": jax.device_put(LARGE.astype(float), sharding)}, stats_of())
+        found = summarize({"u": jax.device_put(LARGE.astype(float), sharding)}, stats_of())
     row, last = found.rows
     assert (row.name, row.size, last.name) == ("u[17, 4]", 1200, "log_density")
     values = found["u"]
@@ -377,7 +377,7 @@ def test_half_precision_and_integer_draws_have_a_summary(draws):
 def test_draws_as_coarse_as_their_numbers_are_told_of(offset, is_told, size):
     x = (np.random.default_rng(0).normal(size=(4, 100, size)) + offset).astype(np.float32)
     x[..., 0] = 1e7  # all equal, as the diagonal of a correlation matrix: nothing is rounded
-    summary = summarise({"x": jnp.asarray(x)}, {"log_density": x[..., 1] + np.float32(1e9)})
+    summary = summarize({"x": jnp.asarray(x)}, {"log_density": x[..., 1] + np.float32(1e9)})
     told = [text for text in summary.warnings if "distance of floating-point numbers" in text]
     assert bool(told) == is_told
     assert all(f"of {size - 1} numbers" in text for text in told)

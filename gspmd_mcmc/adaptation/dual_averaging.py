@@ -19,8 +19,8 @@ GAMMA, T0, KAPPA = 0.05, 10.0, 0.75
 # Acceptance rates are rounded to multiples of 1/64: the recursion amplifies rounding errors, and a mesh
 # sums in another order than one device. So the step sizes of all meshes are the same.
 RESOLUTION = 64
-# At least so many multiples lie between the target and 1: nearer to 1 the multiples are finer, and the
-# shortfall is stretched as much, or the recursion would take thousands of steps.
+# At least this many multiples lie between the target and 1: nearer to 1 the multiples are finer, and
+# the shortfall is stretched as much, or the recursion would take thousands of steps.
 LEAST_STEPS, MOST_SHORTFALL = 6, 1.0
 # Bounds for chains that can make no step, or for which no step is too long: float32 has no positive
 # number below 1e-38, and a step of 0 would be accepted.

@@ -26,8 +26,8 @@ from gspmd_mcmc.adaptation.hmc_burn_in import AfterHMCBurnIn
 from gspmd_mcmc.kernels.mclmc import MCLMC
 from gspmd_mcmc.tree import PyTree, each_chain, like_position, pytree, static
 
-# The recursion of the step size remembers so many steps, and gives less weight to a step whose squared
-# error is far from the target, by its logarithm in units of TRUST.
+# The recursion of the step size remembers this many steps, and gives less weight to a step whose
+# squared error is far from the target, by its logarithm in units of TRUST.
 MEMORY = 150
 TRUST = 1.5
 GREATEST_ERROR, LEAST_RATIO = 1e6, 1e-8

@@ -57,9 +57,9 @@ def recent_rates(rates: jax.Array, acceptance_rates: jax.Array) -> jax.Array:
 
 
 def are_stuck_below(acceptance_rates: np.ndarray, log_densities: np.ndarray) -> np.ndarray:
-    """Tell of each chain whether it is stuck, and below the chains that are not.
+    """Return for each chain whether it is stuck, and lower than the chains that are not.
 
-    If half of the chains or more are stuck, the step size is at fault, and none is told to be.
+    If half of the chains or more are stuck, the step size is at fault, and none counts as stuck.
 
     Parameters
     ----------

@@ -217,7 +217,7 @@ def _apply(leaf, statistic: Callable, options: tuple, copies: int, shards: tuple
     def function(x):
         return statistic(as_float(x), **dict(options))
 
-    # Inside a program the shards are not known: into so many an axis could be cut at most.
+    # Inside a program the shards are not known: an axis could be cut into at most this many.
     num_shards = shards or tuple(math.gcd(n, jax.device_count()) for n in leaf.shape[2:])
     local = math.prod(leaf.shape) * max(leaf.dtype.itemsize, 4) * copies
     if shards:

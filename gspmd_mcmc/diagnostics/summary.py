@@ -190,7 +190,7 @@ class Summary:
 
 
 @on_any_mesh
-def summarise(
+def summarize(
     position: PyTree,
     stats: dict[str, Any],
     *,

@@ -1,6 +1,6 @@
 """Joint distributions of several parts, some of them `Sharded`, in the three forms that TFP has.
 
-Each form goes through its parts, a name and a distribution at a time, and is told their values: those
+Each form goes through its parts, a name and a distribution at a time, and receives their values: those
 drawn when it is sampled, those given when it is evaluated, the rows of a block in a posterior.
 """
 

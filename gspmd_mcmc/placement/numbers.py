@@ -11,7 +11,7 @@ from jax.tree_util import KeyPath
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.tree import PyTree, is_traced
 
-# At most so many rows and columns of an array of floats are examined, evenly spread.
+# At most this many rows and columns of an array of floats are examined, evenly spread.
 MOST_ROWS, MOST_COLUMNS = 1024, 1024
 # The most that rounding may change values, relative to the distance of a column's quartiles. A spread
 # below the second number, relative to the values, is float64's own rounding: the column is constant.

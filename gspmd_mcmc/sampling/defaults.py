@@ -25,11 +25,11 @@ from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.target import Target
 
-# From so many chains on a trajectory length that they tune together beats a tree for each: in lock-step
-# every chain waits for the deepest tree.
+# From this many chains on, a trajectory length that they tune together beats a tree for each: in
+# lock-step every chain waits for the deepest tree.
 MANY_CHAINS = 32
-# A dense metric is not worth less a gradient even where it costs draws, and no rule on the correlations
-# that warm-up sees tells such posteriors apart: docs/everyday.md has the figures.
+# Per gradient a dense metric is worth no less even where it costs draws, and no rule on the
+# correlations that warm-up sees separates such posteriors: docs/everyday.md has the figures.
 DENSE_SIZE = 100
 WARMUPS: tuple[tuple[type[Kernel], Adaptation], ...] = (
     (HMC, WindowAdaptation()),
@@ -96,7 +96,7 @@ def kernel_for(target: Target, num_chains: int, max_tree_depth: int | None = Non
     Raises
     ------
     TypeError
-        If a depth is given, and so many chains have no trees.
+        If a depth is given, and this many chains have no trees.
     """
     depth = {} if max_tree_depth is None else {"max_tree_depth": max_tree_depth}
     if num_chains < MANY_CHAINS:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from gspmd_mcmc.adaptation.stuck_chains import Move
-from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarise
+from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarize
 from gspmd_mcmc.storage.datatree import to_datatree
 from gspmd_mcmc.tree import PyTree
 
@@ -121,7 +121,7 @@ class Draws:
         ValueError, TypeError
             If superchains differ in size, or a collected leaf does not hold real numbers.
         """
-        return summarise(
+        return summarize(
             self.position,
             self.stats,
             num_superchains=num_superchains,

@@ -210,7 +210,7 @@ class Report:
             self._display.stop()
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
-        """Begin a phase of so many steps, of which some may be done."""
+        """Begin a phase of this many steps, of which some may be done."""
         LOGGER.info("%s: %d of %d steps are done", name, done, total)
         self._phase, self._done, self._total = name, done, total
         if self._display is not None:

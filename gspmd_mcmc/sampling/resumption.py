@@ -34,7 +34,7 @@ from gspmd_mcmc.tree import PyTree, path_str
 
 DRAWS = "draws"
 # What another mesh or compiler may change of a sum of terms: this share of their absolute values, and
-# so many nats. Other data change it by about one part in the square root of their rows.
+# this many nats. Other data change it by about one part in the square root of their rows.
 MOST_CHANGE, MOST_NATS = 1e-4, 1e-3
 
 

@@ -369,7 +369,7 @@ def end_stage(
 ) -> tuple[RunState, None]:
     """End a stage of warm-up, and begin the one that follows.
 
-    ``learns_metric`` tells of the last window whether its metric was learned; None if it was cut short.
+    ``learns_metric`` says whether the last window learned its metric; None if it was cut short.
     """
     kernel, tuning = fixed.kernel(run), run.tuning
     if learns_metric is not None:

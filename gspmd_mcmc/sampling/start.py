@@ -229,7 +229,7 @@ def _draw(
 
 @jax.jit
 def are_finite(states: Any) -> jax.Array:
-    """Tell of each chain whether its log density and all of its gradient are finite."""
+    """Return for each chain whether its log density and all of its gradient are finite."""
     grads = jax.tree.leaves(states.log_density_grad)
     finite = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in grads]
     return functools.reduce(jnp.logical_and, finite, jnp.isfinite(states.log_density))
@@ -289,7 +289,7 @@ def warn_of_flat_latents(target: Target, states: Any, layout: Layout) -> None:
 
 @partial(jax.jit, static_argnames="layout")
 def _without_slope(target: Target, grads: PyTree, *, layout: Layout) -> tuple[PyTree, jax.Array]:
-    """Tell of each element whether its gradient is 0 in all chains.
+    """Return for each element whether its gradient is 0 in all chains.
 
     Of each leaf also how many there are, and how many elements; shape [2, leaves]. Pad is none.
     """

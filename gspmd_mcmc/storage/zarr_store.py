@@ -347,7 +347,7 @@ class ZarrSink(Sink):
             raise DrawsNotSaved(f"{self.path}: the store cannot be made, {error}") from error
 
     def _plan(self, buffers: PyTree, num_samples: int) -> Document:
-        """Return the document of a store for so many draws, as zarr-python writes it, in memory."""
+        """Return the document of a store for this many draws, as zarr-python writes it, in memory."""
         zarr, store = need("zarr", "storage"), {}
         root = zarr.create_group(store)
         num_chains = buffers[1]["log_density"].shape[0]
@@ -548,7 +548,7 @@ def _few_threads() -> Any:
 
 
 def cut(root: Document, num_draws: int) -> Document:
-    """Return the document of a store with so many draws."""
+    """Return the document of a store with this many draws."""
     root = copy.deepcopy(root)
     for node in nodes_of(root).values():
         for axis, name in enumerate(node.get("dimension_names", ())):
@@ -586,7 +586,7 @@ def _require_same_run(
 
 
 def publish(folder: Path, root: Document, num_draws: int) -> None:
-    """Make so many draws count, in every array at once, by replacing the root's document.
+    """Make this many draws count, in every array at once, by replacing the root's document.
 
     The arrays' own documents go first, for readers that ignore consolidated metadata: the draws that
     they cover are on disk by then.

@@ -26,8 +26,8 @@ BLOCK_BYTES = 16 << 20
 # By how much the position is moved. Where it is zero much is hidden, such as what weights of zero
 # multiply; elsewhere a density may not exist.
 SCALES = (0.0, 1.0)
-# Rounding that is allowed for: so many times what the last digit of the position changes, so many units
-# of the term's last digit, and such a part of what the term changes between the two points.
+# Allowance for rounding: this many times what the last digit of the position changes, this many units
+# of the term's last digit, and this share of what the term changes between the two points.
 OF_POSITION = 200
 OF_TERM = 100
 OF_CHANGE = 1e-4

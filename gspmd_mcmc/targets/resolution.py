@@ -58,7 +58,7 @@ def on_coarse_terms(target: Target, states: Any) -> str:
 
 
 def _depends(target: Target, positions: Any) -> list[bool]:
-    """Tell of each plain term whether it depends on the position."""
+    """Return for each plain term whether it depends on the position."""
     position = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), positions)
     jaxpr = jax.make_jaxpr(lambda x: target.single_floats(target.terms(x)))(position).jaxpr
     known = {id(v) for v in jaxpr.invars}
@@ -127,7 +127,7 @@ def _shares(target: Target, paths: tuple[KeyPath, ...], values: list[jax.Array])
 
 
 def _is_rounded(bijection: Any, value: jax.Array) -> jax.Array:
-    """Tell of each unconstrained number whether the value, near there, does not depend on it."""
+    """Return for each unconstrained number whether the value, near there, does not depend on it."""
     x = bijection.inv(value)
     # Not all ones: the elements of a simplex have derivatives that add up to 0.
     weights = jnp.cos(1 + jnp.arange(value.size, dtype=value.dtype)).reshape(value.shape)

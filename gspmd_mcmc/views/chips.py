@@ -98,7 +98,7 @@ class Interconnect:
     source
         Where the figures are from.
     torus_axes
-        0: switched, any device reaches any other at full bandwidth. 1, 2 or 3: a torus of so many
+        0: switched, any device reaches any other at full bandwidth. 1, 2 or 3: a torus of this many
         axes, each with a ring of links in both directions; ``bandwidth`` is shared out equally.
     overhead
         Seconds that a collective takes before its first message (launching its kernel), whatever

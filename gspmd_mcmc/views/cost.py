@@ -116,11 +116,11 @@ class CostModel:
         return self.axis in collective.axes or not collective.axes
 
     def compute_seconds(self, rows: int) -> float:
-        """Seconds that a device computes in a leapfrog, with so many rows of its own."""
+        """Seconds that a device computes in a leapfrog, with this many rows of its own."""
         return self.fixed_seconds + self.seconds_per_row * rows
 
     def communication_seconds(self, n: int, total_rows: int) -> float:
-        """Seconds that a leapfrog communicates, on n devices with so many rows together."""
+        """Seconds that a leapfrog communicates, on n devices with this many rows together."""
         modeled = [c for c in self.traffic if c.kind in MODELED_KINDS]
         return sum((c.runs * self._one(c, n, total_rows) for c in modeled), 0.0)
 
@@ -302,7 +302,7 @@ def predict(
     Raises
     ------
     ValueError
-        If a number is out of range, or the interconnects do not join so many devices.
+        If a number is out of range, or the interconnects do not join this many devices.
     """
     is_one = isinstance(interconnect, Interconnect | str)  # a name is refused as a whole
     links = (interconnect,) if is_one else tuple(interconnect)
@@ -332,7 +332,7 @@ def _checked_devices(devices: Sequence[int]) -> np.ndarray:
 
 
 def _check_links(links: tuple[Interconnect, ...], devices: np.ndarray) -> None:
-    """Refuse interconnects that do not grow outwards or do not join so many devices."""
+    """Refuse interconnects that do not grow outwards or do not join this many devices."""
     if not links or not all(isinstance(link, Interconnect) for link in links):
         raise ValueError(
             "interconnect: an Interconnect, or several, the innermost first (such as "

@@ -71,7 +71,7 @@ class LowRank(MetricEstimator):
     rank
         Directions of the metric. Static.
     num_kept
-        Draws of each chain that are kept, a power of two: memory for so many positions a chain.
+        Draws of each chain that are kept, a power of two: memory for this many positions a chain.
     """
 
     rank: int = static()

@@ -135,7 +135,7 @@ class RankDifference(NamedTuple):
     points: np.ndarray  # where it is evaluated, in [0, 1], [points]
     difference: np.ndarray  # [chains, points]
     half_width: np.ndarray | None  # of the band around 0, [points]; None if draws are too correlated
-    spacing: int  # one draw in so many was ranked
+    spacing: int  # one draw in this many was ranked
 
     @property
     def is_outside(self) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 
 from gspmd_mcmc.functions.reads import MISSING, attributes_of, part_of, reads_of
 
-MOST_OBJECTS = 20_000  # a search that has seen so many is given up: what it found is returned
+MOST_OBJECTS = 20_000  # a search that has seen this many is given up: what it found is returned
 
 
 def closed_over(function: Any, args: tuple = ()) -> list[tuple[str, Any]]:
