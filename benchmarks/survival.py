@@ -226,7 +226,9 @@ def draws_on_disk(folder: Path) -> int | None:
         return None
 
 
-def survive(folder: Path, signals: list[int], rng: np.random.Generator) -> dict[str, Any]:
+def survive(
+    folder: Path, signals: list[int], rng: np.random.Generator, console: Console
+) -> dict[str, Any]:
     """End runs by these signals, one after the other; compare the draws of each that got to its end."""
     cache, whole, report = folder / "cache", folder / "whole.npz", folder / "report.json"
 
@@ -250,13 +252,17 @@ def survive(folder: Path, signals: list[int], rng: np.random.Generator) -> dict[
     while len(log) < len(signals):
         seconds, number = float(rng.uniform(0, length)), signals[len(log)]
         is_early = len(log) % EARLY == EARLY - 1
+        is_new = not run.exists()
         code = end(in_jax(attempt, run), seconds, number, is_early=is_early)
         if code not in (0, PREEMPTED, -number):
             raise RuntimeError(f"{run.name}: attempt {len(log)} ended by itself, with {code}")
         if code:
             shown = {"run": run.name, "seconds": round(seconds, 3), "signal": number, "code": code}
             log.append(shown | {"draws": draws_on_disk(run)})
+            console.print(f"{len(log)} of {len(signals)}: {log[-1]}")
         else:
+            # A run may be faster than the first one was; then no signal would come before its end.
+            length = min(length, seconds) if is_new else length
             results.append(finish(run))
             run = run.with_name(f"run_{len(results)}")
     results.append(finish(run))
@@ -274,12 +280,13 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     rng = np.random.default_rng(options.seed)
     signals = [int(signal.SIGKILL)] * options.kills + [int(signal.SIGTERM)] * options.terms
+    console = Console()
     with tempfile.TemporaryDirectory() as folder:
-        record = survive(Path(folder), [int(n) for n in rng.permutation(signals)], rng)
+        record = survive(Path(folder), [int(n) for n in rng.permutation(signals)], rng, console)
     bad = [r for r in record["runs"] if any(r.values())]
     in_warmup = sum(not x["draws"] for x in record["ends"])
     saved = sum(x["code"] == PREEMPTED for x in record["ends"])
-    Console().print(
+    console.print(
         f"{options.kills} x SIGKILL and {options.terms} x SIGTERM in {len(record['runs'])} runs of "
         f"{NUM_SAMPLES} draws: {in_warmup} before the first draw was on disk, {saved} times SIGTERM "
         f"saved the run; draws missing, doubled or different in {len(bad)} runs {bad or ''}; a second "
