@@ -112,14 +112,7 @@ class DrawSpec:
         Collected positions lie as the positions do, and rows with their plates. Everything else is
         whole but for the chains.
         """
-
-        def draw():
-            after, info = advance_chains(kernel, jax.random.key(0), jnp.zeros((), int), states, layout)
-            kept = layout.vmap(_collect, (None, None, 0, 0))
-            stats = vars(info) | {"log_density": after.log_density}
-            return kept(kernel.target, collect, after.position, info), stats
-
-        kept, stats = jax.eval_shape(draw)
+        kept, stats = _one_draw.eval_shape(kernel, states, collect, layout=layout)
         if jax.tree.structure(kept) == layout.treedef and collect.func is keep_position:
             specs = list(layout.specs)
         else:
@@ -217,6 +210,14 @@ def run_roles(adaptation: Adaptation, run: RunState, layout: Layout) -> Any:
         counters=found(run.counters),
         draws=found(run.draws, of_each_chain=True),
     )
+
+
+@partial(jax.jit, static_argnames="layout")
+def _one_draw(kernel: Kernel, states: Any, collect: Partial, *, layout: Layout) -> tuple[PyTree, dict]:
+    """Return what is collected and the stats of a draw; `jax.jit` remembers their shapes."""
+    after, info = advance_chains(kernel, jax.random.key(0), jnp.zeros((), int), states, layout)
+    kept = layout.vmap(_collect, (None, None, 0, 0))(kernel.target, collect, after.position, info)
+    return kept, vars(info) | {"log_density": after.log_density}
 
 
 @partial(jax.jit, static_argnames="size")
