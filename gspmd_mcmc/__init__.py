@@ -87,7 +87,7 @@ from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.kernels.metrics.metric import Metric
 from gspmd_mcmc.adaptation.estimators.estimator import MetricEstimator
-from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Transition, Window
+from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Transition, Window, WindowStart
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.tree import Pad, derived, each_chain, like_position, over_steps, pytree, shared, static
 
@@ -194,6 +194,7 @@ __all__ = [
     "Target",
     "Transition",
     "Window",
+    "WindowStart",
     "derived",
     "each_chain",
     "like_position",

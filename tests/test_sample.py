@@ -911,7 +911,8 @@ def test_only_the_first_window_after_a_start_at_a_mode_begins_with_a_quarter():
 
     def begins_with(adaptation, is_first):
         state = adaptation.init(kernel, states)
-        state = adaptation.begin(state, kernel, states, jnp.asarray(is_first), KEY, safe_under_0_3)
+        start = gm.WindowStart(jnp.asarray(is_first), KEY, safe_under_0_3)
+        state = adaptation.begin(state, kernel, states, start)
         return float(adaptation.tuned(kernel, state).step_size)
 
     adaptation = gm.WindowAdaptation()

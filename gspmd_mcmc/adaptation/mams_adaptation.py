@@ -10,12 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import batch_means, dual_averaging
-from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition
+from gspmd_mcmc.adaptation.adaptation import Transition, WindowStart
 from gspmd_mcmc.adaptation.batch_means import Length
 from gspmd_mcmc.adaptation.hmc_burn_in import AfterHMCBurnIn
 from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState
@@ -64,6 +63,7 @@ class MAMSAdaptation(AfterHMCBurnIn):
     adapt_mass_matrix: bool = static(default=True)
 
     kernel_type: ClassVar[type[MAMS]] = MAMS
+    default_for: ClassVar[type[MAMS]] = MAMS
     first_length: ClassVar[float] = math.pi / 2
 
     def __post_init__(self):
@@ -81,16 +81,10 @@ class MAMSAdaptation(AfterHMCBurnIn):
         return MAMSAdaptationState(window, Length.first(kernel, states.position))
 
     def begin(
-        self,
-        state: MAMSAdaptationState,
-        kernel: MAMS,
-        states: Any,
-        is_first: jax.Array,
-        rng_key: jax.Array,
-        acceptance_rates: AcceptanceRates,
+        self, state: MAMSAdaptationState, kernel: MAMS, states: Any, start: WindowStart
     ) -> MAMSAdaptationState:
         """Begin a window: search for a step size with its metric, and reset the moments."""
-        window = self.by_window.begin(state.window, kernel, states, is_first, rng_key, acceptance_rates)
+        window = self.by_window.begin(state.window, kernel, states, start)
         one_length = jnp.ones_like(state.trajectory_length.value)
         length = state.trajectory_length.begun(states.position, lengths_per_draw=one_length)
         return MAMSAdaptationState(window, length)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import batch_means, stuck_chains
-from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition
+from gspmd_mcmc.adaptation.adaptation import Transition, WindowStart
 from gspmd_mcmc.adaptation.batch_means import Length
 from gspmd_mcmc.adaptation.dual_averaging import LEAST_STEP_SIZE, MOST_STEP_SIZE
 from gspmd_mcmc.adaptation.hmc_burn_in import AfterHMCBurnIn
@@ -50,16 +50,13 @@ class StepSize:
 @pytree
 @dataclass(frozen=True, eq=False)
 class MCLMCAdaptationState:
-    """The recursion of the step size, the length, the metric, and what this window has seen.
-
-    ``rates`` are the recent fractions of steps that each chain has made, [chains].
-    """
+    """The recursion of the step size, the length, the metric, and what this window has seen."""
 
     step_size: StepSize
     trajectory_length: Length
     inverse_mass_matrix: PyTree = like_position()
     moments: PyTree
-    rates: jax.Array = each_chain()
+    rates: jax.Array = each_chain()  # recent fractions of steps that it has made, [chains]
 
 
 @pytree
@@ -87,6 +84,7 @@ class MCLMCAdaptation(AfterHMCBurnIn):
     adapt_mass_matrix: bool = static(default=True)
 
     kernel_type: ClassVar[type[MCLMC]] = MCLMC
+    default_for: ClassVar[type[MCLMC]] = MCLMC
 
     def __post_init__(self):
         if not self.energy_variance > 0:
@@ -106,13 +104,7 @@ class MCLMCAdaptation(AfterHMCBurnIn):
         )
 
     def begin(
-        self,
-        state: MCLMCAdaptationState,
-        kernel: MCLMC,
-        states: Any,
-        is_first: jax.Array,
-        rng_key: jax.Array,
-        acceptance_rates: AcceptanceRates,
+        self, state: MCLMCAdaptationState, kernel: MCLMC, states: Any, start: WindowStart
     ) -> MCLMCAdaptationState:
         """Begin a window: reset the moments."""
         lengths_per_draw = state.step_size.value / state.trajectory_length.value
@@ -150,23 +142,15 @@ class MCLMCAdaptation(AfterHMCBurnIn):
     ) -> MCLMCAdaptationState:
         """End a window: learn the metric, or measure the length."""
         if learns_metric:
-            return self._with_metric(state, kernel, states)
+            metric = self.metric.final(state.moments, states.position)
+            # The new step size turns directions as much as the old one did.
+            change = batch_means.change_of_scale(self.tuned(kernel, state), metric, states)
+            step_size = _restarted(change * state.step_size.value)
+            return tree.replace(state, step_size=step_size, inverse_mass_matrix=metric)
         count = batch_means.dimension_of_chain(kernel, states.position)
         time = batch_means.correlation_time(state.trajectory_length.batches, count)
         length = state.trajectory_length.ended(LENGTH_FACTOR * time * state.step_size.value)
         return tree.replace(state, trajectory_length=length)
-
-    def _with_metric(
-        self, state: MCLMCAdaptationState, kernel: MCLMC, states: Any
-    ) -> MCLMCAdaptationState:
-        """Learn the metric; the new step size turns directions as much as the old one did."""
-        metric = self.metric.final(state.moments, states.position)
-        change = batch_means.change_of_scale(self.tuned(kernel, state), metric, states)
-        return tree.replace(
-            state,
-            step_size=_restarted(change * state.step_size.value),
-            inverse_mass_matrix=metric,
-        )
 
 
 def _restarted(step_size: jax.Array) -> StepSize:

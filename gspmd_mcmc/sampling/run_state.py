@@ -13,7 +13,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import own_step_size, stuck_chains
-from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition
+from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, WindowStart
 from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.targets.local import is_row_values, unwrap
@@ -350,9 +350,8 @@ def begin_window(
         _, info = advance_chains(kernel, key, jnp.zeros((), jnp.int32), states, fixed.layout)
         return info.acceptance_rate
 
-    is_first = run.counters.num_warmup == 0
-    key = fixed.key(run, BEGIN)
-    tuning = adaptation.begin(tuning, kernel, states, is_first, key, acceptance_rates)
+    start = WindowStart(run.counters.num_warmup == 0, fixed.key(run, BEGIN), acceptance_rates)
+    tuning = adaptation.begin(tuning, kernel, states, start)
     counters = tree.replace(run.counters, num_windows=run.counters.num_windows + 1)
     kernel = adaptation.tuned(kernel, tuning)
     return fixed.moved(adaptation, run, kernel=kernel, tuning=tuning, counters=counters), None

@@ -27,18 +27,10 @@ from gspmd_mcmc.tree import PyTree, each_chain, pytree, set_fields, static
 @pytree
 @dataclass(frozen=True, eq=False)
 class DenseMoments:
-    """Moments of each chain so far, with the products of elements within groups.
+    """Moments of each chain so far, with the products of elements within groups."""
 
-    Attributes
-    ----------
-    moments
-        Of each element by itself.
-    products
-        For each group, the sums of products about the mean, [chains, d, d].
-    """
-
-    moments: Moments
-    products: tuple[jax.Array, ...] = each_chain()
+    moments: Moments  # of each element by itself
+    products: tuple[jax.Array, ...] = each_chain()  # sums about the mean, of a group [chains, d, d]
 
 
 @pytree
@@ -133,9 +125,8 @@ def _outer(x: jax.Array) -> jax.Array:
 def _pooled_covariance(covariances: jax.Array, means: jax.Array) -> jax.Array:
     """Covariance [d, d] over chains, from those within chains [chains, d, d] and means [chains, d].
 
-    The covariance of the means is added where chains agree, as in `pooled_variance`, but only if they
-    agree in every element: a part of it would have other correlations than the whole, and so stretch
-    stiff directions.
+    That of the means is added where chains agree in every element: a part of it would have other
+    correlations than the whole, and so stretch stiff directions.
     """
     within, chains = jnp.mean(covariances, axis=0), means.shape[0]
     spread = deviation(means)

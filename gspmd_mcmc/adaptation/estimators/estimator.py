@@ -49,10 +49,8 @@ def like(metric: PyTree, positions: PyTree) -> PyTree:
 def pooled_variance(moments: Moments, agreement: float = AGREEMENT) -> PyTree:
     """Variance of the position over all chains, without the chain axis.
 
-    For each element it is the mean of the variances of chains (within), plus the variance of their
-    means (between) where the chains agree: where the potential scale reduction
-    sqrt((within + between) / within) is under ``agreement``. So a stuck chain, far from the others,
-    does not stretch the metric of the rest.
+    For each element it is the mean of the variances of chains, plus the variance of their means where
+    chains agree (`agrees`): a chain that is stuck far away does not stretch the metric of the rest.
     """
 
     def pool(mean, variance):

@@ -42,18 +42,10 @@ LEAST_RESIDUAL = 1e-4  # of an element's variance
 @pytree
 @dataclass(frozen=True, eq=False)
 class LowRankMoments:
-    """Moments of all draws of a window, and some of the draws.
+    """Moments of all draws of a window, and some of the draws, spread evenly over it."""
 
-    Attributes
-    ----------
-    moments
-        Of each element by itself.
-    draws
-        Tree like the position, leaves [chains, num_kept, ...]: draws spread evenly over the window.
-    """
-
-    moments: Moments
-    draws: PyTree = like_position(has_chains=True, num_axes=1, pad=Pad.STAYS)
+    moments: Moments  # of each element by itself
+    draws: PyTree = like_position(has_chains=True, num_axes=1, pad=Pad.STAYS)  # [chains, kept, ...]
 
 
 @pytree
@@ -163,11 +155,8 @@ def _whiten(moments: LowRankMoments, count: jax.Array, freedom: jax.Array) -> Py
 def fit_factors(draws: PyTree, freedom: jax.Array, rank: int) -> tuple[PyTree, PyTree, jax.Array]:
     """Fit Ψ + F Fᵀ to centered draws of unit variance, leaves [chains, draws, ...].
 
-    Returns
-    -------
-    tuple
-        Ψ, a tree like the position; and the eigenvectors [rank, ...] and eigenvalues [rank] of
-        Ψ^-½ F Fᵀ Ψ^-½ + I: exactly 1 for vectors that noise could explain.
+    Returns Ψ, a tree like the position; and the eigenvectors [rank, ...] and eigenvalues [rank] of
+    Ψ^-½ F Fᵀ Ψ^-½ + I: exactly 1 for vectors that noise could explain.
     """
     shape = rank + OVERSAMPLING
     # Elements that vary; those of a pad do not.
