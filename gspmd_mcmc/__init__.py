@@ -52,7 +52,7 @@ from gspmd_mcmc.adaptation.estimators.rotated import Rotated
 
 # Sample: where chains start, and what comes back
 from gspmd_mcmc.sampling.sample import sample
-from gspmd_mcmc.sampling.draws import Draws
+from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.sampling.start import per_chain, prior_start, uniform_start
 from gspmd_mcmc.sampling.mode import Mode, find_mode
 from gspmd_mcmc.sampling.reporting import ChunkReport, JSONLines

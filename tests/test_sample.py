@@ -23,8 +23,8 @@ from gspmd_mcmc import moments
 from gspmd_mcmc.adaptation import dual_averaging
 from gspmd_mcmc.adaptation.estimators.estimator import pooled_variance
 from gspmd_mcmc.sampling import run
-from gspmd_mcmc.sampling.draws import capacity
 from gspmd_mcmc.sampling.reporting import Report
+from gspmd_mcmc.sampling.run import capacity
 
 KEY = jax.random.key(seed(0))
 MEAN = {"a": np.linspace(-2, 2, 50, dtype=np.float32), "b": np.float32(3)}

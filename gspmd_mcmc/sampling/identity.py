@@ -38,26 +38,10 @@ class Text(str):
 def require_same_on_processes(
     call: str, mesh: Mesh, target: Target, given: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    """Raise, on every process, unless all of them were given the same run.
+    """Raise `ProcessesDisagree`, on every process, unless all of them were given the same run.
 
     Arrays that every process holds whole are compared by value, arrays that lie over processes by
     shape, dtype and spec, functions by name.
-
-    Parameters
-    ----------
-    call
-        The function that was called.
-    mesh, target
-        As given to it.
-    given
-        Name of an argument to a position, kernel, adaptation or function.
-    settings
-        Name of an argument to a number, text or key.
-
-    Raises
-    ------
-    ProcessesDisagree
-        With each thing that differs, and where.
     """
     facts = {"jax": jax.__version__, "mesh": str(dict(mesh.shape))}
     facts |= {name: _value(value) for name, value in settings.items()}
@@ -127,15 +111,6 @@ def attributes_of(
     """Return what a store of draws records about its run.
 
     Names go to strings, numbers and lists of them, so that the store can become netCDF too.
-
-    Parameters
-    ----------
-    rng_key, mesh
-        What `sample` was given.
-    kernel, warmup, collect
-        What ran; their names are recorded.
-    counts
-        Numbers of chains, warm-up steps and draws, and ``thin``.
     """
     versions = versions_of_libraries()
     found = {

@@ -32,13 +32,7 @@ class Known:
 
 @contextlib.contextmanager
 def explained(target: Target) -> Iterator[Known]:
-    """Turn JAX's error of memory that ran out into one that names what took it.
-
-    Raises
-    ------
-    OutOfDeviceMemory
-        In its place.
-    """
+    """Turn JAX's error of memory that ran out into an `OutOfDeviceMemory` that names what took it."""
     known = Known(target)
     try:
         yield known

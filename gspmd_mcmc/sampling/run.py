@@ -1,7 +1,7 @@
 """A run: warm-up, then sampling, in chunks of steps of about a second."""
 
-import contextlib
 import json
+import math
 import signal
 import threading
 import time
@@ -26,7 +26,6 @@ from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import least
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.layout import Layout
-from gspmd_mcmc.sampling.draws import Draws, HostDraws, capacity
 from gspmd_mcmc.sampling.reporting import Report, marked
 from gspmd_mcmc.sampling.run_state import (
     HELD,
@@ -43,6 +42,7 @@ from gspmd_mcmc.sampling.run_state import (
     help_stuck_chains,
     set_up,
 )
+from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.storage.saved_draws import SavedDraws
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets.local import fill_pad, is_row_values, unwrap
@@ -54,24 +54,34 @@ CHUNK_SECONDS = 1.0
 # its steps turn out a hundred times as slow, it still ends soon.
 SHORT_SECONDS = 0.05
 MOST_GROWTH = 8
+# The share of a device's memory that draws take unless told otherwise.
+DEVICE_SHARE = 0.25
 ROUND = (10, 12, 15, 18, 20, 25, 30, 35, 40, 50, 60, 70, 80, 100)
 
 
 class Stop:
     """Whether the user has asked the run to stop, or the system has told it to end.
 
-    Processes of one run stop together: they agree on it between chunks.
-
-    Parameters
-    ----------
-    is_multiprocess
-        Whether the run is on several processes.
+    While it is entered, a first Ctrl-C asks to stop between chunks, a second one raises. SIGTERM tells
+    a run with checkpoints (``is_kept``) to end. Processes of one run agree on it between chunks.
     """
 
-    def __init__(self, is_multiprocess: bool = False):
+    def __init__(self, is_multiprocess: bool, *, is_kept: bool):
         self.is_multiprocess = is_multiprocess
         self._wanted = {"stop": False, "end": False}
         self._agreed = dict(self._wanted) if is_multiprocess else self._wanted
+        handlers = {signal.SIGINT: self._interrupt} | ({signal.SIGTERM: self._end} if is_kept else {})
+        # Python delivers no signals elsewhere.
+        is_main = threading.current_thread() is threading.main_thread()
+        self._handlers = handlers if is_main else {}
+
+    def __enter__(self) -> "Stop":
+        self._previous = {n: signal.signal(n, handler) for n, handler in self._handlers.items()}
+        return self
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     @property
     def is_asked(self) -> bool:
@@ -90,37 +100,16 @@ class Stop:
             self._agreed = {name: not x for name, x in zip(self._wanted, continues, strict=True)}
         return size
 
-    def end(self) -> None:
+    def ask(self) -> None:
         """Ask to stop, as Ctrl-C does."""
         self._wanted["stop"] = True
 
-    def interrupt(self, signum, frame) -> None:
-        """Take the first Ctrl-C as a request to stop; the next one raises."""
-        self.end()
+    def _interrupt(self, signum, frame) -> None:
+        self.ask()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def preempt(self, signum, frame) -> None:
-        """Take SIGTERM as the order to save the run and end it."""
+    def _end(self, signum, frame) -> None:
         self._wanted["end"] = True
-
-
-@contextlib.contextmanager
-def stop_on_interrupt(is_multiprocess: bool = False, *, is_kept: bool = False) -> Iterator[Stop]:
-    """Turn the first Ctrl-C into a request to stop between chunks; a second one raises.
-
-    A run with checkpoints (``is_kept``) treats SIGTERM likewise. Outside the main thread, where Python
-    delivers no signals, nothing is installed.
-    """
-    stop = Stop(is_multiprocess)
-    handlers = {signal.SIGINT: stop.interrupt} | ({signal.SIGTERM: stop.preempt} if is_kept else {})
-    if threading.current_thread() is not threading.main_thread():
-        handlers = {}
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,23 +126,7 @@ class Plan:
 
 
 class Run:
-    """Warm-up and sampling of all chains: a `RunState`, and the phases that move it.
-
-    Parameters
-    ----------
-    plan
-        What is to be done.
-    kernel, states
-        The kernel to tune, and the chains' states.
-    rng_key
-        The key of the whole run.
-    layout
-        The layout of the chains.
-    sink
-        Where draws are written as they are made, if anywhere.
-    earlier
-        The draws that the run continues, if any: their steps and moves are counted on.
-    """
+    """Warm-up and sampling of all chains: a `RunState`, and the phases that move it."""
 
     def __init__(
         self,
@@ -192,13 +165,7 @@ class Run:
         self.done: Counters = to_host(self.state.counters)  # the state's, on the host
 
     def go(self, report: Report, stop: Stop, after: Callable[[], None]) -> Draws:
-        """Run to the end, or to a stop; call ``after`` when a chunk has ended.
-
-        Returns
-        -------
-        Draws
-            Those that were made.
-        """
+        """Run to the end or a stop, and return the draws made; ``after`` is called after each chunk."""
         self.report, self.stop, self.after = report, stop, after
         self.meanings = meanings((self.fixed.target, self.plan.collect))
         self.state = tree.replace(self.state, draws=empty_buffers(self.draw, self.capacity))
@@ -210,19 +177,9 @@ class Run:
     def chunks(
         self, num_steps: int, done: int, capacity: int | None = None
     ) -> Iterator[tuple[int, int]]:
-        """Cut steps into chunks of about a second, until all are taken or a stop is asked for.
+        """Cut steps into chunks of about a second, none of which straddles multiples of a capacity.
 
-        Parameters
-        ----------
-        num_steps, done
-            All steps, and those that were taken before.
-        capacity
-            Chunks do not straddle multiples of it.
-
-        Yields
-        ------
-        start, count
-            The steps to take before the next chunk is asked for.
+        Yields the first step and the number of steps, until all are taken or a stop is asked for.
         """
         # Steps with another metric may take longer.
         size = self._chunk_size = max(1, self._chunk_size // MOST_GROWTH)
@@ -324,7 +281,7 @@ class Run:
         """End the run where the next chunk would be of another model than those before."""
         what = "" if self.stop.is_asked else changes(self.meanings)
         if what:
-            self.stop.end()
+            self.stop.ask()
             warnings.warn(
                 f"the target changed during the run ({what}), so the run ends here: its draws are of "
                 "the target that it began with. A callback may not set what a target reads",
@@ -489,6 +446,42 @@ class Sampling:
             run.state, self._spare = tree.replace(run.state, draws=self._spare), full
 
 
+class HostDraws:
+    """Draws on the host, filled from buffers shard by shard."""
+
+    def __init__(self, buffers: PyTree, num_samples: int):
+        self._arrays = jax.tree.map(
+            lambda b: np.zeros((b.shape[0], num_samples, *b.shape[2:]), b.dtype), buffers
+        )
+
+    def fill(self, buffers: PyTree, start: int, count: int) -> None:
+        """Copy the first ``count`` draws of the buffers to draws ``start`` and on."""
+        draws = slice(start, start + count)
+        for host, buffer in zip(*map(jax.tree.leaves, (self._arrays, buffers)), strict=True):
+            for shard in buffer.addressable_shards if count else ():
+                if shard.replica_id == 0:
+                    chains, _, *rest = shard.index
+                    host[(chains, draws, *rest)] = np.asarray(shard.data)[:, :count]
+
+    def draws(self, count: int) -> PyTree:
+        """Return the first ``count`` draws."""
+        return jax.tree.map(lambda a: a[:, :count], self._arrays)
+
+
+def capacity(shapes: PyTree, num_samples: int, num_parts: int, device_bytes: int | None) -> int:
+    """Return how many of ``num_samples`` draws [chains, ...] a buffer on the devices holds.
+
+    Without ``device_bytes`` that is a quarter of a device's memory, with no bound on a CPU.
+    """
+    if device_bytes is None:
+        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        device_bytes = int(DEVICE_SHARE * limit) if limit else None
+    if device_bytes is None:
+        return num_samples
+    draw = sum(math.prod(s.shape) * s.dtype.itemsize for s in jax.tree.leaves(shapes)) / num_parts
+    return min(num_samples, max(1, int(device_bytes // max(draw, 1))))
+
+
 def next_size(count: int, seconds: float) -> int:
     """Size the next chunk by what the last one took; a long one grows by `MOST_GROWTH` at most."""
     in_a_second = count / max(seconds, 1e-9)
@@ -497,10 +490,7 @@ def next_size(count: int, seconds: float) -> int:
 
 
 def bucket(count: int) -> int:
-    """Round a count up to a round number, so that few counts need a program of their own.
-
-    Users ask for round numbers: their draws fill the buffers, and need not be cut out of them.
-    """
+    """Round a count up to a round number, as users ask for: few counts then need their own programs."""
     if count <= ROUND[0]:
         return count
     scale = 10 ** (len(str(count)) - 2)

@@ -21,12 +21,12 @@ from gspmd_mcmc.placement.layout import Layout, read_layout
 from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.sampling import defaults, identity, resumption
 from gspmd_mcmc.sampling import start as starts
-from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.memory import explained
 from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.sampling.reporting import ChunkReport, warn_of_run, warn_of_small_data
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.run_state import keep_position
+from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.target import Target

@@ -111,19 +111,7 @@ def per_chain(position: PyTree) -> PerChain:
 def start(
     kernel: Kernel, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
 ) -> tuple[Layout, Any]:
-    """Find out what kind of start this is; return the layout, and the states of all chains.
-
-    Parameters
-    ----------
-    kernel
-        The kernel, with its target.
-    rng_key
-        The key of the whole run; the first of its two halves is that of the starts.
-    initial
-        A position, a function, `PerChain` or a `Mode`, as in `sample`.
-    mesh, num_chains
-        As in `sample`.
-    """
+    """Find out what kind of start this is; return the layout, and the states of all chains."""
     target = kernel.target
     if isinstance(initial, Mode):
         initial = uniform_start(initial.position, 0.0)
@@ -151,13 +139,7 @@ def start(
 
 
 def _has_chain_axis(target: Target, position: PyTree, num_chains: int) -> bool:
-    """Tell whether every leaf has a leading axis of chains, by what the target accepts.
-
-    Raises
-    ------
-    ValueError
-        If the target accepts the position both with and without it.
-    """
+    """Tell whether every leaf has a leading axis of chains, by what the target accepts."""
     whole = _shapes(position)
     if not all(x.ndim and x.shape[0] == num_chains for x in jax.tree.leaves(whole)):
         return False

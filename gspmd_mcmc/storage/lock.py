@@ -31,15 +31,7 @@ class FolderLock:
         self._file: int | None = None
 
     def take(self) -> None:
-        """Take the lock; one that a process of this host left behind when it died is taken over.
-
-        Raises
-        ------
-        Locked
-            If another process holds it, or the file is of a writer on another host.
-        OSError
-            Where the system has no such locks.
-        """
+        """Take the lock, even one that a dead process of this host left behind; else raise `Locked`."""
         if fcntl is None:
             raise OSError(
                 "a folder is locked by flock, which this system lacks; run on Linux, macOS or WSL"
