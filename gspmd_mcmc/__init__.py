@@ -46,7 +46,7 @@ from gspmd_mcmc.adaptation.per_chain import PerChainAdaptation
 from gspmd_mcmc.adaptation.snaper import SNAPERAdaptation
 from gspmd_mcmc.adaptation.window import WindowAdaptation
 from gspmd_mcmc.adaptation.estimators.dense import Dense, DenseBlock
-from gspmd_mcmc.adaptation.estimators.diagonal import Diagonal
+from gspmd_mcmc.adaptation.estimators.estimator import Diagonal
 from gspmd_mcmc.adaptation.estimators.low_rank import LowRank
 from gspmd_mcmc.adaptation.estimators.rotated import Rotated
 

@@ -68,9 +68,9 @@ class Adaptation(ABC):
 
     Attributes
     ----------
-    metric
-        The estimator of the metric that is learned. Where a warm-up has this field and it is None,
-        `sample` chooses one.
+    metric, adapt_mass_matrix
+        The estimator of the metric, and whether one is learned. Where a warm-up has the first field and
+        it is None, `sample` chooses one.
     kernel_type, default_for
         The kernels that this warm-up tunes; those that `sample` tunes by it unless told otherwise.
     is_per_chain
@@ -82,6 +82,7 @@ class Adaptation(ABC):
     """
 
     metric: Any = ()
+    adapt_mass_matrix: bool = True
     kernel_type: ClassVar[type[Kernel]] = Kernel
     default_for: ClassVar[type[Kernel] | tuple[()]] = ()
     is_per_chain: ClassVar[bool] = False
@@ -91,7 +92,7 @@ class Adaptation(ABC):
     @property
     def learns_metric(self) -> bool:
         """Whether there is a metric to learn, and an estimator to learn it with."""
-        return self.metric not in (None, ())
+        return self.adapt_mass_matrix and self.metric not in (None, ())
 
     def stages(self, num_warmup: int) -> list[Stage]:
         """Cut warm-up into stages that follow each other, each with an adaptation."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import adam, dual_averaging, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, Window, WindowStart
-from gspmd_mcmc.adaptation.estimators.diagonal import Diagonal
+from gspmd_mcmc.adaptation.estimators.estimator import Diagonal
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
 from gspmd_mcmc.kernels.hmc import HMC
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC

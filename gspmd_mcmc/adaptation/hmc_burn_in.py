@@ -58,7 +58,6 @@ class BurnInHMC(Kernel):
     target: Target
     step_size: jax.Array
     inverse_mass_matrix: PyTree = like_position()
-    has_one_leapfrog: bool = static(default=False)
     is_per_chain: bool = static(default=False)
 
     @classmethod
@@ -66,14 +65,12 @@ class BurnInHMC(Kernel):
         """Return the kernel with the target, the step size and the metric of another one."""
         return cls(kernel.target, kernel.step_size, kernel.inverse_mass_matrix)
 
-    def one_leapfrog(self) -> "BurnInHMC":
+    def one_leapfrog(self) -> HMCOnStates:
         """Return the kernel whose steps are one leapfrog; it tries first step sizes."""
-        return tree.replace(self, has_one_leapfrog=True)
+        return HMCOnStates(OneLeapfrog.of(self))
 
     def with_jitter(self, rng_key: jax.Array, step: jax.Array) -> HMCOnStates:
         """Return the kernel of one step, its number of leapfrogs drawn for all chains at once."""
-        if self.has_one_leapfrog:
-            return HMCOnStates(OneLeapfrog.of(self))
         length, most = MEAN_LEAPFROGS * self.step_size, 2 * MEAN_LEAPFROGS
         hmc = JitteredHMC(self.target, self.step_size, length, self.inverse_mass_matrix, most, 1.0)
         return HMCOnStates(hmc.with_jitter(rng_key, step))
@@ -161,11 +158,6 @@ class AfterHMCBurnIn(Adaptation):
     adapt_mass_matrix: bool  # or keep the kernel's own
     first_length: ClassVar[float] = 1.0  # before it is measured, over sqrt(d), in units of the metric
     traced: ClassVar[tuple[str, ...]] = ("step_size", "trajectory_length")
-
-    @property
-    def learns_metric(self) -> bool:
-        """Whether there is a metric to learn, and an estimator to learn it with."""
-        return self.adapt_mass_matrix and self.metric is not None
 
     @property
     def by_hmc(self) -> WindowAdaptation:

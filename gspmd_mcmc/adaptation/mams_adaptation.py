@@ -30,7 +30,7 @@ MOST_STEPS = 1000
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class MAMSAdaptationState:
+class MAMSTuning:
     """The tuning of step size and metric, and the length."""
 
     window: WindowState
@@ -75,35 +75,29 @@ class MAMSAdaptation(AfterHMCBurnIn):
         # The rate may be traced, and a constructor could not check it.
         return tree.replace(self.by_hmc, target_acceptance_rate=self.target_acceptance_rate)
 
-    def init(self, kernel: MAMS, states: Any) -> MAMSAdaptationState:
+    def init(self, kernel: MAMS, states: Any) -> MAMSTuning:
         """Return the state after the burn-in."""
         window = self.by_window.init(self.arrived(kernel, states), states)
-        return MAMSAdaptationState(window, Length.first(kernel, states.position))
+        return MAMSTuning(window, Length.first(kernel, states.position))
 
-    def begin(
-        self, state: MAMSAdaptationState, kernel: MAMS, states: Any, start: WindowStart
-    ) -> MAMSAdaptationState:
+    def begin(self, state: MAMSTuning, kernel: MAMS, states: Any, start: WindowStart) -> MAMSTuning:
         """Begin a window: search for a step size with its metric, and reset the moments."""
         window = self.by_window.begin(state.window, kernel, states, start)
         one_length = jnp.ones_like(state.trajectory_length.value)
         length = state.trajectory_length.begun(states.position, lengths_per_draw=one_length)
-        return MAMSAdaptationState(window, length)
+        return MAMSTuning(window, length)
 
-    def tuned(self, kernel: MAMS, state: MAMSAdaptationState) -> MAMS:
+    def tuned(self, kernel: MAMS, state: MAMSTuning) -> MAMS:
         """Return the kernel with the current step size, length and metric."""
         return _with_length(self.by_window.tuned(kernel, state.window), state)
 
-    def update(
-        self, state: MAMSAdaptationState, kernel: MAMS, transition: Transition
-    ) -> MAMSAdaptationState:
+    def update(self, state: MAMSTuning, kernel: MAMS, transition: Transition) -> MAMSTuning:
         """Take in one step of all chains."""
         window = self.by_window.update(state.window, kernel, transition)
         length = state.trajectory_length.updated(transition.after.position)
-        return MAMSAdaptationState(window, length)
+        return MAMSTuning(window, length)
 
-    def end(
-        self, state: MAMSAdaptationState, kernel: MAMS, states: Any, learns_metric: bool
-    ) -> MAMSAdaptationState:
+    def end(self, state: MAMSTuning, kernel: MAMS, states: Any, learns_metric: bool) -> MAMSTuning:
         """End a window: learn the metric, or measure the length."""
         window = self.by_window.end(state.window, kernel, states, learns_metric)
         length = state.trajectory_length
@@ -113,14 +107,14 @@ class MAMSAdaptation(AfterHMCBurnIn):
             # Where the units of the metric are those of the target, no shorter length is better.
             least = length.value if self.learns_metric else 0
             length = length.ended(jnp.maximum(measured, least))
-        return MAMSAdaptationState(window, length)
+        return MAMSTuning(window, length)
 
-    def final(self, kernel: MAMS, state: MAMSAdaptationState) -> MAMS:
+    def final(self, kernel: MAMS, state: MAMSTuning) -> MAMS:
         """Return the kernel with the averaged step size."""
         return _with_length(self.by_window.final(kernel, state.window), state)
 
 
-def _with_length(kernel: MAMS, state: MAMSAdaptationState) -> MAMS:
+def _with_length(kernel: MAMS, state: MAMSTuning) -> MAMS:
     """Return the kernel with the current length."""
     length = jnp.minimum(state.trajectory_length.value, MOST_STEPS * kernel.step_size)
     return tree.replace(kernel, trajectory_length=length)

@@ -49,7 +49,7 @@ class StepSize:
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class MCLMCAdaptationState:
+class MCLMCTuning:
     """The recursion of the step size, the length, the metric, and what this window has seen."""
 
     step_size: StepSize
@@ -93,9 +93,9 @@ class MCLMCAdaptation(AfterHMCBurnIn):
                 f"{self.energy_variance}"
             )
 
-    def init(self, kernel: MCLMC, states: Any) -> MCLMCAdaptationState:
+    def init(self, kernel: MCLMC, states: Any) -> MCLMCTuning:
         """Return the state after the burn-in."""
-        return MCLMCAdaptationState(
+        return MCLMCTuning(
             step_size=_restarted(self.arrived(kernel, states).step_size),
             trajectory_length=Length.first(kernel, states.position),
             inverse_mass_matrix=kernel.inverse_mass_matrix,
@@ -103,9 +103,7 @@ class MCLMCAdaptation(AfterHMCBurnIn):
             rates=stuck_chains.no_rates(states.log_density),
         )
 
-    def begin(
-        self, state: MCLMCAdaptationState, kernel: MCLMC, states: Any, start: WindowStart
-    ) -> MCLMCAdaptationState:
+    def begin(self, state: MCLMCTuning, kernel: MCLMC, states: Any, start: WindowStart) -> MCLMCTuning:
         """Begin a window: reset the moments."""
         lengths_per_draw = state.step_size.value / state.trajectory_length.value
         return tree.replace(
@@ -114,7 +112,7 @@ class MCLMCAdaptation(AfterHMCBurnIn):
             moments=self.init_moments(states),
         )
 
-    def tuned(self, kernel: MCLMC, state: MCLMCAdaptationState) -> MCLMC:
+    def tuned(self, kernel: MCLMC, state: MCLMCTuning) -> MCLMC:
         """Return the kernel with the current step size, length and metric."""
         return tree.replace(
             kernel,
@@ -123,9 +121,7 @@ class MCLMCAdaptation(AfterHMCBurnIn):
             inverse_mass_matrix=state.inverse_mass_matrix,
         )
 
-    def update(
-        self, state: MCLMCAdaptationState, kernel: MCLMC, transition: Transition
-    ) -> MCLMCAdaptationState:
+    def update(self, state: MCLMCTuning, kernel: MCLMC, transition: Transition) -> MCLMCTuning:
         """Take in one step of all chains; a few numbers are summed over them, once."""
         positions = transition.after.position
         desired = self.energy_variance * batch_means.dimension_of_chain(kernel, positions)
@@ -137,9 +133,7 @@ class MCLMCAdaptation(AfterHMCBurnIn):
             rates=stuck_chains.recent_rates(state.rates, transition.info.acceptance_rate),
         )
 
-    def end(
-        self, state: MCLMCAdaptationState, kernel: MCLMC, states: Any, learns_metric: bool
-    ) -> MCLMCAdaptationState:
+    def end(self, state: MCLMCTuning, kernel: MCLMC, states: Any, learns_metric: bool) -> MCLMCTuning:
         """End a window: learn the metric, or measure the length."""
         if learns_metric:
             metric = self.metric.final(state.moments, states.position)

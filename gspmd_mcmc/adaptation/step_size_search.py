@@ -22,11 +22,10 @@ def find_step_size(kernel: Kernel, rng_key: jax.Array, acceptance_rates: Accepta
 
     With a kernel that has a step size of each chain, [chains], one is found for every chain.
     """
-    one_step = kernel.one_leapfrog()
 
     def rate(step_size, i):
         key = jax.random.fold_in(rng_key, i)
-        rates = acceptance_rates(tree.replace(one_step, step_size=step_size), key)
+        rates = acceptance_rates(tree.replace(kernel, step_size=step_size).one_leapfrog(), key)
         # The median: one chain in a bad place must not shrink the step for all.
         return rates if kernel.is_per_chain else jnp.median(rates)
 

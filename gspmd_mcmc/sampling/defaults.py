@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.adaptation.estimators.dense import Dense
-from gspmd_mcmc.adaptation.estimators.diagonal import Diagonal
-from gspmd_mcmc.adaptation.estimators.estimator import MetricEstimator
+from gspmd_mcmc.adaptation.estimators.estimator import Diagonal, MetricEstimator
 from gspmd_mcmc.adaptation.mams_adaptation import MAMSAdaptation
 from gspmd_mcmc.adaptation.mclmc_adaptation import MCLMCAdaptation
 from gspmd_mcmc.adaptation.snaper import SNAPERAdaptation

@@ -46,7 +46,6 @@ from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.storage.saved_draws import SavedDraws
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets.local import fill_pad, is_row_values, unwrap
-from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree
 
 CHUNK_SECONDS = 1.0
@@ -214,11 +213,6 @@ class Run:
             num_divergent=int(told["divergent"].sum()),
             step_size=float(told["step_size"]),
         )
-
-    @property
-    def target(self) -> Target:
-        """The target."""
-        return self.fixed.target
 
     @property
     def kernel(self) -> Kernel:

@@ -97,11 +97,6 @@ class DrawSpec:
         """What is collected and the stats, as shapes [chains, ...]."""
         return self.treedef.unflatten([jax.ShapeDtypeStruct(*x) for x in self.shapes])
 
-    def buffers(self, size: int) -> PyTree:
-        """Return buffers for ``size`` draws, leaves [chains, size, ...]."""
-        zeros = [jnp.zeros((s[0], size, *s[1:]), dtype) for s, dtype in self.shapes]
-        return self.pin(self.treedef.unflatten(zeros))
-
     def pin(self, buffers: PyTree) -> PyTree:
         """Constrain buffers to where they lie."""
         if self.mesh is None:
@@ -172,8 +167,9 @@ def run_roles(adaptation: Adaptation, run: RunState, layout: Layout) -> Any:
 
 @partial(jax.jit, static_argnames="size")
 def empty_buffers(draw: DrawSpec, size: int) -> PyTree:
-    """Return `DrawSpec.buffers`, from a program."""
-    return draw.buffers(size)
+    """Return buffers for ``size`` draws, leaves [chains, size, ...]."""
+    zeros = [jnp.zeros((s[0], size, *s[1:]), dtype) for s, dtype in draw.shapes]
+    return draw.pin(draw.treedef.unflatten(zeros))
 
 
 @partial(jax.jit, static_argnames="size")

@@ -189,8 +189,10 @@ def sample(
     observers = {"progress": progress, "callback": callback}
     settings = {"device_bytes": device_bytes, "every": every, "checkpoint": checkpoint}
     tuning = {"target_acceptance_rate": target_acceptance_rate, "metric": metric}
-    for name, value in (counts | observers | settings | tuning | {"collect": collect}).items():
-        _check(name, value)
+    given = counts | observers | settings | tuning | {"collect": collect}
+    for name, (error, holds, expected) in ARGUMENTS.items():
+        if not holds(given[name]):
+            raise error(f"{name}: expected {expected}, got {given[name]!r}")
     counts = {name: int(count) for name, count in counts.items()}
     num_chains, num_warmup, num_samples, thin = counts.values()
     if to is not None:
@@ -240,14 +242,6 @@ def sample(
             draws = run.go(*supervision)
         warn_of_run(draws, num_samples, keeps_positions=collect.func is keep_position)
     return draws
-
-
-def _check(name: str, value: Any) -> None:
-    """Raise unless the argument of that name has a value that it can have; see `ARGUMENTS`."""
-    if name in ARGUMENTS:
-        error, holds, expected = ARGUMENTS[name]
-        if not holds(value):
-            raise error(f"{name}: expected {expected}, got {value!r}")
 
 
 def _check_key(rng_key: jax.Array) -> None:

@@ -119,8 +119,12 @@ def start(
         is_marked = isinstance(initial, PerChain)
         position = initial.position if is_marked else initial
         checks.check_position(target, position)
-        if is_marked:
-            _require_chain_axis(position, num_chains)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(position) if is_marked else ():
+            if np.shape(leaf)[:1] != (num_chains,):
+                raise ValueError(
+                    f"per_chain position {path_str(path)}: expected a leading axis of num_chains="
+                    f"{num_chains}, got shape {np.shape(leaf)}"
+                )
         if is_marked or _has_chain_axis(target, position, num_chains):
             layout = read_layout(mesh, target, position, num_chains, has_chains=True)
             states = init_chains(kernel, position, layout=layout)
@@ -169,15 +173,6 @@ def _terms(target: Target, position: PyTree) -> PyTree:
 
 def _shapes(position: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), position)
-
-
-def _require_chain_axis(position: PyTree, num_chains: int) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(position):
-        if not np.ndim(leaf) or np.shape(leaf)[0] != num_chains:
-            raise ValueError(
-                f"per_chain position {path_str(path)}: expected a leading axis of num_chains="
-                f"{num_chains}, got shape {np.shape(leaf)}"
-            )
 
 
 @partial(jax.jit, static_argnames="layout")

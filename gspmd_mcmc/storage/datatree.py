@@ -68,7 +68,10 @@ def disk_names(names: list[str]) -> list[str]:
 
 def _free_names(names: list[str], key: Callable[[str], str]) -> list[str]:
     """Lengthen names that a coordinate has, or another leaf as compared by the key."""
-    taken = {"chain", "draw", *(key(name) for name in names if _leaf_of_axis(name) in names)}
+    # ``w_dim_0`` is the name of an axis of a leaf ``w``.
+    split = [(name, *name.rpartition("_dim_")) for name in names]
+    of_axes = [key(name) for name, leaf, _, number in split if number.isdigit() and leaf in names]
+    taken = {"chain", "draw", *of_axes}
     found = []
     for name in names:
         while key(name) in taken:
@@ -76,9 +79,3 @@ def _free_names(names: list[str], key: Callable[[str], str]) -> list[str]:
         taken.add(key(name))
         found.append(name)
     return found
-
-
-def _leaf_of_axis(name: str) -> str:
-    """Return the leaf whose axis has this name, ``w`` for ``w_dim_0``; empty if it names no axis."""
-    leaf, _, number = name.rpartition("_dim_")
-    return leaf if number.isdigit() else ""

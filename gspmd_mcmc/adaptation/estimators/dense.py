@@ -16,6 +16,7 @@ from gspmd_mcmc.adaptation.estimators.estimator import (
     like,
     own_variance,
     regularized_variance,
+    unit_variances,
     weight_of_draws,
 )
 from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric, Groups, read_groups
@@ -92,9 +93,8 @@ class DenseBlock(MetricEstimator):
     def identity(self, positions: PyTree) -> DenseMetric:
         """Return the metric of unit variances and no correlations."""
         groups = self._groups(positions)
-        ones = jax.tree.map(lambda x: jnp.ones(x.shape[1:], x.dtype), positions)
         factors = [jnp.eye(size, dtype=groups.dtype) for size in groups.sizes]
-        return DenseMetric(ones, factors, self._names(positions))
+        return DenseMetric(unit_variances(positions), factors, self._names(positions))
 
     def _names(self, positions: PyTree) -> tuple[tuple[str, ...], ...]:
         return self.groups

@@ -28,6 +28,7 @@ from gspmd_mcmc.adaptation.estimators.estimator import (
     like,
     own_variance,
     pooled_variance,
+    unit_variances,
 )
 from gspmd_mcmc.kernels.metrics.low_rank_metric import LowRankMetric
 from gspmd_mcmc.kernels.metrics.metric import product
@@ -108,10 +109,9 @@ class LowRank(MetricEstimator):
 
     def identity(self, positions: PyTree) -> LowRankMetric:
         """Return the metric of unit variances, with directions of zero length that do nothing."""
-        one = jax.tree.map(lambda x: jnp.ones(x.shape[1:], x.dtype), positions)
         nothing = jax.tree.map(lambda x: jnp.zeros((self.rank, *x.shape[1:]), x.dtype), positions)
         ones = jnp.ones(self.rank, jnp.result_type(*jax.tree.leaves(positions)))
-        return LowRankMetric(variances=one, vectors=nothing, eigenvalues=ones)
+        return LowRankMetric(unit_variances(positions), vectors=nothing, eigenvalues=ones)
 
 
 def slot_of(draw: jax.Array, num_slots: int) -> jax.Array:
