@@ -23,7 +23,7 @@ from gspmd_mcmc.multihost.agreement import least, lost_process_explained
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.sampling.identity import Facts, require_same, versions_of_libraries
-from gspmd_mcmc.sampling.reporting import LOGGER, ChunkReport, Report, marked
+from gspmd_mcmc.sampling.reporting import LOGGER, Report, marked
 from gspmd_mcmc.sampling.run import Run, Stop
 from gspmd_mcmc.sampling.run_state import RunState, end_stage, run_roles
 from gspmd_mcmc.sampling.start import init_chains
@@ -60,23 +60,18 @@ def opened(
 
 @contextlib.contextmanager
 def supervised(
-    run: Run,
-    checkpoints: Checkpoints | None,
-    facts: Facts,
-    every: float,
-    *,
-    progress: bool,
-    callback: Callable[[ChunkReport], Any] | None,
+    run: Run, checkpoints: Checkpoints | None, facts: Facts, every: float, report: Report
 ) -> Iterator[tuple[Report, Stop, Callable[[], None]]]:
     """Bring a run to its newest checkpoint, if it has any; report, stop and save it as it goes.
 
     Yields what `Run.go` takes.
     """
     is_multiprocess = spans_processes(run.layout.mesh)
-    is_shown = progress and not (is_multiprocess and jax.process_index())
-    stopping = Stop(is_multiprocess, is_kept=checkpoints is not None)
-    reporting = Report(is_shown=is_shown, callback=callback)
-    with lost_process_explained(), stopping as stop, reporting as report:
+    with (
+        lost_process_explained(),
+        Stop(is_multiprocess, is_kept=checkpoints is not None) as stop,
+        report,
+    ):
         if is_multiprocess and run.sink is None:
             run.require_room()
         if checkpoints is None:

@@ -115,13 +115,20 @@ class Stop:
 class Plan:
     """What a run is to do, and keep of it; see `sample`."""
 
+    rng_key: jax.Array
     adaptation: Adaptation
     collect: Partial
+    device_bytes: int | None
+    num_chains: int
     num_warmup: int
     num_samples: int
     thin: int
-    device_bytes: int | None
-    attributes: dict[str, Any]  # what the store of its draws records about it
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The numbers of chains, of steps of warm-up and of draws, and steps from draw to draw."""
+        names = ("num_chains", "num_warmup", "num_samples", "thin")
+        return {name: getattr(self, name) for name in names}
 
 
 class Run:
@@ -132,13 +139,14 @@ class Run:
         plan: Plan,
         kernel: Kernel,
         states: Any,
-        rng_key: jax.Array,
         layout: Layout,
-        sink: Sink | None = None,
-        earlier: Draws | None = None,
+        earlier: Draws | None,
+        sink: Sink | None,
+        attributes: dict[str, Any],
     ):
-        self.plan, self.sink, self.layout = plan, sink, layout
-        self.fixed = Fixed(kernel.target, rng_key, layout)
+        self.plan, self.layout = plan, layout
+        self.sink, self.attributes = sink, attributes  # which the sink records
+        self.fixed = Fixed(kernel.target, plan.rng_key, layout)
         self.moves: list[Move] = list(earlier.moves) if earlier else []
         self.stages = (
             plan.adaptation.stages(plan.num_warmup) if plan.num_warmup else [Stage(Untuned(), [])]
@@ -370,7 +378,7 @@ class Sampling:
         done = self._num_written = int(run.done.num_draws)
         if run.sink is not None:
             self._spare = empty_buffers(run.draw, run.capacity)
-            attributes = run.plan.attributes | {"moves": json.dumps(run.moves)}
+            attributes = run.attributes | {"moves": json.dumps(run.moves)}
             run.sink.begin(
                 run.state.draws, total, attributes, first_draw=done, is_resumed=run.is_resumed
             )
