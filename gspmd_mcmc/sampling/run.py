@@ -17,7 +17,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Untuned, Window
+from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Untuned
 from gspmd_mcmc.adaptation.stuck_chains import Move, are_stuck_below
 from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.errors import SamplingWarning
@@ -300,42 +300,36 @@ class WarmUp:
 
     def go(self) -> None:
         """Run all windows, or as many steps as there are before a stop."""
-        run, total = self.run, self.run.plan.num_warmup
+        run, total, number = self.run, self.run.plan.num_warmup, 0
         if total and not run.is_warm:
             run.report.phase("warm-up", total, int(run.done.num_warmup))
             with marked("warm-up"):
-                for window in self._windows():
-                    done = int(run.done.num_warmup) - window.start
-                    for _, count in run.chunks(window.end - window.start, done):
-                        run.chunk(count)
+                for stage, following in zip(run.stages, [*run.stages[1:], None], strict=True):
+                    self._tune(stage, number, following)
+                    number += len(stage.windows)
+                    if run.stop.is_asked:
+                        break
         run.is_warm = True
 
-    def _windows(self) -> Iterator[Window]:
-        """Begin windows, and end them and their stages when the caller has taken their steps."""
-        run, number = self.run, 0
-        followers = [*(stage.adaptation for stage in run.stages[1:]), None]
-        for stage, following in zip(run.stages, followers, strict=True):
-            numbered, before = list(enumerate(stage.windows, number)), NONE
-            number += len(numbered)
-            if run.done.num_windows > number:
-                continue
-            for i, window in numbered:
-                if not run.stop.is_asked and run.done.num_windows == i:
-                    self._move(begin_window, stage.adaptation, run.fixed, before)
-                if not run.stop.is_asked and run.done.num_windows == i + 1:
-                    yield window
-                    self._help_stuck_chains(stage.adaptation)
-                before = LEARNED if window.learns_metric else HELD
-            is_cut = run.stop.is_asked or not numbered
-            self._move(
-                end_stage,
-                stage.adaptation,
-                run.fixed,
-                following=None if run.stop.is_asked else following,
-                learns_metric=None if is_cut else stage.windows[-1].learns_metric,
-            )
-            if run.stop.is_asked:
-                return
+    def _tune(self, stage: Stage, number: int, following: Stage | None) -> None:
+        """Take the steps of a stage, whose first window has this number, and end it."""
+        run, adaptation, before = self.run, stage.adaptation, NONE
+        if run.done.num_windows > number + len(stage.windows):
+            return
+        for i, window in enumerate(stage.windows, number):
+            if not run.stop.is_asked and run.done.num_windows == i:
+                self._move(begin_window, adaptation, run.fixed, before)
+            if not run.stop.is_asked and run.done.num_windows == i + 1:
+                done = int(run.done.num_warmup) - window.start
+                for _, count in run.chunks(window.end - window.start, done):
+                    run.chunk(count)
+                self._help_stuck_chains(adaptation)
+            before = LEARNED if window.learns_metric else HELD
+        # A window that a stop cut short has learned nothing.
+        is_asked = run.stop.is_asked
+        learns = None if is_asked or not stage.windows else stage.windows[-1].learns_metric
+        after = None if is_asked or following is None else following.adaptation
+        self._move(end_stage, adaptation, run.fixed, following=after, learns_metric=learns)
 
     def _help_stuck_chains(self, adaptation: Adaptation) -> None:
         """Help stuck chains between windows: never as draws begin, so that R-hat sees who is stuck."""
@@ -403,10 +397,11 @@ class Sampling:
 
     def draws(self) -> Draws:
         """Return the draws that were made, and what is needed to continue from them."""
-        run, padded_rows = self.run, {}
+        run, padded_rows, kind = self.run, {}, Draws
         if run.sink is not None:
             self.flush()
             collected, stats = run.sink.saved()
+            kind = partial(SavedDraws, path=run.sink.path, attributes=run.sink.attributes)
         elif spans_processes(run.layout.mesh):
             # Rows that lie over processes cannot be cut off: the pad copies the last real row.
             collected, stats = self._in_memory()
@@ -415,19 +410,16 @@ class Sampling:
         else:
             collected, stats = self._in_memory()
             collected = unwrap(collected, axis=2)
-        found = {
-            "position": collected,
-            "stats": stats,
-            "warmup": run.warmup_summary(),
-            "kernel": run.kernel,
-            "state": run.state.states,
-            "num_steps": int(run.done.num_steps),
-            "padded_rows": padded_rows,
-            "meanings": run.meanings,
-        }
-        if run.sink is None:
-            return Draws(**found)
-        return SavedDraws(**found, path=run.sink.path, attributes=run.sink.attributes)
+        return kind(
+            position=collected,
+            stats=stats,
+            warmup=run.warmup_summary(),
+            kernel=run.kernel,
+            state=run.state.states,
+            num_steps=int(run.done.num_steps),
+            padded_rows=padded_rows,
+            meanings=run.meanings,
+        )
 
     def _in_memory(self) -> PyTree:
         """Return what was collected and the stats, from the buffers or the host."""
