@@ -10,6 +10,7 @@ naive difference of two float32 log densities, each summed as one.
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,8 @@ def measure(watched: np.ndarray, num_steps: int) -> list[dict]:
         kernel=gm.HMC(target, 0.1, LEAPFROGS, inverse_mass_matrix=mode.inverse_mass_matrix),
         warmup=gm.WindowAdaptation(adapt_mass_matrix=False),
     )
-    kernel, state = draws.kernel, jax.tree.map(lambda x: x[0], draws.state)
+    kernel: Any = draws.kernel
+    state = jax.tree.map(lambda x: x[0], draws.state)
     trajectory, step = jax.jit(type(kernel).trajectory), jax.jit(type(kernel).step)
 
     def exact_log_density(position):

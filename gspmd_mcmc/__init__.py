@@ -46,13 +46,13 @@ from gspmd_mcmc.adaptation.per_chain import PerChainAdaptation
 from gspmd_mcmc.adaptation.snaper import SNAPERAdaptation
 from gspmd_mcmc.adaptation.window import WindowAdaptation
 from gspmd_mcmc.adaptation.estimators.dense import Dense, DenseBlock
-from gspmd_mcmc.adaptation.estimators.diagonal import Diagonal
+from gspmd_mcmc.adaptation.estimators.estimator import Diagonal
 from gspmd_mcmc.adaptation.estimators.low_rank import LowRank
 from gspmd_mcmc.adaptation.estimators.rotated import Rotated
 
 # Sample: where chains start, and what comes back
 from gspmd_mcmc.sampling.sample import sample
-from gspmd_mcmc.sampling.draws import Draws
+from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.sampling.start import per_chain, prior_start, uniform_start
 from gspmd_mcmc.sampling.mode import Mode, find_mode
 from gspmd_mcmc.sampling.reporting import ChunkReport, JSONLines
@@ -87,7 +87,7 @@ from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.kernels.metrics.metric import Metric
 from gspmd_mcmc.adaptation.estimators.estimator import MetricEstimator
-from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Transition, Window
+from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Transition, Window, WindowStart
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.tree import Pad, derived, each_chain, like_position, over_steps, pytree, shared, static
 
@@ -194,6 +194,7 @@ __all__ = [
     "Target",
     "Transition",
     "Window",
+    "WindowStart",
     "derived",
     "each_chain",
     "like_position",

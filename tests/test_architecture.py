@@ -155,7 +155,7 @@ def test_a_run_calls_what_a_walk_names(walk, run):
         "sample sampling/run.py",
         "sample sampling/sample.py\n  HMC.transition kernels/hmc.py",
         "HMC.transition kernels/hmc.py\n  HMC.init kernels/hmc.py",
-        "Draws.summary sampling/draws.py\nplace placement/place.py",
+        "Draws.summary storage/draws.py\nplace placement/place.py",
     ],
 )
 def test_a_walk_that_is_wrong_is_rejected(line, run):

@@ -223,8 +223,8 @@ def test_windows_after_the_first_metrics_begin_at_one_length():
 
     def begun(num_metrics, is_first, adaptation=adaptation):
         seen = tree.replace(state, num_metrics=jnp.int32(num_metrics))
-        key = jax.random.key(0)
-        seen = adaptation.begin(seen, kernel, states, jnp.asarray(is_first), key, rates)
+        start = gm.WindowStart(jnp.asarray(is_first), jax.random.key(0), rates)
+        seen = adaptation.begin(seen, kernel, states, start)
         return [float(jnp.exp(x)) for x in (seen.log_trajectory_length, seen.step_size.log_step_size)]
 
     lengths = [begun(num_metrics, False)[0] for num_metrics in range(6)]

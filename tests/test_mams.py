@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -232,7 +233,8 @@ def test_sample_tunes_step_size_length_and_metric_from_far_off():
     worst = max(np.max(np.abs(np.log(v))) for v in jax.tree.leaves(ratios))
     within(worst, np.log(2.5), "log of a ratio of variances")
     within(abs(np.mean(draws.acceptance_rate) - 0.9), 0.06, "from the acceptance rate asked for")
-    length = float(draws.kernel.trajectory_length) / np.sqrt(10)
+    kernel: Any = draws.kernel
+    length = float(kernel.trajectory_length) / np.sqrt(10)
     assert length > 1.57, "a quarter period at least"
     within(length, 3, "the length")
     of_means, of_squares = moments_in_mcse(draws.position, SCALES)

@@ -1,6 +1,7 @@
 """MCLMC: a step is that of the formulas, its bias is bounded, and `sample` tunes it."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -250,7 +251,8 @@ def test_sample_tunes_step_size_length_and_metric_from_far_off():
     within(worst, np.log(2.5), "log of a ratio of variances")
     energy_variance = np.var(np.asarray(draws.stats["energy_error"])) / 10
     within(abs(np.log(energy_variance / 4.5e-4)), np.log(4.5), "log of a ratio of energy variances")
-    length = float(draws.kernel.trajectory_length) / np.sqrt(10)
+    kernel: Any = draws.kernel
+    length = float(kernel.trajectory_length) / np.sqrt(10)
     within(abs(np.log2(length) - 0.5), 1.5, "log2 of a ratio of lengths")
     of_means, of_squares = moments_in_mcse(draws.position, SCALES, bias_of_squares=0.05)
     within(of_means, 4, "standard errors off")

@@ -23,8 +23,8 @@ from gspmd_mcmc import moments
 from gspmd_mcmc.adaptation import dual_averaging
 from gspmd_mcmc.adaptation.estimators.estimator import pooled_variance
 from gspmd_mcmc.sampling import run
-from gspmd_mcmc.sampling.draws import capacity
 from gspmd_mcmc.sampling.reporting import Report
+from gspmd_mcmc.sampling.run import capacity
 
 KEY = jax.random.key(seed(0))
 MEAN = {"a": np.linspace(-2, 2, 50, dtype=np.float32), "b": np.float32(3)}
@@ -911,7 +911,8 @@ def test_only_the_first_window_after_a_start_at_a_mode_begins_with_a_quarter():
 
     def begins_with(adaptation, is_first):
         state = adaptation.init(kernel, states)
-        state = adaptation.begin(state, kernel, states, jnp.asarray(is_first), KEY, safe_under_0_3)
+        start = gm.WindowStart(jnp.asarray(is_first), KEY, safe_under_0_3)
+        state = adaptation.begin(state, kernel, states, start)
         return float(adaptation.tuned(kernel, state).step_size)
 
     adaptation = gm.WindowAdaptation()

@@ -610,7 +610,7 @@ def test_a_store_of_another_run_is_not_continued(tmp_path, in_memory):
     to.write(buffers, 5)
     to.close()
     other, fewer = (
-        gm.Draws(position, draws.stats, {}, 0, 0, 0)
+        gm.Draws(position, draws.stats, {}, KERNEL, 0, 0)
         for position in (
             draws.position | {"w": draws.position["w"][..., :2]},
             {"w": STARTS["w"][:, :5]},

@@ -165,7 +165,8 @@ def test_a_plate_tells_of_its_padding():
 
 
 def test_draws_are_opened():
-    draws = gm.Draws({"w": placed_tree()["x"]}, {}, {}, None, {"step": np.int32(3)}, 0)
+    kernel = gm.NUTS(gm.LogDensity(jnp.sum), 1.0)
+    draws = gm.Draws({"w": placed_tree()["x"]}, {}, {}, kernel, {"step": np.int32(3)}, 0)
     assert [leaf.path for leaf in visualize(draws).leaves] == ["['position']['w']", "['state']['step']"]
     assert visualize([draws]).leaves[0].path == "[0]['position']['w']"
 

@@ -66,7 +66,7 @@ def test_a_metric_of_ones_own_is_learned_on():
 def test_a_dense_metric_of_ones_own_is_kept_while_many_chains_tune_the_length():
     own = gm.Dense().identity({"x": jnp.zeros((32, 3))})
     kernel = gm.JitteredHMC(TARGET, 0.1, 1.0, inverse_mass_matrix=own)
-    kept = sample(kernel=kernel, num_chains=32, num_warmup=40, num_samples=3).kernel
+    kept: Any = sample(kernel=kernel, num_chains=32, num_warmup=40, num_samples=3).kernel
     assert tree_equal(kept.inverse_mass_matrix, own)
     assert kept.step_size != kernel.step_size and kept.trajectory_length != kernel.trajectory_length
 

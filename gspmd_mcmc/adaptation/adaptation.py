@@ -43,22 +43,20 @@ class Stage(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """One step of all chains, leaves [chains, ...].
+    """One step of all chains, leaves [chains, ...]."""
 
-    Attributes
-    ----------
-    before, after
-        The states of the kernel.
-    info
-        What the kernel reports of the step.
-    end
-        The ends of the trajectories, accepted or not; None unless the adaptation asks for them.
-    """
-
-    before: Any
+    before: Any  # the states of the kernel
     after: Any
-    info: Info
-    end: PhasePoint | None
+    info: Info  # what the kernel reports of the step
+    end: PhasePoint | None  # of the trajectories, accepted or not; None unless the adaptation asks
+
+
+class WindowStart(NamedTuple):
+    """What an adaptation may use as a window begins."""
+
+    is_first: jax.Array  # [], whether no step was taken before
+    rng_key: jax.Array
+    acceptance_rates: AcceptanceRates  # (kernel, rng_key) tries one step: a rate of each chain
 
 
 class Adaptation(ABC):
@@ -70,11 +68,11 @@ class Adaptation(ABC):
 
     Attributes
     ----------
-    metric
-        The estimator of the metric that is learned. Where a warm-up has this field and it is None,
-        `sample` chooses one.
-    kernel_type
-        The kernels that this warm-up tunes.
+    metric, adapt_mass_matrix
+        The estimator of the metric, and whether one is learned. Where a warm-up has the first field and
+        it is None, `sample` chooses one.
+    kernel_type, default_for
+        The kernels that this warm-up tunes; those that `sample` tunes by it unless told otherwise.
     is_per_chain
         Whether every chain has a state of its own, so that all leaves of the state are [chains, ...].
     needs_end
@@ -84,7 +82,9 @@ class Adaptation(ABC):
     """
 
     metric: Any = ()
+    adapt_mass_matrix: bool = True
     kernel_type: ClassVar[type[Kernel]] = Kernel
+    default_for: ClassVar[type[Kernel] | tuple[()]] = ()
     is_per_chain: ClassVar[bool] = False
     needs_end: ClassVar[bool] = False
     traced: ClassVar[tuple[str, ...]] = ("step_size",)
@@ -92,7 +92,7 @@ class Adaptation(ABC):
     @property
     def learns_metric(self) -> bool:
         """Whether there is a metric to learn, and an estimator to learn it with."""
-        return self.metric not in (None, ())
+        return self.adapt_mass_matrix and self.metric not in (None, ())
 
     def stages(self, num_warmup: int) -> list[Stage]:
         """Cut warm-up into stages that follow each other, each with an adaptation."""
@@ -113,14 +113,8 @@ class Adaptation(ABC):
     def prepare(self, kernel: AnyKernel, states: Any) -> AnyKernel:
         """Return the kernel with a metric of the structure that will be learned.
 
-        A metric of that structure that the kernel has already stays as the first.
-
-        Raises
-        ------
-        TypeError
-            If the kernel is not one that this warm-up tunes.
-        ValueError
-            If the metric of the kernel is of another kind.
+        A metric of that structure that the kernel has already stays as the first. Raises a TypeError
+        for a kernel that this warm-up does not tune, a ValueError for a metric of another kind.
         """
         if not isinstance(kernel, self.kernel_type):
             raise TypeError(
@@ -148,16 +142,8 @@ class Adaptation(ABC):
     def init(self, kernel: Kernel, states: Any) -> Any:
         """Return the state of the adaptation before any step."""
 
-    def begin(
-        self,
-        state: Any,
-        kernel: Kernel,
-        states: Any,
-        is_first: jax.Array,
-        rng_key: jax.Array,
-        acceptance_rates: AcceptanceRates,
-    ) -> Any:
-        """Begin a window; ``acceptance_rates(kernel, rng_key)`` tries one step of every chain."""
+    def begin(self, state: Any, kernel: Kernel, states: Any, start: WindowStart) -> Any:
+        """Begin a window."""
         return state
 
     @abstractmethod

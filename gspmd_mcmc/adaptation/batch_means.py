@@ -45,22 +45,12 @@ LEAST_WARMUP = 20
 @pytree
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Moments of each chain's draws, and of the means of its batches of consecutive draws.
+    """Moments of each chain's draws, and of the means of its batches of consecutive draws."""
 
-    Attributes
-    ----------
-    length
-        Draws in a batch, [].
-    draws, means
-        Moments so far, leaves [chains, ...].
-    sum
-        Of the draws in the incomplete batch, leaves [chains, ...].
-    """
-
-    length: jax.Array
-    draws: Moments
+    length: jax.Array  # draws in a batch, []
+    draws: Moments  # so far, leaves [chains, ...]
     means: Moments
-    sum: PyTree = like_position(has_chains=True, pad=Pad.ZERO)
+    sum: PyTree = like_position(has_chains=True, pad=Pad.ZERO)  # of the incomplete batch
 
 
 def init(positions: PyTree, length: jax.Array) -> Batches:
@@ -128,21 +118,11 @@ def _variance(moments: Moments) -> PyTree:
 @pytree
 @dataclass(frozen=True, eq=False)
 class Length:
-    """The length of trajectories, or over which directions decorrelate, as it is tuned.
+    """The length of trajectories, or over which directions decorrelate, as it is tuned."""
 
-    Attributes
-    ----------
-    value
-        In units of the metric.
-    is_measured
-        Whether it comes from the correlation of draws.
-    batches
-        Of the draws in this window.
-    """
-
-    value: jax.Array
-    is_measured: jax.Array
-    batches: Batches
+    value: jax.Array  # in units of the metric
+    is_measured: jax.Array  # by the correlation of draws
+    batches: Batches  # of the draws in this window
 
     @classmethod
     def first(cls, kernel: MAMS | MCLMC, positions: PyTree) -> "Length":
@@ -160,10 +140,7 @@ class Length:
         return tree.replace(self, batches=update(self.batches, positions))
 
     def ended(self, measured: jax.Array) -> "Length":
-        """End a window in which the metric was held; the first such window fixes the length.
-
-        ``measured`` is NaN if the window was too short: then the length stays as it was.
-        """
+        """End a window that held the metric: the first that is long enough, so not NaN, counts."""
         keeps = self.is_measured | jnp.isnan(measured)
         value = jnp.where(keeps, self.value, measured).astype(self.value.dtype)
         return tree.replace(self, value=value, is_measured=jnp.ones_like(self.is_measured))
@@ -194,10 +171,7 @@ def steepness(kernel: Kernel, states: Any) -> jax.Array:
 
 
 def change_of_scale(kernel: Kernel, metric: PyTree, states: Any) -> jax.Array:
-    """Return the step size in a new metric, over that in the kernel's, that turns directions as much.
-
-    It is 1 where no gradient turns them: chains that never left a mode.
-    """
+    """Return the factor of a step size that turns directions as much in a new metric; 1 on a mode."""
     new = steepness(tree.replace(kernel, inverse_mass_matrix=metric), states)
     change = steepness(kernel, states) / new
     return jnp.where(jnp.isfinite(change), change, 1).astype(kernel.step_size.dtype)

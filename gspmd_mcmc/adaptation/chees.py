@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import adam, dual_averaging, stuck_chains
-from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Adaptation, Transition, Window
-from gspmd_mcmc.adaptation.estimators.diagonal import Diagonal
+from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, Window, WindowStart
+from gspmd_mcmc.adaptation.estimators.estimator import Diagonal
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
 from gspmd_mcmc.kernels.hmc import HMC
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
@@ -42,20 +42,12 @@ LEAST_RATE = 0.05
 
 
 class Trajectories(NamedTuple):
-    """What a criterion measures.
-
-    Attributes
-    ----------
-    before, end, velocity
-        Positions at the start and at the end, and velocities at the end, leaves [chains, ...].
-    variances
-        The squares of the scales of the position, a tree like one position.
-    """
+    """What a criterion measures: positions and velocities, leaves [chains, ...]."""
 
     before: PyTree
     end: PyTree
-    velocity: PyTree
-    variances: PyTree
+    velocity: PyTree  # at the end
+    variances: PyTree  # the squares of the scales, a tree like one position
 
 
 class Criterion(Protocol):
@@ -130,45 +122,22 @@ def mean_of_chains(x: PyTree) -> PyTree:
 @pytree
 @dataclass(frozen=True, eq=False)
 class ChEESState:
-    """What is tuned, and what has been seen.
-
-    Attributes
-    ----------
-    step_size
-        The recursion of the step size.
-    log_trajectory_length, log_trajectory_length_average, num_updates
-        The current one; its mean over the window, with weights that grow linearly; steps in the window.
-    ascent
-        The state of the optimizer.
-    max_leapfrogs, jitter
-        Of the kernel.
-    inverse_mass_matrix, moments
-        The metric, and the moments of positions in this window.
-    num_metrics
-        How many metrics were learned.
-    variances, spread
-        The squares of the scales of the position, which are the units of the criterion; moments for
-        them, where the metric is not these variances itself.
-    criterion
-        The state of the criterion.
-    rates
-        Recent acceptance rates, [chains].
-    """
+    """What is tuned, and what has been seen."""
 
     step_size: dual_averaging.DualAveragingState
     log_trajectory_length: jax.Array
-    log_trajectory_length_average: jax.Array
-    num_updates: jax.Array
+    log_trajectory_length_average: jax.Array  # over the window, with weights that grow linearly
+    num_updates: jax.Array  # in the window
     ascent: adam.AdamState
-    max_leapfrogs: jax.Array
+    max_leapfrogs: jax.Array  # this and the next one are of the kernel
     jitter: jax.Array
     inverse_mass_matrix: PyTree = like_position()
-    moments: PyTree
-    num_metrics: jax.Array
-    variances: PyTree = like_position()
-    spread: PyTree
+    moments: PyTree  # of the positions in this window, for the metric
+    num_metrics: jax.Array  # learned so far
+    variances: PyTree = like_position()  # the squares of the scales, units of the criterion
+    spread: PyTree  # moments for them, where the metric is not these variances itself
     criterion: Any
-    rates: jax.Array = each_chain()
+    rates: jax.Array = each_chain()  # recent acceptance rates, [chains]
 
 
 @pytree
@@ -217,13 +186,7 @@ class ChEESAdaptation(Adaptation):
         return Window.cut(ends, [False, *[True] * (len(ends) - 2), False])
 
     def prepare(self, kernel: JitteredHMC, states: Any) -> JitteredHMC:
-        """Return the kernel with a first metric; see `Adaptation.prepare`.
-
-        Raises
-        ------
-        ValueError
-            If there is only one chain.
-        """
+        """Return the kernel with a first metric; raise a ValueError if there is only one chain."""
         kernel = super().prepare(kernel, states)
         if len(states.log_density) < 2:
             raise ValueError(
@@ -253,24 +216,18 @@ class ChEESAdaptation(Adaptation):
         )
 
     def begin(
-        self,
-        state: ChEESState,
-        kernel: JitteredHMC,
-        states: Any,
-        is_first: jax.Array,
-        rng_key: jax.Array,
-        acceptance_rates: AcceptanceRates,
+        self, state: ChEESState, kernel: JitteredHMC, states: Any, start: WindowStart
     ) -> ChEESState:
         """Begin a window: search for a step size that suits the median chain; reset the moments."""
 
         def middle_rate(kernel, key):
-            return jnp.median(acceptance_rates(kernel, key))[None]
+            return jnp.median(start.acceptance_rates(kernel, key))[None]
 
-        found = find_step_size(self.final(kernel, state), rng_key, middle_rate)
+        found = find_step_size(self.final(kernel, state), start.rng_key, middle_rate)
         is_early = (state.num_metrics > 0) & (state.num_metrics <= NUM_FIRST_METRICS)
         is_early &= self.learns_metric  # the units of a kernel's own may be far from the scales
         length = jnp.where(is_early, jnp.log(FIRST_LENGTH), state.log_trajectory_length)
-        length = jnp.where(is_first, jnp.log(FIRST_LEAPFROGS * found), length)
+        length = jnp.where(start.is_first, jnp.log(FIRST_LEAPFROGS * found), length)
         zero = jnp.zeros_like(found)
         return tree.replace(
             state,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import batch_means
-from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Adaptation, Stage, Transition
+from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Transition, WindowStart
 from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState
 from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState, OneLeapfrog
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
@@ -58,7 +58,6 @@ class BurnInHMC(Kernel):
     target: Target
     step_size: jax.Array
     inverse_mass_matrix: PyTree = like_position()
-    has_one_leapfrog: bool = static(default=False)
     is_per_chain: bool = static(default=False)
 
     @classmethod
@@ -66,14 +65,12 @@ class BurnInHMC(Kernel):
         """Return the kernel with the target, the step size and the metric of another one."""
         return cls(kernel.target, kernel.step_size, kernel.inverse_mass_matrix)
 
-    def one_leapfrog(self) -> "BurnInHMC":
+    def one_leapfrog(self) -> HMCOnStates:
         """Return the kernel whose steps are one leapfrog; it tries first step sizes."""
-        return tree.replace(self, has_one_leapfrog=True)
+        return HMCOnStates(OneLeapfrog.of(self))
 
     def with_jitter(self, rng_key: jax.Array, step: jax.Array) -> HMCOnStates:
         """Return the kernel of one step, its number of leapfrogs drawn for all chains at once."""
-        if self.has_one_leapfrog:
-            return HMCOnStates(OneLeapfrog.of(self))
         length, most = MEAN_LEAPFROGS * self.step_size, 2 * MEAN_LEAPFROGS
         hmc = JitteredHMC(self.target, self.step_size, length, self.inverse_mass_matrix, most, 1.0)
         return HMCOnStates(hmc.with_jitter(rng_key, step))
@@ -103,16 +100,9 @@ class HMCBurnIn(Adaptation):
 
     During the stage the kernel holds the step size of the HMC. At the end its step size is sqrt(d)
     times that, and its trajectory length ``first_length`` sqrt(d), in units of the metric.
-
-    Parameters
-    ----------
-    by_window
-        How the HMC is tuned.
-    first_length
-        The kernel's trajectory length before it is measured, over sqrt(d).
     """
 
-    by_window: WindowAdaptation
+    by_window: WindowAdaptation  # how the HMC is tuned
     first_length: float = static()
 
     traced: ClassVar[tuple[str, ...]] = ("step_size", "trajectory_length")
@@ -128,17 +118,10 @@ class HMCBurnIn(Adaptation):
         return HMCBurnInState(self.by_window.init(hmc, states), dimension)
 
     def begin(
-        self,
-        state: HMCBurnInState,
-        kernel: Kernel,
-        states: Any,
-        is_first: jax.Array,
-        rng_key: jax.Array,
-        acceptance_rates: AcceptanceRates,
+        self, state: HMCBurnInState, kernel: Kernel, states: Any, start: WindowStart
     ) -> HMCBurnInState:
         """Begin a window: search for the step size of its metric, and forget the moments."""
-        hmc = BurnInHMC.of(kernel)
-        window = self.by_window.begin(state.window, hmc, states, is_first, rng_key, acceptance_rates)
+        window = self.by_window.begin(state.window, BurnInHMC.of(kernel), states, start)
         return tree.replace(state, window=window)
 
     def tuned(self, kernel: Kernel, state: HMCBurnInState) -> Kernel:
@@ -169,25 +152,12 @@ class HMCBurnIn(Adaptation):
 
 
 class AfterHMCBurnIn(Adaptation):
-    """A warm-up whose first stage is `HMCBurnIn`. Subclasses have at least these settings.
+    """A warm-up whose first stage is `HMCBurnIn`. Subclasses have at least these settings."""
 
-    Attributes
-    ----------
-    metric, adapt_mass_matrix
-        The kind of metric to learn; whether to learn one, or keep the kernel's own.
-    first_length
-        The trajectory length before it is measured, over sqrt(d), in units of the metric.
-    """
-
-    metric: Any
-    adapt_mass_matrix: bool
-    first_length: ClassVar[float] = 1.0
+    metric: Any  # the kind to learn
+    adapt_mass_matrix: bool  # or keep the kernel's own
+    first_length: ClassVar[float] = 1.0  # before it is measured, over sqrt(d), in units of the metric
     traced: ClassVar[tuple[str, ...]] = ("step_size", "trajectory_length")
-
-    @property
-    def learns_metric(self) -> bool:
-        """Whether there is a metric to learn, and an estimator to learn it with."""
-        return self.adapt_mass_matrix and self.metric is not None
 
     @property
     def by_hmc(self) -> WindowAdaptation:

@@ -10,12 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import batch_means, dual_averaging
-from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition
+from gspmd_mcmc.adaptation.adaptation import Transition, WindowStart
 from gspmd_mcmc.adaptation.batch_means import Length
 from gspmd_mcmc.adaptation.hmc_burn_in import AfterHMCBurnIn
 from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState
@@ -31,7 +30,7 @@ MOST_STEPS = 1000
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class MAMSAdaptationState:
+class MAMSTuning:
     """The tuning of step size and metric, and the length."""
 
     window: WindowState
@@ -64,6 +63,7 @@ class MAMSAdaptation(AfterHMCBurnIn):
     adapt_mass_matrix: bool = static(default=True)
 
     kernel_type: ClassVar[type[MAMS]] = MAMS
+    default_for: ClassVar[type[MAMS]] = MAMS
     first_length: ClassVar[float] = math.pi / 2
 
     def __post_init__(self):
@@ -75,41 +75,29 @@ class MAMSAdaptation(AfterHMCBurnIn):
         # The rate may be traced, and a constructor could not check it.
         return tree.replace(self.by_hmc, target_acceptance_rate=self.target_acceptance_rate)
 
-    def init(self, kernel: MAMS, states: Any) -> MAMSAdaptationState:
+    def init(self, kernel: MAMS, states: Any) -> MAMSTuning:
         """Return the state after the burn-in."""
         window = self.by_window.init(self.arrived(kernel, states), states)
-        return MAMSAdaptationState(window, Length.first(kernel, states.position))
+        return MAMSTuning(window, Length.first(kernel, states.position))
 
-    def begin(
-        self,
-        state: MAMSAdaptationState,
-        kernel: MAMS,
-        states: Any,
-        is_first: jax.Array,
-        rng_key: jax.Array,
-        acceptance_rates: AcceptanceRates,
-    ) -> MAMSAdaptationState:
+    def begin(self, state: MAMSTuning, kernel: MAMS, states: Any, start: WindowStart) -> MAMSTuning:
         """Begin a window: search for a step size with its metric, and reset the moments."""
-        window = self.by_window.begin(state.window, kernel, states, is_first, rng_key, acceptance_rates)
+        window = self.by_window.begin(state.window, kernel, states, start)
         one_length = jnp.ones_like(state.trajectory_length.value)
         length = state.trajectory_length.begun(states.position, lengths_per_draw=one_length)
-        return MAMSAdaptationState(window, length)
+        return MAMSTuning(window, length)
 
-    def tuned(self, kernel: MAMS, state: MAMSAdaptationState) -> MAMS:
+    def tuned(self, kernel: MAMS, state: MAMSTuning) -> MAMS:
         """Return the kernel with the current step size, length and metric."""
         return _with_length(self.by_window.tuned(kernel, state.window), state)
 
-    def update(
-        self, state: MAMSAdaptationState, kernel: MAMS, transition: Transition
-    ) -> MAMSAdaptationState:
+    def update(self, state: MAMSTuning, kernel: MAMS, transition: Transition) -> MAMSTuning:
         """Take in one step of all chains."""
         window = self.by_window.update(state.window, kernel, transition)
         length = state.trajectory_length.updated(transition.after.position)
-        return MAMSAdaptationState(window, length)
+        return MAMSTuning(window, length)
 
-    def end(
-        self, state: MAMSAdaptationState, kernel: MAMS, states: Any, learns_metric: bool
-    ) -> MAMSAdaptationState:
+    def end(self, state: MAMSTuning, kernel: MAMS, states: Any, learns_metric: bool) -> MAMSTuning:
         """End a window: learn the metric, or measure the length."""
         window = self.by_window.end(state.window, kernel, states, learns_metric)
         length = state.trajectory_length
@@ -119,14 +107,14 @@ class MAMSAdaptation(AfterHMCBurnIn):
             # Where the units of the metric are those of the target, no shorter length is better.
             least = length.value if self.learns_metric else 0
             length = length.ended(jnp.maximum(measured, least))
-        return MAMSAdaptationState(window, length)
+        return MAMSTuning(window, length)
 
-    def final(self, kernel: MAMS, state: MAMSAdaptationState) -> MAMS:
+    def final(self, kernel: MAMS, state: MAMSTuning) -> MAMS:
         """Return the kernel with the averaged step size."""
         return _with_length(self.by_window.final(kernel, state.window), state)
 
 
-def _with_length(kernel: MAMS, state: MAMSAdaptationState) -> MAMS:
+def _with_length(kernel: MAMS, state: MAMSTuning) -> MAMS:
     """Return the kernel with the current length."""
     length = jnp.minimum(state.trajectory_length.value, MOST_STEPS * kernel.step_size)
     return tree.replace(kernel, trajectory_length=length)

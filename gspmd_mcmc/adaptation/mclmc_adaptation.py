@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import batch_means, stuck_chains
-from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Transition
+from gspmd_mcmc.adaptation.adaptation import Transition, WindowStart
 from gspmd_mcmc.adaptation.batch_means import Length
 from gspmd_mcmc.adaptation.dual_averaging import LEAST_STEP_SIZE, MOST_STEP_SIZE
 from gspmd_mcmc.adaptation.hmc_burn_in import AfterHMCBurnIn
@@ -49,17 +49,14 @@ class StepSize:
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class MCLMCAdaptationState:
-    """The recursion of the step size, the length, the metric, and what this window has seen.
-
-    ``rates`` are the recent fractions of steps that each chain has made, [chains].
-    """
+class MCLMCTuning:
+    """The recursion of the step size, the length, the metric, and what this window has seen."""
 
     step_size: StepSize
     trajectory_length: Length
     inverse_mass_matrix: PyTree = like_position()
     moments: PyTree
-    rates: jax.Array = each_chain()
+    rates: jax.Array = each_chain()  # recent fractions of steps that it has made, [chains]
 
 
 @pytree
@@ -87,6 +84,7 @@ class MCLMCAdaptation(AfterHMCBurnIn):
     adapt_mass_matrix: bool = static(default=True)
 
     kernel_type: ClassVar[type[MCLMC]] = MCLMC
+    default_for: ClassVar[type[MCLMC]] = MCLMC
 
     def __post_init__(self):
         if not self.energy_variance > 0:
@@ -95,9 +93,9 @@ class MCLMCAdaptation(AfterHMCBurnIn):
                 f"{self.energy_variance}"
             )
 
-    def init(self, kernel: MCLMC, states: Any) -> MCLMCAdaptationState:
+    def init(self, kernel: MCLMC, states: Any) -> MCLMCTuning:
         """Return the state after the burn-in."""
-        return MCLMCAdaptationState(
+        return MCLMCTuning(
             step_size=_restarted(self.arrived(kernel, states).step_size),
             trajectory_length=Length.first(kernel, states.position),
             inverse_mass_matrix=kernel.inverse_mass_matrix,
@@ -105,15 +103,7 @@ class MCLMCAdaptation(AfterHMCBurnIn):
             rates=stuck_chains.no_rates(states.log_density),
         )
 
-    def begin(
-        self,
-        state: MCLMCAdaptationState,
-        kernel: MCLMC,
-        states: Any,
-        is_first: jax.Array,
-        rng_key: jax.Array,
-        acceptance_rates: AcceptanceRates,
-    ) -> MCLMCAdaptationState:
+    def begin(self, state: MCLMCTuning, kernel: MCLMC, states: Any, start: WindowStart) -> MCLMCTuning:
         """Begin a window: reset the moments."""
         lengths_per_draw = state.step_size.value / state.trajectory_length.value
         return tree.replace(
@@ -122,7 +112,7 @@ class MCLMCAdaptation(AfterHMCBurnIn):
             moments=self.init_moments(states),
         )
 
-    def tuned(self, kernel: MCLMC, state: MCLMCAdaptationState) -> MCLMC:
+    def tuned(self, kernel: MCLMC, state: MCLMCTuning) -> MCLMC:
         """Return the kernel with the current step size, length and metric."""
         return tree.replace(
             kernel,
@@ -131,9 +121,7 @@ class MCLMCAdaptation(AfterHMCBurnIn):
             inverse_mass_matrix=state.inverse_mass_matrix,
         )
 
-    def update(
-        self, state: MCLMCAdaptationState, kernel: MCLMC, transition: Transition
-    ) -> MCLMCAdaptationState:
+    def update(self, state: MCLMCTuning, kernel: MCLMC, transition: Transition) -> MCLMCTuning:
         """Take in one step of all chains; a few numbers are summed over them, once."""
         positions = transition.after.position
         desired = self.energy_variance * batch_means.dimension_of_chain(kernel, positions)
@@ -145,28 +133,18 @@ class MCLMCAdaptation(AfterHMCBurnIn):
             rates=stuck_chains.recent_rates(state.rates, transition.info.acceptance_rate),
         )
 
-    def end(
-        self, state: MCLMCAdaptationState, kernel: MCLMC, states: Any, learns_metric: bool
-    ) -> MCLMCAdaptationState:
+    def end(self, state: MCLMCTuning, kernel: MCLMC, states: Any, learns_metric: bool) -> MCLMCTuning:
         """End a window: learn the metric, or measure the length."""
         if learns_metric:
-            return self._with_metric(state, kernel, states)
+            metric = self.metric.final(state.moments, states.position)
+            # The new step size turns directions as much as the old one did.
+            change = batch_means.change_of_scale(self.tuned(kernel, state), metric, states)
+            step_size = _restarted(change * state.step_size.value)
+            return tree.replace(state, step_size=step_size, inverse_mass_matrix=metric)
         count = batch_means.dimension_of_chain(kernel, states.position)
         time = batch_means.correlation_time(state.trajectory_length.batches, count)
         length = state.trajectory_length.ended(LENGTH_FACTOR * time * state.step_size.value)
         return tree.replace(state, trajectory_length=length)
-
-    def _with_metric(
-        self, state: MCLMCAdaptationState, kernel: MCLMC, states: Any
-    ) -> MCLMCAdaptationState:
-        """Learn the metric; the new step size turns directions as much as the old one did."""
-        metric = self.metric.final(state.moments, states.position)
-        change = batch_means.change_of_scale(self.tuned(kernel, state), metric, states)
-        return tree.replace(
-            state,
-            step_size=_restarted(change * state.step_size.value),
-            inverse_mass_matrix=metric,
-        )
 
 
 def _restarted(step_size: jax.Array) -> StepSize:

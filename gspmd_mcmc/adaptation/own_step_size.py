@@ -23,22 +23,9 @@ def walk(
 ) -> tuple[Any, jax.Array, jax.Array]:
     """Take thirty steps of each chain with a step size that suits it where it is.
 
-    Parameters
-    ----------
-    kernel
-        A kernel for all chains, with a target, a metric and a step size to begin the search with.
-    rng_key
-        Chain c draws from keys folded with c, so that every mesh takes the same steps.
-    states
-        The kernel's states, leaves [chains, ...]. Fields that HMC lacks stay as they are.
-    vmap
-        ``vmap(function, in_axes)``.
-
-    Returns
-    -------
-    states, acceptance_rates, leapfrogs
-        The states after the steps; the mean of each chain's rates, [chains]; the leapfrogs of all
-        chains together.
+    The kernel is one for all chains. Fields of the states [chains, ...] that HMC lacks stay as they
+    are. Returns the states, the mean of each chain's acceptance rates [chains], and the leapfrogs of
+    all chains together.
     """
     chains = jnp.arange(states.log_density.size)
 

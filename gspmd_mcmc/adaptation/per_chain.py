@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation.adaptation import AcceptanceRates, Adaptation, Transition, Window
+from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, Window, WindowStart
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
 from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState
 from gspmd_mcmc.kernels.kernel import Kernel
@@ -64,22 +64,14 @@ class PerChainAdaptation(Adaptation):
 
     def init(self, kernel: Kernel, states: Any) -> WindowState:
         """Return the state of every chain, leaves [chains, ...]."""
-        return map_chains(lambda kernel, one: self.adaptation.init(kernel, _one(one)), kernel, states)
+        return _map_chains(lambda kernel, one: self.adaptation.init(kernel, _one(one)), kernel, states)
 
-    def begin(
-        self,
-        state: WindowState,
-        kernel: Kernel,
-        states: Any,
-        is_first: jax.Array,
-        rng_key: jax.Array,
-        acceptance_rates: AcceptanceRates,
-    ) -> WindowState:
+    def begin(self, state: WindowState, kernel: Kernel, states: Any, start: WindowStart) -> WindowState:
         """Begin a window: search for the step sizes of all chains at once, each independently."""
         found = kernel.step_size
         if self.adaptation.adapt_step_size:
-            found = find_step_size(self.final(kernel, state), rng_key, acceptance_rates)
-            found = found * jnp.where(is_first, self.adaptation.first_step_factor, 1.0)
+            found = find_step_size(self.final(kernel, state), start.rng_key, start.acceptance_rates)
+            found = found * jnp.where(start.is_first, self.adaptation.first_step_factor, 1.0)
         return jax.vmap(lambda s, x, e: self.adaptation.restarted(s, _one(x), e))(state, states, found)
 
     def tuned(self, kernel: Kernel, state: WindowState) -> Kernel:
@@ -92,7 +84,7 @@ class PerChainAdaptation(Adaptation):
         def update(kernel, state, transition):
             return self.adaptation.update(state, kernel, _one(transition))
 
-        return map_chains(update, kernel, state, transition)
+        return _map_chains(update, kernel, state, transition)
 
     def end(self, state: WindowState, kernel: Kernel, states: Any, learns_metric: bool) -> WindowState:
         """End a window: every chain learns a metric from its own moments."""
@@ -100,7 +92,7 @@ class PerChainAdaptation(Adaptation):
         def end(kernel, state, states):
             return self.adaptation.end(state, kernel, _one(states), learns_metric)
 
-        return map_chains(end, kernel, state, states)
+        return _map_chains(end, kernel, state, states)
 
     def final(self, kernel: Kernel, state: WindowState) -> Kernel:
         """Return the kernel with the averaged step size of each chain."""
@@ -111,7 +103,7 @@ class PerChainAdaptation(Adaptation):
             tuned = function(kernel, state)
             return tuned.step_size, tuned.inverse_mass_matrix
 
-        step_size, metric = map_chains(settings, kernel, state)
+        step_size, metric = _map_chains(settings, kernel, state)
         return tree.replace(kernel, step_size=step_size, inverse_mass_matrix=metric)
 
 
@@ -120,26 +112,11 @@ def _one(chain: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x[None], chain)
 
 
-def map_chains(function: Callable, kernel: Kernel, *trees: PyTree, vmap: Callable = jax.vmap) -> PyTree:
-    """Map ``function(kernel, *trees)`` over chains; of the kernel, only what differs between them.
-
-    Parameters
-    ----------
-    function
-        A function of the kernel and the trees of one chain.
-    kernel
-        The kernel of all chains, or one whose settings have an axis of chains.
-    *trees
-        Trees with leaves [chains, ...].
-    vmap
-        ``vmap(function, in_axes)``.
-    """
-    if not kernel.is_per_chain:
-        return vmap(lambda *one: function(kernel, *one), (0,) * len(trees))(*trees)
+def _map_chains(function: Callable, kernel: Kernel, *trees: PyTree) -> PyTree:
+    """Map ``function(kernel, *trees)`` over chains; of the kernel, what differs between them."""
 
     def of_one(step_size, metric, *one):
         own = {"step_size": step_size, "inverse_mass_matrix": metric, "is_per_chain": False}
         return function(tree.replace(kernel, **own), *one)
 
-    settings = (kernel.step_size, kernel.inverse_mass_matrix)
-    return vmap(of_one, (0,) * (2 + len(trees)))(*settings, *trees)
+    return jax.vmap(of_one)(kernel.step_size, kernel.inverse_mass_matrix, *trees)

@@ -18,6 +18,7 @@ Component Analysis", IEEE TPAMI 25 (2003).
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from gspmd_mcmc.adaptation.chees import (
     Trajectories,
     mean_of_chains,
 )
+from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, pytree, static
@@ -103,3 +105,5 @@ class SNAPERAdaptation(ChEESAdaptation):
 
     length_cost: float = 0.5
     criterion: Criterion = static(default=ChangeAlongPrincipal())
+
+    default_for: ClassVar[type[JitteredHMC]] = JitteredHMC

@@ -20,20 +20,12 @@ CROSSED_RATE = 0.8
 def find_step_size(kernel: Kernel, rng_key: jax.Array, acceptance_rates: AcceptanceRates) -> jax.Array:
     """Double or halve the step size until the acceptance rate of one leapfrog crosses 0.8.
 
-    Parameters
-    ----------
-    kernel
-        The kernel of all chains; with a step size [chains], one is found for every chain.
-    rng_key
-        Try i draws from ``fold_in(rng_key, i)``.
-    acceptance_rates
-        ``acceptance_rates(kernel, rng_key)``: the rates of one step of all chains, [chains].
+    With a kernel that has a step size of each chain, [chains], one is found for every chain.
     """
-    one_step = kernel.one_leapfrog()
 
     def rate(step_size, i):
         key = jax.random.fold_in(rng_key, i)
-        rates = acceptance_rates(tree.replace(one_step, step_size=step_size), key)
+        rates = acceptance_rates(tree.replace(kernel, step_size=step_size).one_leapfrog(), key)
         # The median: one chain in a bad place must not shrink the step for all.
         return rates if kernel.is_per_chain else jnp.median(rates)
 

@@ -23,30 +23,19 @@ MEMORY = 100
 
 
 class Move(NamedTuple):
-    """A chain that took the state of another one during warm-up.
-
-    Attributes
-    ----------
-    chain
-        The number of the chain.
-    step
-        The number of steps that the run had taken.
-    from_log_density, to_log_density
-        The log density before and after, in nats.
-    """
+    """A chain that took the state of another one during warm-up."""
 
     chain: int
-    step: int
-    from_log_density: float
+    step: int  # of the run
+    from_log_density: float  # in nats
     to_log_density: float
 
 
 def no_rates(like: jax.Array) -> jax.Array:
     """Return the recent acceptance rates of chains that have taken no step, [chains].
 
-    They are at the threshold, so that the first step decides: a chain that rejects it counts as stuck.
-    If they were ones, a stuck chain would count as well during the steps in which a step size moves
-    fastest.
+    They are at the threshold, so that a chain that rejects its first step counts as stuck: a step size
+    moves fastest during the first steps.
     """
     return jnp.full_like(like, STUCK_RATE)
 
@@ -57,16 +46,9 @@ def recent_rates(rates: jax.Array, acceptance_rates: jax.Array) -> jax.Array:
 
 
 def are_stuck_below(acceptance_rates: np.ndarray, log_densities: np.ndarray) -> np.ndarray:
-    """Return for each chain whether it is stuck, and lower than the chains that are not.
+    """Tell of each chain if its rates [chains, steps] say that it is stuck, and it is below the others.
 
     If half of the chains or more are stuck, the step size is at fault, and none counts as stuck.
-
-    Parameters
-    ----------
-    acceptance_rates
-        Those of all steps so far, [chains, steps]. A chain is stuck if the recent ones are under 0.1.
-    log_densities
-        The chains' log densities now, [chains].
     """
     latest = acceptance_rates[:, -MEMORY:]
     age = np.arange(latest.shape[1])[::-1]
@@ -79,16 +61,9 @@ def are_stuck_below(acceptance_rates: np.ndarray, log_densities: np.ndarray) -> 
 
 
 def moved(rng_key: jax.Array, states: Any, moves: jax.Array, are_sources: jax.Array) -> Any:
-    """Give chains the states of others.
+    """Give the chains that move the states [chains, ...] of others that are drawn among the sources.
 
-    Parameters
-    ----------
-    rng_key
-        Chain c draws from ``fold_in(rng_key, c)``, so that every mesh makes the same choices.
-    states
-        A kernel's states, leaves [chains, ...].
-    moves, are_sources
-        Which chains move, and which chains their new states are drawn from, [chains].
+    Chain c draws from ``fold_in(rng_key, c)``, so that every mesh makes the same choices.
     """
     chains = jnp.arange(moves.size)
     logits = jnp.where(are_sources, 0.0, -jnp.inf)
@@ -109,22 +84,9 @@ def helped(
 ) -> tuple[Any, jax.Array, jax.Array]:
     """Let stuck chains walk with step sizes of their own, and move those that cannot.
 
-    Parameters
-    ----------
-    rng_key
-        For the walk and for the choice of sources.
-    states
-        A kernel's states, leaves [chains, ...].
-    is_stuck
-        Which chains are stuck, [chains].
-    walk
-        ``walk(rng_key, states)``: the states after steps of each chain's own size, the mean acceptance
-        rates [chains], and the leapfrogs of all chains.
-
-    Returns
-    -------
-    states, moves, leapfrogs
-        The new states, which chains were moved [chains], and the leapfrogs that it took.
+    ``walk(rng_key, states)`` returns the states after steps of each chain's own size, its mean
+    acceptance rate, and the leapfrogs of all. Returns the new states, the chains that were moved, and
+    those leapfrogs.
     """
     walk_key, move_key = jax.random.split(rng_key)
     after, rates, leapfrogs = walk(walk_key, states)

@@ -6,21 +6,16 @@ Stan Reference Manual, "HMC algorithm parameters: automatic parameter tuning" (w
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import dual_averaging, stuck_chains
-from gspmd_mcmc.adaptation.adaptation import (
-    AcceptanceRates,
-    Adaptation,
-    AnyKernel,
-    Transition,
-    Window,
-)
+from gspmd_mcmc.adaptation.adaptation import Adaptation, AnyKernel, Transition, Window, WindowStart
 from gspmd_mcmc.adaptation.step_size_search import find_step_size
+from gspmd_mcmc.kernels.hmc import HamiltonianKernel
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.tree import PyTree, each_chain, like_position, pytree, static
 
@@ -30,24 +25,12 @@ FAST_START, FAST_END, FIRST_SLOW = 75, 50, 25
 @pytree
 @dataclass(frozen=True, eq=False)
 class WindowState:
-    """The recursion of the step size, the metric, and what this window has seen.
-
-    Attributes
-    ----------
-    step_size
-        The recursion.
-    inverse_mass_matrix
-        The metric of the kernel.
-    moments
-        Of the positions in this window.
-    rates
-        The recent acceptance rate of each chain, [chains].
-    """
+    """The recursion of the step size, the metric, and what this window has seen."""
 
     step_size: dual_averaging.DualAveragingState
     inverse_mass_matrix: PyTree = like_position()
-    moments: PyTree
-    rates: jax.Array = each_chain()
+    moments: PyTree  # of the positions in this window
+    rates: jax.Array = each_chain()  # recent acceptance rates, [chains]
 
 
 @pytree
@@ -77,13 +60,10 @@ class WindowAdaptation(Adaptation):
     adapt_step_size: bool = static(default=True)
     first_step_factor: float = 1.0
 
+    default_for: ClassVar[type[HamiltonianKernel]] = HamiltonianKernel
+
     def __post_init__(self):
         dual_averaging.check_target(self)
-
-    @property
-    def learns_metric(self) -> bool:
-        """Whether there is a metric to learn, and an estimator to learn it with."""
-        return self.adapt_mass_matrix and super().learns_metric
 
     def from_mode(self) -> "WindowAdaptation":
         """Return the settings for chains that start exactly at a mode."""
@@ -101,13 +81,7 @@ class WindowAdaptation(Adaptation):
         return Window.cut([fast_start, *slow_ends, num_warmup], learn_metric)
 
     def prepare(self, kernel: AnyKernel, states: Any) -> AnyKernel:
-        """Return the kernel with a first metric, if one is learned; see `Adaptation.prepare`.
-
-        Raises
-        ------
-        TypeError
-            If the kernel has no Metropolis test, and so no acceptance rate.
-        """
+        """Return the kernel with a first metric; raise a TypeError if it has no Metropolis test."""
         if not kernel.is_adjusted:
             raise TypeError(
                 f"WindowAdaptation: {type(kernel).__name__} has no Metropolis test, and so no "
@@ -124,20 +98,12 @@ class WindowAdaptation(Adaptation):
             rates=stuck_chains.no_rates(states.log_density),
         )
 
-    def begin(
-        self,
-        state: WindowState,
-        kernel: Kernel,
-        states: Any,
-        is_first: jax.Array,
-        rng_key: jax.Array,
-        acceptance_rates: AcceptanceRates,
-    ) -> WindowState:
+    def begin(self, state: WindowState, kernel: Kernel, states: Any, start: WindowStart) -> WindowState:
         """Begin a window: search for a step size with its metric, and reset the moments."""
         if not self.adapt_step_size:
             return self.restarted(state, states, kernel.step_size)
-        found = find_step_size(self.final(kernel, state), rng_key, acceptance_rates)
-        factor = jnp.where(is_first, self.first_step_factor, 1.0).astype(found.dtype)
+        found = find_step_size(self.final(kernel, state), start.rng_key, start.acceptance_rates)
+        factor = jnp.where(start.is_first, self.first_step_factor, 1.0).astype(found.dtype)
         return self.restarted(state, states, found * factor)
 
     def restarted(self, state: WindowState, states: Any, step_size: jax.Array) -> WindowState:

@@ -28,20 +28,7 @@ class ProcessLost(RuntimeError):
 
 
 def require_agreement(call: str, facts: dict[str, str]) -> None:
-    """Raise, on every process, unless all of them state the same facts.
-
-    Parameters
-    ----------
-    call
-        The name of this call; all processes must make the same calls.
-    facts
-        Name of what must be equal to its value, short enough for a message.
-
-    Raises
-    ------
-    ProcessesDisagree
-        With each fact that differs, and the processes that have each of its values.
-    """
+    """Raise `ProcessesDisagree`, on every process, unless all make this call and state these facts."""
     text = json.dumps({"call": call} | facts, sort_keys=True).encode()
     digests = _exchange(hashlib.sha256(text).digest())
     if len(set(digests)) == 1:

@@ -114,10 +114,7 @@ def _explained(given: dict[str, Any], error: Exception) -> Exception:
 
 
 def _end_soon_after_errors(seconds: float) -> None:
-    """End this process soon after an error; JAX would wait minutes for the others.
-
-    They may be waiting for this one in a collective. Once it is gone, they end too.
-    """
+    """End this process soon after an error: others may wait for it, and JAX minutes for them."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -136,14 +133,7 @@ def _end(error: str) -> None:
 
 
 def spans_processes(mesh: Mesh | AbstractMesh | None) -> bool:
-    """Tell whether a mesh has devices of several processes.
-
-    Raises
-    ------
-    ValueError
-        If it has devices of some processes but not of all, whose programs would wait for the others
-        in vain.
-    """
+    """Tell whether a mesh has devices of several processes; those of some, but not all, raise."""
     if not isinstance(mesh, Mesh) or jax.process_count() == 1:
         return False
     found = {device.process_index for device in mesh.devices.flat}
@@ -183,13 +173,7 @@ def put(array: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def local_part(array: Any) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return the part of an array that lies on this process' devices, and where it begins.
-
-    Raises
-    ------
-    ValueError
-        If the part is not a box: the devices of this process do not lie side by side on the mesh.
-    """
+    """Return the part of an array that lies on this process' devices, a box, and where it begins."""
     if is_local(array):
         return np.asarray(array), (0,) * np.ndim(array)
     shards = {

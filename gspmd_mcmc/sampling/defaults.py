@@ -9,17 +9,13 @@ import jax.numpy as jnp
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.adaptation.estimators.dense import Dense
-from gspmd_mcmc.adaptation.estimators.diagonal import Diagonal
-from gspmd_mcmc.adaptation.estimators.estimator import MetricEstimator
+from gspmd_mcmc.adaptation.estimators.estimator import Diagonal, MetricEstimator
 from gspmd_mcmc.adaptation.mams_adaptation import MAMSAdaptation
 from gspmd_mcmc.adaptation.mclmc_adaptation import MCLMCAdaptation
 from gspmd_mcmc.adaptation.snaper import SNAPERAdaptation
 from gspmd_mcmc.adaptation.window import WindowAdaptation
-from gspmd_mcmc.kernels.hmc import HMC
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.kernels.kernel import Kernel
-from gspmd_mcmc.kernels.mams import MAMS
-from gspmd_mcmc.kernels.mclmc import MCLMC
 from gspmd_mcmc.kernels.nuts import NUTS
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.targets import checks
@@ -31,13 +27,8 @@ MANY_CHAINS = 32
 # Per gradient a dense metric is worth no less even where it costs draws, and no rule on the
 # correlations that warm-up sees separates such posteriors: docs/everyday.md has the figures.
 DENSE_SIZE = 100
-WARMUPS: tuple[tuple[type[Kernel], Adaptation], ...] = (
-    (HMC, WindowAdaptation()),
-    (NUTS, WindowAdaptation()),
-    (JitteredHMC, SNAPERAdaptation()),
-    (MAMS, MAMSAdaptation()),
-    (MCLMC, MCLMCAdaptation()),
-)
+# The first that says it is the default for a kernel is taken.
+WARMUPS = (SNAPERAdaptation(), WindowAdaptation(), MAMSAdaptation(), MCLMCAdaptation())
 
 
 def chosen_kernel(
@@ -91,13 +82,7 @@ def chosen_warmup(
 
 
 def kernel_for(target: Target, num_chains: int, max_tree_depth: int | None = None) -> Kernel:
-    """Return the kernel for a target and a number of chains, its settings still to be tuned.
-
-    Raises
-    ------
-    TypeError
-        If a depth is given, and this many chains have no trees.
-    """
+    """Return the kernel for a target and a number of chains; many have no trees that a depth suits."""
     depth = {} if max_tree_depth is None else {"max_tree_depth": max_tree_depth}
     if num_chains < MANY_CHAINS:
         return NUTS(target, 0.1, **depth)
@@ -110,18 +95,12 @@ def kernel_for(target: Target, num_chains: int, max_tree_depth: int | None = Non
 
 
 def warmup_for(kernel: Kernel) -> Adaptation:
-    """Return the warm-up that suits a kernel.
-
-    Raises
-    ------
-    TypeError
-        If none is known for it.
-    """
+    """Return the warm-up that a kernel asks for, or that says it suits it; raise if none does."""
     own = kernel.default_warmup()
     if own is not None:
         return own
-    for kind, warmup in WARMUPS:
-        if isinstance(kernel, kind):
+    for warmup in WARMUPS:
+        if isinstance(kernel, warmup.default_for):
             return warmup
     raise TypeError(
         f"warmup: no warm-up is known for {type(kernel).__name__}; give sample one as warmup=..."
@@ -131,7 +110,7 @@ def warmup_for(kernel: Kernel) -> Adaptation:
 def with_metric(warmup: Adaptation, kernel: Kernel, layout: Layout) -> Adaptation:
     """Return the warm-up with a kind of metric, if it names none.
 
-    A metric that the kernel has already is learned on if it is diagonal, and kept as it is if not.
+    A metric that the kernel has already is learned on if it is diagonal, and kept if not.
     """
     if isinstance(warmup.metric, type):
         checks.require_kind("metric", warmup.metric, MetricEstimator, "Diagonal()")

@@ -16,11 +16,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import require_agreement
 from gspmd_mcmc.multihost.processes import is_local, to_host
 from gspmd_mcmc.placement.layout import Layout
+from gspmd_mcmc.sampling.run import Plan
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import Role, path_str, roles
@@ -38,26 +38,10 @@ class Text(str):
 def require_same_on_processes(
     call: str, mesh: Mesh, target: Target, given: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    """Raise, on every process, unless all of them were given the same run.
+    """Raise `ProcessesDisagree`, on every process, unless all of them were given the same run.
 
     Arrays that every process holds whole are compared by value, arrays that lie over processes by
     shape, dtype and spec, functions by name.
-
-    Parameters
-    ----------
-    call
-        The function that was called.
-    mesh, target
-        As given to it.
-    given
-        Name of an argument to a position, kernel, adaptation or function.
-    settings
-        Name of an argument to a number, text or key.
-
-    Raises
-    ------
-    ProcessesDisagree
-        With each thing that differs, and where.
     """
     facts = {"jax": jax.__version__, "mesh": str(dict(mesh.shape))}
     facts |= {name: _value(value) for name, value in settings.items()}
@@ -67,22 +51,16 @@ def require_same_on_processes(
     require_agreement(call, facts)
 
 
-def facts_of_run(
-    rng_key: jax.Array,
-    kernel: Kernel,
-    adaptation: Adaptation,
-    collect: Partial,
-    layout: Layout,
-    counts: dict[str, int],
-) -> Facts:
+def facts_of_run(plan: Plan, kernel: Kernel, layout: Layout) -> Facts:
     """Describe what has to stay the same for a run to be continued, on this mesh or another.
 
     More draws may be asked for, so ``num_samples`` is left out. Where the chains started is in the
     run's state. Of the target's arrays only the shapes are described, without pad.
     """
-    facts = {"rng_key": _value(rng_key)}
-    facts |= {name: str(count) for name, count in counts.items() if name != "num_samples"}
-    given = {"kernel": tree.replace(kernel, target=None), "warmup": adaptation, "collect": collect}
+    facts = {"rng_key": _value(plan.rng_key)}
+    facts |= {name: str(count) for name, count in plan.counts.items() if name != "num_samples"}
+    given = {"kernel": tree.replace(kernel, target=None)}
+    given |= {"warmup": plan.adaptation, "collect": plan.collect}
     for name, thing in given.items():
         of_leaves = roles(thing, layout.treedef)
         described = jax.tree.map(partial(_value_on_any_mesh, layout), thing, of_leaves)
@@ -116,26 +94,10 @@ def require_same(saved: Facts, given: Facts, path: Any) -> None:
     )
 
 
-def attributes_of(
-    rng_key: jax.Array,
-    mesh: Mesh | None,
-    kernel: Kernel,
-    warmup: Adaptation,
-    collect: Partial,
-    **counts: int,
-) -> dict[str, Any]:
+def attributes_of(plan: Plan, kernel: Kernel, mesh: Mesh | None) -> dict[str, Any]:
     """Return what a store of draws records about its run.
 
     Names go to strings, numbers and lists of them, so that the store can become netCDF too.
-
-    Parameters
-    ----------
-    rng_key, mesh
-        What `sample` was given.
-    kernel, warmup, collect
-        What ran; their names are recorded.
-    counts
-        Numbers of chains, warm-up steps and draws, and ``thin``.
     """
     versions = versions_of_libraries()
     found = {
@@ -152,14 +114,14 @@ def attributes_of(
         "platform": jax.default_backend(),
         "num_devices": jax.device_count(),
         "num_processes": jax.process_count(),
-        "rng_key_data": np.asarray(jax.random.key_data(rng_key)).ravel().tolist(),
-        "rng_key_impl": str(jax.random.key_impl(rng_key)),
+        "rng_key_data": np.asarray(jax.random.key_data(plan.rng_key)).ravel().tolist(),
+        "rng_key_impl": str(jax.random.key_impl(plan.rng_key)),
         "kernel": type(kernel).__name__,
         "note": kernel.note,
         "draws_momenta": int(kernel.draws_momenta),  # netCDF knows no bool
-        "warmup": type(warmup).__name__,
-        "collect": _kind(collect),
-        **counts,
+        "warmup": type(plan.adaptation).__name__,
+        "collect": _kind(plan.collect),
+        **plan.counts,
     }
     if kernel.max_tree_depth is not None:
         found["max_tree_depth"] = kernel.max_tree_depth

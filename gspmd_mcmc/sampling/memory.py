@@ -32,13 +32,7 @@ class Known:
 
 @contextlib.contextmanager
 def explained(target: Target) -> Iterator[Known]:
-    """Turn JAX's error of memory that ran out into one that names what took it.
-
-    Raises
-    ------
-    OutOfDeviceMemory
-        In its place.
-    """
+    """Turn JAX's error of memory that ran out into an `OutOfDeviceMemory` that names what took it."""
     known = Known(target)
     try:
         yield known
@@ -84,7 +78,7 @@ def _smaller_tiles(run: Run, error: str) -> str:
     if asked and "bytes_limit" in memory:
         free = memory["bytes_limit"] - memory.get("bytes_in_use", 0)
         share = min(0.5, 0.5 * free / max(int(asked[1]), 1))
-    target, layout, told = run.target, run.layout, ""
+    target, layout, told = run.fixed.target, run.layout, ""
     if not isinstance(target, Posterior):
         return told
     shapes = [jax.ShapeDtypeStruct(*shape) for shape in layout.shapes]

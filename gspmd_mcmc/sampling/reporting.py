@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.errors import SamplingWarning
-from gspmd_mcmc.sampling.draws import Draws
+from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.targets.resolution import on_coarse_terms, on_rounded_bijections
 from gspmd_mcmc.targets.target import Target
 
@@ -100,42 +100,29 @@ SECONDS_A_LINE, SECONDS_A_REWRITE = 60.0, 0.5
 BAR = 20  # characters
 
 
-class Bar:
+class Bar(Progress):
     """Progress on a terminal: a bar for each phase."""
 
-    def __init__(self, console: Console):
-        columns = (
-            TextColumn("{task.description:>8}"),
-            BarColumn(bar_width=6),
-            TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
-        )
-        self._progress, self._task = Progress(*columns, console=console), None
-
-    def start(self) -> None:
-        """Begin to draw."""
-        self._progress.start()
-
-    def stop(self) -> None:
-        """Leave the bars as they are."""
-        self._progress.stop()
+    def __init__(self, console: Console, *, is_shown: bool):
+        done = TextColumn("{task.completed}/{task.total}")
+        name, numbers = TextColumn("{task.description:>8}"), TextColumn("{task.fields[numbers]}")
+        columns = name, BarColumn(bar_width=6), done, numbers, TimeRemainingColumn()
+        super().__init__(*columns, console=console, disable=not is_shown)
 
     def phase(self, name: str, total: int, done: int) -> None:
         """Begin a bar."""
-        self._task = self._progress.add_task(name, total=total, completed=done, numbers="compiling")
+        self._phase = self.add_task(name, total=total, completed=done, numbers="compiling")
 
     def show(self, done: int, numbers: str) -> None:
         """Show how many steps are done."""
-        if self._task is not None:
-            self._progress.update(self._task, completed=done, numbers=numbers)
+        self.update(self._phase, completed=done, numbers=numbers)
 
 
 class Lines:
     """Progress where there is no terminal: a line a minute, so that a log file stays short.
 
-    In a notebook (``is_rewritten``) each phase has one line, which is rewritten: where ipywidgets is
-    missing, rich would add a picture at each refresh.
+    In a notebook (``is_rewritten``) each phase has a line that is rewritten: without ipywidgets rich
+    would add a picture at each refresh.
     """
 
     def __init__(self, stream: TextIO, *, is_rewritten: bool):
@@ -180,41 +167,28 @@ class Lines:
 
 
 class Report:
-    """Reports the chunks of a run: on the display, in the log, and to a callback.
-
-    Parameters
-    ----------
-    is_shown
-        Whether to show progress on standard error: on a terminal, in a notebook or in a log file.
-    callback
-        Called with each `ChunkReport`. If it raises, a warning says so, and it is not called again.
-    """
+    """Reports the chunks of a run: on standard error if it ``is_shown``, in the log, to a callback."""
 
     def __init__(self, *, is_shown: bool, callback: Callable[[ChunkReport], Any] | None = None):
-        console, self._display = Console(stderr=True), None
-        if is_shown and console.is_terminal and not console.is_jupyter:
-            self._display = Bar(console)
-        elif is_shown:
+        console = Console(stderr=True)
+        if is_shown and (console.is_jupyter or not console.is_terminal):
             self._display = Lines(sys.stderr, is_rewritten=console.is_jupyter)
+        else:
+            self._display = Bar(console, is_shown=is_shown)
         self._callback = callback
-        self._phase, self._done, self._total = "", 0, 0
-        self._last = time.perf_counter()
 
     def __enter__(self) -> "Report":
-        if self._display is not None:
-            self._display.start()
+        self._display.start()
         return self
 
     def __exit__(self, *error) -> None:
-        if self._display is not None:
-            self._display.stop()
+        self._display.stop()
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
         """Begin a phase of this many steps, of which some may be done."""
         LOGGER.info("%s: %d of %d steps are done", name, done, total)
         self._phase, self._done, self._total = name, done, total
-        if self._display is not None:
-            self._display.phase(name, total, done)
+        self._display.phase(name, total, done)
         self._last = time.perf_counter()
 
     def advance(self, steps: int, **numbers: Any) -> None:
@@ -228,8 +202,7 @@ class Report:
             f"{report.leapfrogs_per_second:.0f} leapfrogs/s acc {report.acceptance_rate:.2f} "
             f"div {report.num_divergent} step {report.step_size:.2g}"
         )
-        if self._display is not None:
-            self._display.show(self._done, text)
+        self._display.show(self._done, text)
         level = logging.INFO if self._done == self._total else logging.DEBUG
         LOGGER.log(level, "%s: %d of %d steps, %s", self._phase, self._done, self._total, text)
         if self._callback is None:
@@ -264,17 +237,7 @@ def warn_of_small_data(target: Target) -> None:
 
 
 def warn_of_run(draws: Draws, num_samples: int, *, keeps_positions: bool) -> None:
-    """Say in plain words what is suspicious about a run.
-
-    Parameters
-    ----------
-    draws
-        The draws that were made.
-    num_samples
-        The draws that were asked for.
-    keeps_positions
-        Whether the draws are positions.
-    """
+    """Say in plain words what is suspicious about a run."""
     found = []
     if draws.num_draws < num_samples:
         found.append(f"stopped after {draws.num_draws} of {num_samples} draws")

@@ -23,8 +23,8 @@ from gspmd_mcmc.multihost.agreement import least, lost_process_explained
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.sampling.identity import Facts, require_same, versions_of_libraries
-from gspmd_mcmc.sampling.reporting import LOGGER, ChunkReport, Report, marked
-from gspmd_mcmc.sampling.run import Run, Stop, stop_on_interrupt
+from gspmd_mcmc.sampling.reporting import LOGGER, Report, marked
+from gspmd_mcmc.sampling.run import Run, Stop
 from gspmd_mcmc.sampling.run_state import RunState, end_stage, run_roles
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.storage.checkpoint import Checkpoints, Damaged
@@ -44,17 +44,7 @@ def opened(
 ) -> Iterator[tuple[Checkpoints | None, Sink | None]]:
     """Hold the folders of a run, from before anything is computed until all is on disk.
 
-    Parameters
-    ----------
-    path
-        The folder of its checkpoints, if it has any. Such a run always writes its draws to disk.
-    to
-        Where draws are written, if the user has said where.
-
-    Raises
-    ------
-    CheckpointNotSaved, DrawsNotSaved
-        If a folder cannot be written to, another live process writes to it, or it holds something else.
+    A run with a folder for checkpoints always writes its draws to disk, by default there.
     """
     with contextlib.ExitStack() as stack:
         checkpoints = None
@@ -70,35 +60,18 @@ def opened(
 
 @contextlib.contextmanager
 def supervised(
-    run: Run,
-    checkpoints: Checkpoints | None,
-    facts: Facts,
-    every: float,
-    *,
-    progress: bool,
-    callback: Callable[[ChunkReport], Any] | None,
+    run: Run, checkpoints: Checkpoints | None, facts: Facts, every: float, report: Report
 ) -> Iterator[tuple[Report, Stop, Callable[[], None]]]:
     """Bring a run to its newest checkpoint, if it has any; report, stop and save it as it goes.
 
-    Yields
-    ------
-    report, stop, after
-        What `Run.go` takes.
-
-    Raises
-    ------
-    ValueError
-        If the checkpoints are of another run, or none can be read.
-    CheckpointNotSaved
-        If a new run cannot be saved before its first step.
-    Preempted
-        After SIGTERM.
+    Yields what `Run.go` takes.
     """
     is_multiprocess = spans_processes(run.layout.mesh)
-    is_shown = progress and not (is_multiprocess and jax.process_index())
-    handled = stop_on_interrupt(is_multiprocess, is_kept=checkpoints is not None)
-    reporting = Report(is_shown=is_shown, callback=callback)
-    with lost_process_explained(), handled as stop, reporting as report:
+    with (
+        lost_process_explained(),
+        Stop(is_multiprocess, is_kept=checkpoints is not None) as stop,
+        report,
+    ):
         if is_multiprocess and run.sink is None:
             run.require_room()
         if checkpoints is None:
@@ -115,21 +88,7 @@ def supervised(
 
 
 class Saver:
-    """Saves a run between its chunks: when it is time, and before it ends early.
-
-    Parameters
-    ----------
-    run
-        The run.
-    checkpoints
-        Where it is saved.
-    facts
-        What the run was given.
-    every
-        Seconds from one checkpoint to the next.
-    stop
-        Whether the run is to end.
-    """
+    """Saves a run between its chunks: when it is time, and before it ends early."""
 
     def __init__(self, run: Run, checkpoints: Checkpoints, facts: Facts, every: float, stop: Stop):
         self.run, self.checkpoints, self.every, self.stop = run, checkpoints, every, stop
@@ -207,15 +166,7 @@ def _placement(run: Run) -> dict[str, Any]:
 
 
 def resume(run: Run, checkpoints: Checkpoints, facts: Facts) -> None:
-    """Bring a run that has taken no step to where its newest checkpoint is.
-
-    Damaged checkpoints are put aside, with a warning.
-
-    Raises
-    ------
-    ValueError
-        If none can be read, or they are of another run.
-    """
+    """Bring a run that has taken no step to where its newest checkpoint is that is not damaged."""
     failures: dict[int, Exception] = {}
     for number in checkpoints.numbers():
         try:
@@ -295,8 +246,7 @@ def _shapes_to_read(
 ) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes and shardings to read a checkpoint's leaves in; raise if they do not fit.
 
-    On another mesh, terms that it cuts otherwise are read as they were saved, whole on every device:
-    they are computed anew.
+    Terms that another mesh cuts otherwise are read as they were saved, whole: they are computed anew.
     """
     wanted = jax.tree_util.tree_leaves_with_path(layout.templates(template, of_leaves))
     theirs, ours = [x["path"] for x in leaves], [path_str(path) for path, _ in wanted]
@@ -344,13 +294,7 @@ def recomputed_states(kernel: Kernel, states: Any, layout: Layout) -> Any:
 
 
 def require_same_density(what: str, earlier: Any, now: Any) -> None:
-    """Raise unless states and their `recomputed_states` have the same log density, term by term.
-
-    Raises
-    ------
-    ValueError
-        If the sums of a leaf's terms differ by more than rounding, or are no longer finite.
-    """
+    """Raise unless states and their `recomputed_states` have the same log density, term by term."""
     olds, news = (to_host(_sums(states.terms)) for states in (earlier, now))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(now.terms)]
     for path, (old, size), (new, _) in zip(paths, olds, news, strict=True):

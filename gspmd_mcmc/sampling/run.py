@@ -1,7 +1,7 @@
 """A run: warm-up, then sampling, in chunks of steps of about a second."""
 
-import contextlib
 import json
+import math
 import signal
 import threading
 import time
@@ -17,7 +17,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Untuned, Window
+from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Untuned
 from gspmd_mcmc.adaptation.stuck_chains import Move, are_stuck_below
 from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.errors import SamplingWarning
@@ -26,7 +26,6 @@ from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import least
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.layout import Layout
-from gspmd_mcmc.sampling.draws import Draws, HostDraws, capacity
 from gspmd_mcmc.sampling.reporting import Report, marked
 from gspmd_mcmc.sampling.run_state import (
     HELD,
@@ -43,10 +42,10 @@ from gspmd_mcmc.sampling.run_state import (
     help_stuck_chains,
     set_up,
 )
+from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.storage.saved_draws import SavedDraws
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets.local import fill_pad, is_row_values, unwrap
-from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree
 
 CHUNK_SECONDS = 1.0
@@ -54,24 +53,34 @@ CHUNK_SECONDS = 1.0
 # its steps turn out a hundred times as slow, it still ends soon.
 SHORT_SECONDS = 0.05
 MOST_GROWTH = 8
+# The share of a device's memory that draws take unless told otherwise.
+DEVICE_SHARE = 0.25
 ROUND = (10, 12, 15, 18, 20, 25, 30, 35, 40, 50, 60, 70, 80, 100)
 
 
 class Stop:
     """Whether the user has asked the run to stop, or the system has told it to end.
 
-    Processes of one run stop together: they agree on it between chunks.
-
-    Parameters
-    ----------
-    is_multiprocess
-        Whether the run is on several processes.
+    While it is entered, a first Ctrl-C asks to stop between chunks, a second one raises. SIGTERM tells
+    a run with checkpoints (``is_kept``) to end. Processes of one run agree on it between chunks.
     """
 
-    def __init__(self, is_multiprocess: bool = False):
+    def __init__(self, is_multiprocess: bool, *, is_kept: bool):
         self.is_multiprocess = is_multiprocess
         self._wanted = {"stop": False, "end": False}
         self._agreed = dict(self._wanted) if is_multiprocess else self._wanted
+        handlers = {signal.SIGINT: self._interrupt} | ({signal.SIGTERM: self._end} if is_kept else {})
+        # Python delivers no signals elsewhere.
+        is_main = threading.current_thread() is threading.main_thread()
+        self._handlers = handlers if is_main else {}
+
+    def __enter__(self) -> "Stop":
+        self._previous = {n: signal.signal(n, handler) for n, handler in self._handlers.items()}
+        return self
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     @property
     def is_asked(self) -> bool:
@@ -90,83 +99,54 @@ class Stop:
             self._agreed = {name: not x for name, x in zip(self._wanted, continues, strict=True)}
         return size
 
-    def end(self) -> None:
+    def ask(self) -> None:
         """Ask to stop, as Ctrl-C does."""
         self._wanted["stop"] = True
 
-    def interrupt(self, signum, frame) -> None:
-        """Take the first Ctrl-C as a request to stop; the next one raises."""
-        self.end()
+    def _interrupt(self, signum, frame) -> None:
+        self.ask()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def preempt(self, signum, frame) -> None:
-        """Take SIGTERM as the order to save the run and end it."""
+    def _end(self, signum, frame) -> None:
         self._wanted["end"] = True
-
-
-@contextlib.contextmanager
-def stop_on_interrupt(is_multiprocess: bool = False, *, is_kept: bool = False) -> Iterator[Stop]:
-    """Turn the first Ctrl-C into a request to stop between chunks; a second one raises.
-
-    A run with checkpoints (``is_kept``) treats SIGTERM likewise. Outside the main thread, where Python
-    delivers no signals, nothing is installed.
-    """
-    stop = Stop(is_multiprocess)
-    handlers = {signal.SIGINT: stop.interrupt} | ({signal.SIGTERM: stop.preempt} if is_kept else {})
-    if threading.current_thread() is not threading.main_thread():
-        handlers = {}
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What a run is to do, and keep of it; see `sample`."""
 
+    rng_key: jax.Array
     adaptation: Adaptation
     collect: Partial
+    device_bytes: int | None
+    num_chains: int
     num_warmup: int
     num_samples: int
     thin: int
-    device_bytes: int | None
-    attributes: dict[str, Any]  # what the store of its draws records about it
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The numbers of chains, of steps of warm-up and of draws, and steps from draw to draw."""
+        names = ("num_chains", "num_warmup", "num_samples", "thin")
+        return {name: getattr(self, name) for name in names}
 
 
 class Run:
-    """Warm-up and sampling of all chains: a `RunState`, and the phases that move it.
-
-    Parameters
-    ----------
-    plan
-        What is to be done.
-    kernel, states
-        The kernel to tune, and the chains' states.
-    rng_key
-        The key of the whole run.
-    layout
-        The layout of the chains.
-    sink
-        Where draws are written as they are made, if anywhere.
-    earlier
-        The draws that the run continues, if any: their steps and moves are counted on.
-    """
+    """Warm-up and sampling of all chains: a `RunState`, and the phases that move it."""
 
     def __init__(
         self,
         plan: Plan,
         kernel: Kernel,
         states: Any,
-        rng_key: jax.Array,
         layout: Layout,
-        sink: Sink | None = None,
-        earlier: Draws | None = None,
+        earlier: Draws | None,
+        sink: Sink | None,
+        attributes: dict[str, Any],
     ):
-        self.plan, self.sink, self.layout = plan, sink, layout
-        self.fixed = Fixed(kernel.target, rng_key, layout)
+        self.plan, self.layout = plan, layout
+        self.sink, self.attributes = sink, attributes  # which the sink records
+        self.fixed = Fixed(kernel.target, plan.rng_key, layout)
         self.moves: list[Move] = list(earlier.moves) if earlier else []
         self.stages = (
             plan.adaptation.stages(plan.num_warmup) if plan.num_warmup else [Stage(Untuned(), [])]
@@ -192,13 +172,7 @@ class Run:
         self.done: Counters = to_host(self.state.counters)  # the state's, on the host
 
     def go(self, report: Report, stop: Stop, after: Callable[[], None]) -> Draws:
-        """Run to the end, or to a stop; call ``after`` when a chunk has ended.
-
-        Returns
-        -------
-        Draws
-            Those that were made.
-        """
+        """Run to the end or a stop, and return the draws made; ``after`` is called after each chunk."""
         self.report, self.stop, self.after = report, stop, after
         self.meanings = meanings((self.fixed.target, self.plan.collect))
         self.state = tree.replace(self.state, draws=empty_buffers(self.draw, self.capacity))
@@ -210,19 +184,9 @@ class Run:
     def chunks(
         self, num_steps: int, done: int, capacity: int | None = None
     ) -> Iterator[tuple[int, int]]:
-        """Cut steps into chunks of about a second, until all are taken or a stop is asked for.
+        """Cut steps into chunks of about a second, none of which straddles multiples of a capacity.
 
-        Parameters
-        ----------
-        num_steps, done
-            All steps, and those that were taken before.
-        capacity
-            Chunks do not straddle multiples of it.
-
-        Yields
-        ------
-        start, count
-            The steps to take before the next chunk is asked for.
+        Yields the first step and the number of steps, until all are taken or a stop is asked for.
         """
         # Steps with another metric may take longer.
         size = self._chunk_size = max(1, self._chunk_size // MOST_GROWTH)
@@ -257,11 +221,6 @@ class Run:
             num_divergent=int(told["divergent"].sum()),
             step_size=float(told["step_size"]),
         )
-
-    @property
-    def target(self) -> Target:
-        """The target."""
-        return self.fixed.target
 
     @property
     def kernel(self) -> Kernel:
@@ -324,7 +283,7 @@ class Run:
         """End the run where the next chunk would be of another model than those before."""
         what = "" if self.stop.is_asked else changes(self.meanings)
         if what:
-            self.stop.end()
+            self.stop.ask()
             warnings.warn(
                 f"the target changed during the run ({what}), so the run ends here: its draws are of "
                 "the target that it began with. A callback may not set what a target reads",
@@ -341,42 +300,36 @@ class WarmUp:
 
     def go(self) -> None:
         """Run all windows, or as many steps as there are before a stop."""
-        run, total = self.run, self.run.plan.num_warmup
+        run, total, number = self.run, self.run.plan.num_warmup, 0
         if total and not run.is_warm:
             run.report.phase("warm-up", total, int(run.done.num_warmup))
             with marked("warm-up"):
-                for window in self._windows():
-                    done = int(run.done.num_warmup) - window.start
-                    for _, count in run.chunks(window.end - window.start, done):
-                        run.chunk(count)
+                for stage, following in zip(run.stages, [*run.stages[1:], None], strict=True):
+                    self._tune(stage, number, following)
+                    number += len(stage.windows)
+                    if run.stop.is_asked:
+                        break
         run.is_warm = True
 
-    def _windows(self) -> Iterator[Window]:
-        """Begin windows, and end them and their stages when the caller has taken their steps."""
-        run, number = self.run, 0
-        followers = [*(stage.adaptation for stage in run.stages[1:]), None]
-        for stage, following in zip(run.stages, followers, strict=True):
-            numbered, before = list(enumerate(stage.windows, number)), NONE
-            number += len(numbered)
-            if run.done.num_windows > number:
-                continue
-            for i, window in numbered:
-                if not run.stop.is_asked and run.done.num_windows == i:
-                    self._move(begin_window, stage.adaptation, run.fixed, before)
-                if not run.stop.is_asked and run.done.num_windows == i + 1:
-                    yield window
-                    self._help_stuck_chains(stage.adaptation)
-                before = LEARNED if window.learns_metric else HELD
-            is_cut = run.stop.is_asked or not numbered
-            self._move(
-                end_stage,
-                stage.adaptation,
-                run.fixed,
-                following=None if run.stop.is_asked else following,
-                learns_metric=None if is_cut else stage.windows[-1].learns_metric,
-            )
-            if run.stop.is_asked:
-                return
+    def _tune(self, stage: Stage, number: int, following: Stage | None) -> None:
+        """Take the steps of a stage, whose first window has this number, and end it."""
+        run, adaptation, before = self.run, stage.adaptation, NONE
+        if run.done.num_windows > number + len(stage.windows):
+            return
+        for i, window in enumerate(stage.windows, number):
+            if not run.stop.is_asked and run.done.num_windows == i:
+                self._move(begin_window, adaptation, run.fixed, before)
+            if not run.stop.is_asked and run.done.num_windows == i + 1:
+                done = int(run.done.num_warmup) - window.start
+                for _, count in run.chunks(window.end - window.start, done):
+                    run.chunk(count)
+                self._help_stuck_chains(adaptation)
+            before = LEARNED if window.learns_metric else HELD
+        # A window that a stop cut short has learned nothing.
+        is_asked = run.stop.is_asked
+        learns = None if is_asked or not stage.windows else stage.windows[-1].learns_metric
+        after = None if is_asked or following is None else following.adaptation
+        self._move(end_stage, adaptation, run.fixed, following=after, learns_metric=learns)
 
     def _help_stuck_chains(self, adaptation: Adaptation) -> None:
         """Help stuck chains between windows: never as draws begin, so that R-hat sees who is stuck."""
@@ -419,7 +372,7 @@ class Sampling:
         done = self._num_written = int(run.done.num_draws)
         if run.sink is not None:
             self._spare = empty_buffers(run.draw, run.capacity)
-            attributes = run.plan.attributes | {"moves": json.dumps(run.moves)}
+            attributes = run.attributes | {"moves": json.dumps(run.moves)}
             run.sink.begin(
                 run.state.draws, total, attributes, first_draw=done, is_resumed=run.is_resumed
             )
@@ -444,10 +397,11 @@ class Sampling:
 
     def draws(self) -> Draws:
         """Return the draws that were made, and what is needed to continue from them."""
-        run, padded_rows = self.run, {}
+        run, padded_rows, kind = self.run, {}, Draws
         if run.sink is not None:
             self.flush()
             collected, stats = run.sink.saved()
+            kind = partial(SavedDraws, path=run.sink.path, attributes=run.sink.attributes)
         elif spans_processes(run.layout.mesh):
             # Rows that lie over processes cannot be cut off: the pad copies the last real row.
             collected, stats = self._in_memory()
@@ -456,19 +410,16 @@ class Sampling:
         else:
             collected, stats = self._in_memory()
             collected = unwrap(collected, axis=2)
-        found = {
-            "position": collected,
-            "stats": stats,
-            "warmup": run.warmup_summary(),
-            "kernel": run.kernel,
-            "state": run.state.states,
-            "num_steps": int(run.done.num_steps),
-            "padded_rows": padded_rows,
-            "meanings": run.meanings,
-        }
-        if run.sink is None:
-            return Draws(**found)
-        return SavedDraws(**found, path=run.sink.path, attributes=run.sink.attributes)
+        return kind(
+            position=collected,
+            stats=stats,
+            warmup=run.warmup_summary(),
+            kernel=run.kernel,
+            state=run.state.states,
+            num_steps=int(run.done.num_steps),
+            padded_rows=padded_rows,
+            meanings=run.meanings,
+        )
 
     def _in_memory(self) -> PyTree:
         """Return what was collected and the stats, from the buffers or the host."""
@@ -489,6 +440,42 @@ class Sampling:
             run.state, self._spare = tree.replace(run.state, draws=self._spare), full
 
 
+class HostDraws:
+    """Draws on the host, filled from buffers shard by shard."""
+
+    def __init__(self, buffers: PyTree, num_samples: int):
+        self._arrays = jax.tree.map(
+            lambda b: np.zeros((b.shape[0], num_samples, *b.shape[2:]), b.dtype), buffers
+        )
+
+    def fill(self, buffers: PyTree, start: int, count: int) -> None:
+        """Copy the first ``count`` draws of the buffers to draws ``start`` and on."""
+        draws = slice(start, start + count)
+        for host, buffer in zip(*map(jax.tree.leaves, (self._arrays, buffers)), strict=True):
+            for shard in buffer.addressable_shards if count else ():
+                if shard.replica_id == 0:
+                    chains, _, *rest = shard.index
+                    host[(chains, draws, *rest)] = np.asarray(shard.data)[:, :count]
+
+    def draws(self, count: int) -> PyTree:
+        """Return the first ``count`` draws."""
+        return jax.tree.map(lambda a: a[:, :count], self._arrays)
+
+
+def capacity(shapes: PyTree, num_samples: int, num_parts: int, device_bytes: int | None) -> int:
+    """Return how many of ``num_samples`` draws [chains, ...] a buffer on the devices holds.
+
+    Without ``device_bytes`` that is a quarter of a device's memory, with no bound on a CPU.
+    """
+    if device_bytes is None:
+        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        device_bytes = int(DEVICE_SHARE * limit) if limit else None
+    if device_bytes is None:
+        return num_samples
+    draw = sum(math.prod(s.shape) * s.dtype.itemsize for s in jax.tree.leaves(shapes)) / num_parts
+    return min(num_samples, max(1, int(device_bytes // max(draw, 1))))
+
+
 def next_size(count: int, seconds: float) -> int:
     """Size the next chunk by what the last one took; a long one grows by `MOST_GROWTH` at most."""
     in_a_second = count / max(seconds, 1e-9)
@@ -497,10 +484,7 @@ def next_size(count: int, seconds: float) -> int:
 
 
 def bucket(count: int) -> int:
-    """Round a count up to a round number, so that few counts need a program of their own.
-
-    Users ask for round numbers: their draws fill the buffers, and need not be cut out of them.
-    """
+    """Round a count up to a round number, as users ask for: few counts then need their own programs."""
     if count <= ROUND[0]:
         return count
     scale = 10 ** (len(str(count)) - 2)

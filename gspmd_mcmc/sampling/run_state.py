@@ -13,7 +13,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import own_step_size, stuck_chains
-from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition
+from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, WindowStart
 from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.targets.local import is_row_values, unwrap
@@ -29,80 +29,41 @@ NONE, HELD, LEARNED = range(3)
 @pytree
 @dataclass(frozen=True, eq=False)
 class Counters:
-    """Where a run is, and what it has counted.
+    """Where a run is, and what it has counted."""
 
-    Attributes
-    ----------
-    num_steps
-        All steps, those of earlier runs included: the position in the sequence of random numbers, [].
-    num_warmup, num_windows, num_draws
-        Warm-up steps taken, windows begun, draws made, [].
-    warmup_divergent, divergent
-        Divergent transitions of each chain in warm-up and after it, [chains].
-    leapfrogs
-        Leapfrogs of each chain in warm-up, [chains].
-    """
-
-    num_steps: jax.Array
-    num_warmup: jax.Array
-    num_windows: jax.Array
-    num_draws: jax.Array
-    warmup_divergent: jax.Array = tree.each_chain()
-    divergent: jax.Array = tree.each_chain()
-    leapfrogs: jax.Array = tree.each_chain()
+    num_steps: jax.Array  # [], earlier runs included: the place in the sequence of random numbers
+    num_warmup: jax.Array  # [], steps taken
+    num_windows: jax.Array  # [], begun
+    num_draws: jax.Array  # []
+    warmup_divergent: jax.Array = tree.each_chain()  # [chains]
+    divergent: jax.Array = tree.each_chain()  # [chains], after warm-up
+    leapfrogs: jax.Array = tree.each_chain()  # [chains], in warm-up
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
 class RunState:
-    """Everything that the rest of a run depends on, except what is `Fixed`.
+    """Everything that the rest of a run depends on, except what is `Fixed`."""
 
-    Attributes
-    ----------
-    kernel
-        The kernel of the next step, without its target.
-    states
-        The states of all chains, leaves [chains, ...].
-    tuning
-        The state of the adaptation.
-    traces
-        Traces of warm-up, whose last place takes what later steps write: ``"chains"``, by name
-        [chains, steps], and ``"kernel"``, its numbers by name, [steps] or [chains, steps].
-    counters
-        Where the run is.
-    draws
-        What was collected, and the stats: leaves [chains, draws of a buffer, ...].
-    """
-
-    kernel: Kernel
-    states: Any
-    tuning: Any
+    kernel: Kernel  # of the next step, without its target
+    states: Any  # leaves [chains, ...]
+    tuning: Any  # the state of the adaptation
+    # Of warm-up; the last place takes what later steps write. "chains": by name [chains, steps];
+    # "kernel": its numbers by name, [steps] or [chains, steps].
     traces: dict[str, dict[str, jax.Array]]
     counters: Counters
-    draws: PyTree
+    draws: PyTree  # what was collected, and the stats: leaves [chains, draws of a buffer, ...]
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
 class DrawSpec:
-    """What is kept of each draw: how it is collected, and the shapes and specs of all chains' draw.
+    """What is kept of each draw: how it is collected, and the shapes and specs of all chains' draw."""
 
-    Attributes
-    ----------
-    collect
-        ``collect(position, info)`` of one chain.
-    treedef, shapes
-        The structure of what is collected and the stats; shape [chains, ...] and dtype of each leaf.
-    specs
-        Where the leaves of a buffer of draws lie, [chains, draws, ...].
-    mesh
-        The mesh, or None for one device.
-    """
-
-    collect: Partial
-    treedef: Any = tree.static()
-    shapes: tuple[tuple[tuple[int, ...], Any], ...] = tree.static()
-    specs: tuple[P, ...] = tree.static()
+    collect: Partial  # (position, info) of one chain
+    treedef: Any = tree.static()  # of what is collected and the stats
+    shapes: tuple[tuple[tuple[int, ...], Any], ...] = tree.static()  # [chains, ...], and the dtypes
+    specs: tuple[P, ...] = tree.static()  # of buffers, [chains, draws, ...]
     mesh: Mesh | None = tree.static()
 
     @classmethod
@@ -129,11 +90,6 @@ class DrawSpec:
         """What is collected and the stats, as shapes [chains, ...]."""
         return self.treedef.unflatten([jax.ShapeDtypeStruct(*x) for x in self.shapes])
 
-    def buffers(self, size: int) -> PyTree:
-        """Return buffers for ``size`` draws, leaves [chains, size, ...]."""
-        zeros = [jnp.zeros((s[0], size, *s[1:]), dtype) for s, dtype in self.shapes]
-        return self.pin(self.treedef.unflatten(zeros))
-
     def pin(self, buffers: PyTree) -> PyTree:
         """Constrain buffers to where they lie."""
         if self.mesh is None:
@@ -148,20 +104,10 @@ class DrawSpec:
 @pytree
 @dataclass(frozen=True, eq=False)
 class Fixed:
-    """What all programs of a run read, and no step changes.
-
-    Attributes
-    ----------
-    target
-        What is sampled.
-    rng_key
-        The key of the whole run; the second of its two halves is that of the steps.
-    layout
-        Where chains lie. Static.
-    """
+    """What all programs of a run read, and no step changes."""
 
     target: Target
-    rng_key: jax.Array
+    rng_key: jax.Array  # of the whole run; the second of its two halves is that of the steps
     layout: Layout = tree.static()
 
     @property
@@ -222,8 +168,9 @@ def _one_draw(kernel: Kernel, states: Any, collect: Partial, *, layout: Layout) 
 
 @partial(jax.jit, static_argnames="size")
 def empty_buffers(draw: DrawSpec, size: int) -> PyTree:
-    """Return `DrawSpec.buffers`, from a program."""
-    return draw.buffers(size)
+    """Return buffers for ``size`` draws, leaves [chains, size, ...]."""
+    zeros = [jnp.zeros((s[0], size, *s[1:]), dtype) for s, dtype in draw.shapes]
+    return draw.pin(draw.treedef.unflatten(zeros))
 
 
 @partial(jax.jit, static_argnames="size")
@@ -237,22 +184,9 @@ def set_up(
     *,
     size: int,
 ) -> RunState:
-    """Return a run before its first step, without buffers for draws.
+    """Return a run before its first step, with room for ``size`` traced steps and none for draws.
 
     Its arrays are its own: later programs take over the buffers of the run that they are given.
-
-    Parameters
-    ----------
-    adaptation, first
-        The whole warm-up, and the adaptation of its first stage.
-    fixed
-        What no step changes.
-    kernel, states
-        The kernel to tune, and the chains' states.
-    first_step
-        Steps of an earlier run that this one continues.
-    size
-        Steps of warm-up that the traces have room for.
     """
     kernel = adaptation.prepare(kernel, states)
     zero, per_chain = jnp.zeros((), jnp.int32), jnp.zeros(fixed.layout.num_chains, jnp.int32)
@@ -351,9 +285,8 @@ def begin_window(
         _, info = advance_chains(kernel, key, jnp.zeros((), jnp.int32), states, fixed.layout)
         return info.acceptance_rate
 
-    is_first = run.counters.num_warmup == 0
-    key = fixed.key(run, BEGIN)
-    tuning = adaptation.begin(tuning, kernel, states, is_first, key, acceptance_rates)
+    start = WindowStart(run.counters.num_warmup == 0, fixed.key(run, BEGIN), acceptance_rates)
+    tuning = adaptation.begin(tuning, kernel, states, start)
     counters = tree.replace(run.counters, num_windows=run.counters.num_windows + 1)
     kernel = adaptation.tuned(kernel, tuning)
     return fixed.moved(adaptation, run, kernel=kernel, tuning=tuning, counters=counters), None
@@ -368,9 +301,9 @@ def end_stage(
     following: Adaptation | None,
     learns_metric: bool | None,
 ) -> tuple[RunState, None]:
-    """End a stage of warm-up, and begin the one that follows.
+    """End a stage of warm-up, whose last window learned its metric or not, and begin the following one.
 
-    ``learns_metric`` says whether the last window learned its metric; None if it was cut short.
+    ``learns_metric`` is None if that window was cut short.
     """
     kernel, tuning = fixed.kernel(run), run.tuning
     if learns_metric is not None:

@@ -21,12 +21,12 @@ from gspmd_mcmc.placement.layout import Layout, read_layout
 from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.sampling import defaults, identity, resumption
 from gspmd_mcmc.sampling import start as starts
-from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.sampling.memory import explained
 from gspmd_mcmc.sampling.mode import Mode
-from gspmd_mcmc.sampling.reporting import ChunkReport, warn_of_run, warn_of_small_data
+from gspmd_mcmc.sampling.reporting import ChunkReport, Report, warn_of_run, warn_of_small_data
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.run_state import keep_position
+from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.target import Target
@@ -189,10 +189,12 @@ def sample(
     observers = {"progress": progress, "callback": callback}
     settings = {"device_bytes": device_bytes, "every": every, "checkpoint": checkpoint}
     tuning = {"target_acceptance_rate": target_acceptance_rate, "metric": metric}
-    for name, value in (counts | observers | settings | tuning | {"collect": collect}).items():
-        _check(name, value)
+    given = counts | observers | settings | tuning | {"collect": collect}
+    for name, (error, holds, expected) in ARGUMENTS.items():
+        if not holds(given[name]):
+            raise error(f"{name}: expected {expected}, got {given[name]!r}")
     counts = {name: int(count) for name, count in counts.items()}
-    num_chains, num_warmup, num_samples, thin = counts.values()
+    num_chains, num_warmup, num_samples, _ = counts.values()
     if to is not None:
         checks.require_kind("to", to, Sink, 'ZarrSink("draws.zarr")')
     _check_key(rng_key)
@@ -205,7 +207,8 @@ def sample(
     adaptation = defaults.chosen_warmup(warmup, kernel, num_warmup, tuning)
     initial_position = _origin(target) if initial_position is None else initial_position
     collect = as_partial(collect)
-    if mesh is not None and spans_processes(mesh):
+    is_multiprocess = spans_processes(mesh)
+    if mesh is not None and is_multiprocess:
         given = {"initial_position": initial_position, "kernel": kernel, "warmup": adaptation}
         settings |= counts | {"rng_key": rng_key, "to": repr(to), "metric": repr(metric)}
         settings["checkpoint"] = str(checkpoint)
@@ -227,27 +230,17 @@ def sample(
         if isinstance(initial_position, Mode):
             adaptation = adaptation.from_mode()
         adaptation = defaults.with_metric(adaptation, kernel, layout)
-        facts = identity.facts_of_run(rng_key, kernel, adaptation, collect, layout, counts)
-        about = counts
-        if sink is not None:
-            about = identity.attributes_of(rng_key, mesh, kernel, adaptation, collect, **counts)
-        plan = Plan(adaptation, collect, num_warmup, num_samples, thin, device_bytes, about)
-        run = known.run = Run(plan, kernel, states, rng_key, layout, sink, earlier)
+        plan = Plan(rng_key, adaptation, collect, device_bytes, **counts)
+        facts = {} if checkpoints is None else identity.facts_of_run(plan, kernel, layout)
+        about = {} if sink is None else identity.attributes_of(plan, kernel, mesh)
+        run = known.run = Run(plan, kernel, states, layout, earlier, sink, about)
         del states  # The run has its own.
-        with resumption.supervised(
-            run, checkpoints, facts, every, progress=progress, callback=callback
-        ) as supervision:
+        is_shown = progress and not (is_multiprocess and jax.process_index())
+        report = Report(is_shown=is_shown, callback=callback)
+        with resumption.supervised(run, checkpoints, facts, every, report) as supervision:
             draws = run.go(*supervision)
         warn_of_run(draws, num_samples, keeps_positions=collect.func is keep_position)
     return draws
-
-
-def _check(name: str, value: Any) -> None:
-    """Raise unless the argument of that name has a value that it can have; see `ARGUMENTS`."""
-    if name in ARGUMENTS:
-        error, holds, expected = ARGUMENTS[name]
-        if not holds(value):
-            raise error(f"{name}: expected {expected}, got {value!r}")
 
 
 def _check_key(rng_key: jax.Array) -> None:

@@ -111,19 +111,7 @@ def per_chain(position: PyTree) -> PerChain:
 def start(
     kernel: Kernel, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
 ) -> tuple[Layout, Any]:
-    """Find out what kind of start this is; return the layout, and the states of all chains.
-
-    Parameters
-    ----------
-    kernel
-        The kernel, with its target.
-    rng_key
-        The key of the whole run; the first of its two halves is that of the starts.
-    initial
-        A position, a function, `PerChain` or a `Mode`, as in `sample`.
-    mesh, num_chains
-        As in `sample`.
-    """
+    """Find out what kind of start this is; return the layout, and the states of all chains."""
     target = kernel.target
     if isinstance(initial, Mode):
         initial = uniform_start(initial.position, 0.0)
@@ -131,8 +119,12 @@ def start(
         is_marked = isinstance(initial, PerChain)
         position = initial.position if is_marked else initial
         checks.check_position(target, position)
-        if is_marked:
-            _require_chain_axis(position, num_chains)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(position) if is_marked else ():
+            if np.shape(leaf)[:1] != (num_chains,):
+                raise ValueError(
+                    f"per_chain position {path_str(path)}: expected a leading axis of num_chains="
+                    f"{num_chains}, got shape {np.shape(leaf)}"
+                )
         if is_marked or _has_chain_axis(target, position, num_chains):
             layout = read_layout(mesh, target, position, num_chains, has_chains=True)
             states = init_chains(kernel, position, layout=layout)
@@ -151,13 +143,7 @@ def start(
 
 
 def _has_chain_axis(target: Target, position: PyTree, num_chains: int) -> bool:
-    """Tell whether every leaf has a leading axis of chains, by what the target accepts.
-
-    Raises
-    ------
-    ValueError
-        If the target accepts the position both with and without it.
-    """
+    """Tell whether every leaf has a leading axis of chains, by what the target accepts."""
     whole = _shapes(position)
     if not all(x.ndim and x.shape[0] == num_chains for x in jax.tree.leaves(whole)):
         return False
@@ -187,15 +173,6 @@ def _terms(target: Target, position: PyTree) -> PyTree:
 
 def _shapes(position: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), position)
-
-
-def _require_chain_axis(position: PyTree, num_chains: int) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(position):
-        if not np.ndim(leaf) or np.shape(leaf)[0] != num_chains:
-            raise ValueError(
-                f"per_chain position {path_str(path)}: expected a leading axis of num_chains="
-                f"{num_chains}, got shape {np.shape(leaf)}"
-            )
 
 
 @partial(jax.jit, static_argnames="layout")

@@ -34,20 +34,7 @@ class Damaged(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints of one run in a folder, which one process holds from `__init__` to `close`.
-
-    Parameters
-    ----------
-    path
-        The folder; it is made if there is none.
-
-    Raises
-    ------
-    CheckpointNotSaved
-        If the folder cannot be written to, or another live process writes to it.
-    ImportError
-        Without the extra ``checkpoint``.
-    """
+    """The checkpoints of one run in a folder, which one process holds from `__init__` to `close`."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path).absolute()
@@ -123,15 +110,7 @@ class Checkpoints:
                 )
 
     def read(self, number: int) -> dict[str, Any]:
-        """Return the document of a checkpoint whose files are as they were written.
-
-        Raises
-        ------
-        Damaged, OSError
-            If it cannot be read, or is not what was written.
-        ValueError
-            If it has another format.
-        """
+        """Return the document of a checkpoint; raise `Damaged` where a file is not what was written."""
         self._check_sums(number)
         try:
             path = self.path / STEPS / str(number) / "document" / "metadata"
@@ -149,9 +128,9 @@ class Checkpoints:
         return document
 
     def restore(self, number: int, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
-        """Read the arrays of a checkpoint in these shapes and shardings, zeros where they are longer.
+        """Read the arrays of a checkpoint in these shapes, bound to no device without a sharding.
 
-        Arrays without a sharding are bound to no device.
+        Where a shape is longer than what was saved, zeros fill it.
         """
         args = self._orbax.args
         # Without a sharding Orbax asks for the devices that the arrays were saved on.

@@ -18,15 +18,7 @@ ARVIZ_NAMES = {"is_divergent": "diverging", "log_density": "lp"}
 
 
 def to_datatree(position: PyTree, stats: dict[str, Any], padded_rows: dict[str, int]) -> Any:
-    """Return a ``DataTree`` of draws in memory; on several processes, of the part that this one holds.
-
-    Parameters
-    ----------
-    position, stats
-        Tree of draws, leaves [chains, draws, ...], and name to array [chains, draws].
-    padded_rows
-        The number of real rows of each leaf, by name, that has pad at the end of axis 2.
-    """
+    """Return a ``DataTree`` of draws in memory; on several processes, of the part that is here."""
     arviz_base = need("arviz_base", "arviz")
     stats = {ARVIZ_NAMES.get(name, name): np.asarray(x) for name, x in stats.items()}
     named = named_leaves(position)
@@ -48,10 +40,7 @@ def _on_host(leaf: Any) -> np.ndarray:
 def process_part(
     named: dict[str, jax.Array], stats: dict[str, np.ndarray], padded_rows: dict[str, int]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return what this process holds of draws that lie over several; the ``stats`` given are whole.
-
-    Returned are posterior, stats, and as coordinates the place of each entry in the whole.
-    """
+    """Return posterior, stats and coordinates, the place in the whole, of the draws of this process."""
     parts = {name: local_part(leaf) for name, leaf in named.items()}
     first = max(starts[0] for _, starts in parts.values())
     last = min(starts[0] + len(values) for values, starts in parts.values())
@@ -67,25 +56,22 @@ def process_part(
 
 
 def tree_names(names: list[str]) -> list[str]:
-    """Return a name in a ``DataTree`` for each leaf: no coordinate's, and none of them twice.
-
-    Coordinates are ``chain``, ``draw``, and ``w_dim_0`` beside a leaf ``w``.
-    """
+    """Name leaves in a ``DataTree``, which has coordinates ``chain``, ``draw`` and ``w_dim_0``."""
     return _free_names(names, str)
 
 
 def disk_names(names: list[str]) -> list[str]:
-    """Return a name on disk for each leaf: as `tree_names`, and one that a folder can have.
-
-    Names that differ only in case are one name on some file systems.
-    """
+    """Return names as `tree_names` does that folders can have, also where case makes no difference."""
     plain = [name.replace("/", "_").lstrip("._") or "x" for name in names]
     return _free_names(plain, str.casefold)
 
 
 def _free_names(names: list[str], key: Callable[[str], str]) -> list[str]:
     """Lengthen names that a coordinate has, or another leaf as compared by the key."""
-    taken = {"chain", "draw", *(key(name) for name in names if _leaf_of_axis(name) in names)}
+    # ``w_dim_0`` is the name of an axis of a leaf ``w``.
+    split = [(name, *name.rpartition("_dim_")) for name in names]
+    of_axes = [key(name) for name, leaf, _, number in split if number.isdigit() and leaf in names]
+    taken = {"chain", "draw", *of_axes}
     found = []
     for name in names:
         while key(name) in taken:
@@ -93,9 +79,3 @@ def _free_names(names: list[str], key: Callable[[str], str]) -> list[str]:
         taken.add(key(name))
         found.append(name)
     return found
-
-
-def _leaf_of_axis(name: str) -> str:
-    """Return the leaf whose axis has this name, ``w`` for ``w_dim_0``; empty if it names no axis."""
-    leaf, _, number = name.rpartition("_dim_")
-    return leaf if number.isdigit() else ""

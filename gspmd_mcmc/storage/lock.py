@@ -31,37 +31,33 @@ class FolderLock:
         self._file: int | None = None
 
     def take(self) -> None:
-        """Take the lock; one that a process of this host left behind when it died is taken over.
-
-        Raises
-        ------
-        Locked
-            If another process holds it, or the file is of a writer on another host.
-        OSError
-            Where the system has no such locks.
-        """
+        """Take the lock, even one that a dead process of this host left behind; else raise `Locked`."""
         if fcntl is None:
             raise OSError(
                 "a folder is locked by flock, which this system lacks; run on Linux, macOS or WSL"
             )
         file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        owner = _read(self.path)
+        owner, here, is_gone = _read(self.path), socket.gethostname(), False
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(file)
-            raise Locked(self._refusal(owner)) from None
-        try:
+            is_held = owner.get("host", here) != here
             is_gone = os.stat(self.path).st_ino != os.fstat(file).st_ino
+        except BlockingIOError:
+            is_held = True
         except FileNotFoundError:
             is_gone = True
-        if is_gone or owner.get("host", socket.gethostname()) != socket.gethostname():
+        if is_gone:  # The writer before has just removed it.
             os.close(file)
-            if not is_gone:
-                raise Locked(self._refusal(owner))
-            return self.take()  # The writer before has just removed it.
+            return self.take()
+        if is_held:
+            os.close(file)
+            raise Locked(
+                f"{self.path.parent}: process {owner.get('pid')} on host {owner.get('host')} writes "
+                "here. Give another path, or wait until it has ended; if it has, and ran on another "
+                f"host, remove {self.path.name}"
+            )
         os.ftruncate(file, 0)
-        os.write(file, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+        os.write(file, json.dumps({"host": here, "pid": os.getpid()}).encode())
         self._file = file
         return None
 
@@ -71,13 +67,6 @@ class FolderLock:
             self.path.unlink(missing_ok=True)
             os.close(self._file)
             self._file = None
-
-    def _refusal(self, owner: dict[str, Any]) -> str:
-        return (
-            f"{self.path.parent}: process {owner.get('pid')} on host {owner.get('host')} writes here. "
-            "Give another path, or wait until it has ended; if it has, and ran on another host, remove "
-            f"{self.path.name}"
-        )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import numpy as np
 
 from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.extras import need
-from gspmd_mcmc.sampling.draws import Draws
 from gspmd_mcmc.storage.datatree import ARVIZ_NAMES, POSTERIOR, STATS
+from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.tree import PyTree
 
 ROOT = "zarr.json"
@@ -25,13 +25,7 @@ class NotOurStore(ValueError):
 
 
 def read_root(folder: Path) -> Document:
-    """Read the document of a store: its attributes, and those of all arrays and groups.
-
-    Raises
-    ------
-    NotOurStore
-        With what was found instead.
-    """
+    """Read the document of a store: its attributes, and those of all arrays and groups."""
     try:
         root = json.loads((folder / ROOT).read_text())
     except FileNotFoundError:
@@ -70,13 +64,7 @@ def open_array(where: Path, document: Document, context: Any = None) -> Any:
 
 
 class SavedArray:
-    """An array on disk: ``array[index]`` reads the part, ``np.asarray(array)`` the whole.
-
-    Attributes
-    ----------
-    shape, dtype, ndim, size, nbytes
-        As for a NumPy array.
-    """
+    """An array on disk: ``array[index]`` reads the part, ``np.asarray(array)`` the whole."""
 
     def __init__(self, where: Path, document: Document):
         self.shape = tuple(document["shape"])
@@ -156,17 +144,10 @@ class SavedDraws(Draws):
         need("zarr", "storage")
         return need("xarray", "storage").open_datatree(self.path, engine="zarr")
 
-    @property
-    def _max_tree_depth(self) -> int | None:
-        return self.attributes.get("max_tree_depth")
-
-    @property
-    def _judges_energy(self) -> bool:
-        return bool(self.attributes.get("draws_momenta"))
-
-    @property
-    def _note(self) -> str:
-        return self.attributes.get("note", "")
+    def _of_kernel(self) -> dict[str, Any]:
+        recorded = self.attributes.get
+        momenta, depth = bool(recorded("draws_momenta")), recorded("max_tree_depth")
+        return {"judges_energy": momenta, "max_tree_depth": depth, "note": recorded("note", "")}
 
 
 def open_draws(path: str | Path) -> SavedDraws:
@@ -201,7 +182,7 @@ def open_draws(path: str | Path) -> SavedDraws:
         position=_grow([(leaf["path"], arrays[f"{POSTERIOR}/{leaf['array']}"]) for leaf in leaves]),
         stats=saved_stats(arrays),
         warmup={"moves": [Move(*move) for move in json.loads(attributes.get("moves", "[]"))]},
-        kernel=None,
+        kernel=None,  # pyright: ignore[reportArgumentType]
         state=None,
         num_steps=0,
         path=folder,

@@ -127,13 +127,7 @@ class ZarrSink(Sink):
         return f"ZarrSink({str(self.path)!r})"
 
     def check(self, collected: PyTree) -> None:
-        """Raise unless leaves of these shapes [chains, ...] can be written as the settings say.
-
-        Raises
-        ------
-        ValueError, TypeError
-            For a name that no leaf has, or a leaf that does not hold numbers.
-        """
+        """Raise unless leaves of these shapes [chains, ...] can be written as the settings say."""
         named = named_leaves(collected)
         chosen("leaves", self.leaves, list(named))
         if isinstance(self.dtype, Mapping):
@@ -150,17 +144,7 @@ class ZarrSink(Sink):
         return max(1, int(self.chunk_bytes * jax.process_count() // max(draw, 1)))
 
     def reserve(self, is_resumed: bool = False) -> None:
-        """Make the folder and lock it; draws may be in it already only if the run is resumed.
-
-        The libraries that write, which take up to a second to import, are imported in the background.
-
-        Raises
-        ------
-        DrawsNotSaved
-            If the folder holds something else, another run writes there, or nobody may.
-        ImportError
-            Without the extra ``storage``.
-        """
+        """Make the folder and lock it, and import the libraries that write in the background."""
         require("tensorstore", "zarr", extra="storage")
         self._on_first(lambda: self._reserve(is_resumed))
         self._is_reserved = True
@@ -177,40 +161,21 @@ class ZarrSink(Sink):
         first_draw: int = 0,
         is_resumed: bool = False,
     ) -> None:
-        """Create the store, or cut that of the run that continues.
-
-        Parameters
-        ----------
-        buffers
-            What was collected, and the stats: arrays [chains, draws of a buffer, ...] where they lie.
-        num_samples
-            Draws that are asked for, those on disk included.
-        attributes
-            What the store records about the run; a store with another ``rng_key_data`` is refused.
-        first_draw
-            Draws on disk to keep. Those beyond will be written again.
-        is_resumed
-            Whether the run continues the store that is there, as it does after ``first_draw``.
-
-        Raises
-        ------
-        DrawsNotSaved
-            As `reserve`, and if the store on disk is of another run or has fewer draws.
-        """
+        """Create the store, or cut that of the run that continues; one with another key is refused."""
         is_resumed = is_resumed or first_draw > 0
         if not self._is_reserved:
             self.reserve(is_resumed)
         steps, self._treedef = jax.tree_util.tree_flatten_with_path(buffers[0], is_leaf=is_row_values)
         names = list(named_leaves(buffers[0], is_leaf=is_row_values))
-        kept, on_disk = chosen("leaves", self.leaves, names), disk_names(names)
-        # Of each leaf its path in the store, None for one that is not kept; then those of the stats.
-        self._paths = [
-            f"{POSTERIOR}/{array}" if name in kept else None
-            for name, array in zip(names, on_disk, strict=True)
-        ] + [f"{STATS}/{ARVIZ_NAMES.get(name, name)}" for name in sorted(buffers[1])]
+        kept, arrays = (
+            chosen("leaves", self.leaves, names),
+            dict(zip(names, disk_names(names), strict=True)),
+        )
+        # Of each leaf its path in the store; None of one that is not kept.
+        self._paths = {name: f"{POSTERIOR}/{arrays[name]}" if name in kept else None for name in names}
         position = [
-            {"array": array, "path": [_json_step(key) for key in path]}
-            for (path, _), name, array in zip(steps, names, on_disk, strict=True)
+            {"array": arrays[name], "path": [_json_step(key) for key in path]}
+            for (path, _), name in zip(steps, names, strict=True)
             if name in kept
         ]
         about = attributes | {"position": json.dumps(position), "draws_format": VERSION}
@@ -219,8 +184,7 @@ class ZarrSink(Sink):
         self.attributes = self._root["attributes"] = about
         self._arrays = {
             path: open_array(self.path / path, nodes_of(self._root)[path], _few_threads())
-            for path in self._paths
-            if path is not None
+            for path in self._kept(buffers)
         }
         self.num_saved = self._num_given = first_draw
         self._written_at = time.monotonic()
@@ -232,16 +196,7 @@ class ZarrSink(Sink):
         return bool(of_all(is_due).any())
 
     def write(self, buffers: PyTree, count: int, start: int = 0) -> None:
-        """Begin to write ``count`` draws of the buffers, from draw ``start``.
-
-        One write is under way at most: the one before is waited for. Until the next call the buffers
-        must stay as they are.
-
-        Raises
-        ------
-        DrawsNotSaved
-            If the write before has failed.
-        """
+        """Begin to write ``count`` draws of the buffers, once the write before has ended."""
         self.flush()
         if not count:
             return
@@ -250,13 +205,7 @@ class ZarrSink(Sink):
         self._written_at = time.monotonic()
 
     def flush(self) -> int:
-        """Wait until all draws given are on disk and count; return how many.
-
-        Raises
-        ------
-        DrawsNotSaved
-            On every process, if one of them could not write.
-        """
+        """Wait until all draws given are on disk; if one process could not write, all of them raise."""
         if self._pending is None:
             return self.num_saved
         pending, self._pending = self._pending, None
@@ -289,7 +238,7 @@ class ZarrSink(Sink):
     def saved(self) -> tuple[PyTree, dict[str, Any]]:
         """Return what was collected and the stats, arrays [chains, draws, ...] on disk."""
         arrays = saved_arrays(self.path, read_root(self.path))
-        paths = self._paths[: self._treedef.num_leaves]
+        paths = list(self._paths.values())
         tree = jax.tree.unflatten(self._treedef, [arrays[path] if path else 0 for path in paths])
         return without(tree, [path is None for path in paths]), saved_stats(arrays)
 
@@ -313,16 +262,12 @@ class ZarrSink(Sink):
         if is_resumed or all(path.name == LOCK for path in self.path.iterdir()):
             return
         self._lock.free()
-        try:
+        found, cure = "other files", "give ZarrSink another path"
+        with contextlib.suppress(NotOurStore):
             count = read_root(self.path)["attributes"]["num_draws"]
-        except NotOurStore as error:
-            raise DrawsNotSaved(
-                f"{self.path} exists already and holds other files; give ZarrSink another path"
-            ) from error
-        raise DrawsNotSaved(
-            f"{self.path} exists already and holds {count} draws of another run "
-            "(gspmd_mcmc.open_draws reads them); give ZarrSink another path, or remove that folder"
-        )
+            found = f"{count} draws of another run (gspmd_mcmc.open_draws reads them)"
+            cure += ", or remove that folder"
+        raise DrawsNotSaved(f"{self.path} exists already and holds {found}; {cure}")
 
     def _prepare(
         self, buffers: PyTree, num_samples: int, about: dict, first_draw: int, is_resumed: bool
@@ -354,36 +299,30 @@ class ZarrSink(Sink):
         for group in (POSTERIOR, STATS):
             root.create_group(group, attributes={"inference_library": "gspmd_mcmc"})
             for name, length in (("chain", num_chains), ("draw", num_samples)):
-                root.create_array(
-                    f"{group}/{name}",
-                    shape=(length,),
-                    dtype="int64",
-                    chunks=(COORDINATE_ROWS,),
-                    dimension_names=[name],
-                )
-        for path, leaf, dtype in zip(self._paths, _leaves(buffers), self._dtypes(buffers), strict=True):
-            if path is not None:
-                _create_array(root, path, leaf, num_samples, dtype, self.compression)
+                layout = {"shape": (length,), "chunks": (COORDINATE_ROWS,), "dimension_names": [name]}
+                root.create_array(f"{group}/{name}", dtype="int64", **layout)
+        names, asked = list(self._paths), self.dtype
+        asked = asked if isinstance(asked, Mapping) else dict.fromkeys(names, asked)
+        dtypes = {self._paths[n]: asked[item] for n, item in chosen("dtype", asked, names).items()}
+        for path, leaf in self._kept(buffers).items():
+            _create_array(root, path, leaf, num_samples, dtypes.get(path), self.compression)
         with warnings.catch_warnings():
             # The specification of Zarr v3 has no consolidated metadata yet; zarr-python and xarray do.
             warnings.simplefilter("ignore")
             zarr.consolidate_metadata(store)
         return json.loads(store[ROOT].to_bytes())
 
-    def _dtypes(self, buffers: PyTree) -> list[str | None]:
-        """Return what the floats of each leaf are to be on disk, None for as they are."""
-        names, stats = list(named_leaves(buffers[0], is_leaf=is_row_values)), [None] * len(buffers[1])
-        if not isinstance(self.dtype, Mapping):
-            return [self.dtype] * len(names) + stats
-        found = chosen("dtype", self.dtype, names)
-        return [self.dtype[found[name]] if name in found else None for name in names] + stats
+    def _kept(self, buffers: PyTree) -> dict[str, Any]:
+        """Return the leaves that are kept, and the stats, by their paths in the store."""
+        collected, stats = named_leaves(buffers[0], is_leaf=is_row_values), buffers[1]
+        kept = {path: collected[name] for name, path in self._paths.items() if path is not None}
+        return kept | {f"{STATS}/{ARVIZ_NAMES.get(name, name)}": x for name, x in stats.items()}
 
     def _save(self, buffers: PyTree, start: int, count: int, first: int) -> None:
         """Write draws, and let them count where no other process is to be waited for."""
         with jax.profiler.TraceAnnotation("gspmd_mcmc I/O"):
-            for path, buffer in zip(self._paths, _leaves(buffers, is_leaf=None), strict=True):
-                if path is not None:
-                    write_shards(self._arrays[path], buffer, start, count, first)
+            for path, leaf in self._kept(buffers).items():
+                write_shards(self._arrays[path], _values(leaf), start, count, first)
         if jax.process_count() == 1:
             publish(self.path, self._root, first + count)
             self.num_saved = first + count
@@ -406,13 +345,7 @@ def _check_settings(dtype: Any, compression: int, chunk_bytes: float, flush_seco
 
 
 def chosen(argument: str, asked: Iterable[str] | None, names: list[str]) -> dict[str, str]:
-    """Return the names that are asked for, each with the item that asks: a name or its beginning.
-
-    Raises
-    ------
-    ValueError
-        If one of them matches no leaf.
-    """
+    """Return the names that are asked for, each with the item that asks: a name or its beginning."""
     if asked is None:
         return {name: name for name in names}
     found: dict[str, str] = {}
@@ -430,10 +363,8 @@ def chosen(argument: str, asked: Iterable[str] | None, names: list[str]) -> dict
     return found
 
 
-def _leaves(buffers: PyTree, is_leaf: Callable | None = is_row_values) -> list:
-    """Return the leaves of what was collected, and the stats in the order of their names."""
-    collected, stats = buffers
-    return [*jax.tree.leaves(collected, is_leaf=is_leaf), *(stats[name] for name in sorted(stats))]
+def _values(leaf: Any) -> jax.Array:
+    return leaf.values if is_row_values(leaf) else leaf
 
 
 def _json_step(key: Any) -> Any:
@@ -444,27 +375,11 @@ def _json_step(key: Any) -> Any:
     return name if isinstance(name, int) else str(name)
 
 
-def disk_dtype(dtype: Any, asked: str | None) -> np.dtype:
-    """Return the dtype of a leaf on disk: floats as asked, and as float32 those unknown to NumPy."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return np.dtype(dtype)
-    return np.dtype(asked or (np.float32 if np.dtype(dtype).kind == "V" else dtype))
-
-
 def chunk_shape(shard: tuple[int, ...], rows: int, num_rows: int, itemsize: int) -> tuple[int, ...]:
-    """Return the shape of chunks that no two shards share.
+    """Return the shape of chunks that no two devices' shards [chains, draws, ...] of a buffer share.
 
-    Parameters
-    ----------
-    shard
-        Shape of one device's shard of a buffer, [chains, draws, ...].
-    rows
-        Draws of a buffer. A chunk has as many, so that a full buffer writes whole chunks, or a
-        multiple where the file would be small.
-    num_rows
-        Draws that are asked for.
-    itemsize
-        Bytes of a number on disk.
+    A chunk has the rows of a buffer, so that a full buffer writes whole chunks, or a multiple of them
+    where the file would be small.
     """
     num_bytes = rows * itemsize * math.prod((shard[0], *shard[2:]))
     most = -(-max(num_rows, 1) // rows)
@@ -488,11 +403,13 @@ def _create_array(
     root: Any, path: str, leaf: Any, num_samples: int, dtype: str | None, compression: int
 ) -> None:
     """Create the array of a leaf in a group of zarr-python; each chunk is of one device's shard."""
-    array = leaf.values if is_row_values(leaf) else leaf
+    array = _values(leaf)
     chains, rows, *rest = array.shape
     if is_row_values(leaf):
         rest[0] = leaf.rows.num_rows
-    on_disk, shard = disk_dtype(array.dtype, dtype), array.sharding.shard_shape(array.shape)
+    on_disk, shard = np.dtype(array.dtype), array.sharding.shard_shape(array.shape)
+    if jnp.issubdtype(on_disk, jnp.floating):  # as float32 those that NumPy does not know
+        on_disk = np.dtype(dtype or (np.float32 if on_disk.kind == "V" else on_disk))
     chunks = chunk_shape(shard, max(rows, 1), num_samples, on_disk.itemsize)
     pieces = _pieces(chunks, on_disk.itemsize)
     codecs = need("zarr.codecs", "storage")
@@ -538,10 +455,9 @@ def write_shards(array: Any, buffer: jax.Array, start: int, count: int, first: i
 
 @functools.cache
 def _few_threads() -> Any:
-    """Return the context of all writes: one thread that packs and one that writes.
+    """Return the context of all writes: one thread that packs, one that writes, fast enough for a run.
 
-    That is fast enough beside a run. Each further thread would keep memory of its own for good, as C's
-    allocator gives it: about 20 MB, which grow during the first thousands of writes.
+    C's allocator would give each further thread memory for good: about 20 MB that grow for a while.
     """
     limits = {name: {"limit": 1} for name in ("data_copy_concurrency", "file_io_concurrency")}
     return need("tensorstore", "storage").Context(limits)

@@ -16,6 +16,7 @@ from gspmd_mcmc.adaptation.estimators.estimator import (
     like,
     own_variance,
     regularized_variance,
+    unit_variances,
     weight_of_draws,
 )
 from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric, Groups, read_groups
@@ -27,18 +28,10 @@ from gspmd_mcmc.tree import PyTree, each_chain, pytree, set_fields, static
 @pytree
 @dataclass(frozen=True, eq=False)
 class DenseMoments:
-    """Moments of each chain so far, with the products of elements within groups.
+    """Moments of each chain so far, with the products of elements within groups."""
 
-    Attributes
-    ----------
-    moments
-        Of each element by itself.
-    products
-        For each group, the sums of products about the mean, [chains, d, d].
-    """
-
-    moments: Moments
-    products: tuple[jax.Array, ...] = each_chain()
+    moments: Moments  # of each element by itself
+    products: tuple[jax.Array, ...] = each_chain()  # sums about the mean, of a group [chains, d, d]
 
 
 @pytree
@@ -100,9 +93,8 @@ class DenseBlock(MetricEstimator):
     def identity(self, positions: PyTree) -> DenseMetric:
         """Return the metric of unit variances and no correlations."""
         groups = self._groups(positions)
-        ones = jax.tree.map(lambda x: jnp.ones(x.shape[1:], x.dtype), positions)
         factors = [jnp.eye(size, dtype=groups.dtype) for size in groups.sizes]
-        return DenseMetric(ones, factors, self._names(positions))
+        return DenseMetric(unit_variances(positions), factors, self._names(positions))
 
     def _names(self, positions: PyTree) -> tuple[tuple[str, ...], ...]:
         return self.groups
@@ -133,9 +125,8 @@ def _outer(x: jax.Array) -> jax.Array:
 def _pooled_covariance(covariances: jax.Array, means: jax.Array) -> jax.Array:
     """Covariance [d, d] over chains, from those within chains [chains, d, d] and means [chains, d].
 
-    The covariance of the means is added where chains agree, as in `pooled_variance`, but only if they
-    agree in every element: a part of it would have other correlations than the whole, and so stretch
-    stiff directions.
+    That of the means is added where chains agree in every element: a part of it would have other
+    correlations than the whole, and so stretch stiff directions.
     """
     within, chains = jnp.mean(covariances, axis=0), means.shape[0]
     spread = deviation(means)

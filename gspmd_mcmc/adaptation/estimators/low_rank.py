@@ -28,6 +28,7 @@ from gspmd_mcmc.adaptation.estimators.estimator import (
     like,
     own_variance,
     pooled_variance,
+    unit_variances,
 )
 from gspmd_mcmc.kernels.metrics.low_rank_metric import LowRankMetric
 from gspmd_mcmc.kernels.metrics.metric import product
@@ -42,18 +43,10 @@ LEAST_RESIDUAL = 1e-4  # of an element's variance
 @pytree
 @dataclass(frozen=True, eq=False)
 class LowRankMoments:
-    """Moments of all draws of a window, and some of the draws.
+    """Moments of all draws of a window, and some of the draws, spread evenly over it."""
 
-    Attributes
-    ----------
-    moments
-        Of each element by itself.
-    draws
-        Tree like the position, leaves [chains, num_kept, ...]: draws spread evenly over the window.
-    """
-
-    moments: Moments
-    draws: PyTree = like_position(has_chains=True, num_axes=1, pad=Pad.STAYS)
+    moments: Moments  # of each element by itself
+    draws: PyTree = like_position(has_chains=True, num_axes=1, pad=Pad.STAYS)  # [chains, kept, ...]
 
 
 @pytree
@@ -116,10 +109,9 @@ class LowRank(MetricEstimator):
 
     def identity(self, positions: PyTree) -> LowRankMetric:
         """Return the metric of unit variances, with directions of zero length that do nothing."""
-        one = jax.tree.map(lambda x: jnp.ones(x.shape[1:], x.dtype), positions)
         nothing = jax.tree.map(lambda x: jnp.zeros((self.rank, *x.shape[1:]), x.dtype), positions)
         ones = jnp.ones(self.rank, jnp.result_type(*jax.tree.leaves(positions)))
-        return LowRankMetric(variances=one, vectors=nothing, eigenvalues=ones)
+        return LowRankMetric(unit_variances(positions), vectors=nothing, eigenvalues=ones)
 
 
 def slot_of(draw: jax.Array, num_slots: int) -> jax.Array:
@@ -163,11 +155,8 @@ def _whiten(moments: LowRankMoments, count: jax.Array, freedom: jax.Array) -> Py
 def fit_factors(draws: PyTree, freedom: jax.Array, rank: int) -> tuple[PyTree, PyTree, jax.Array]:
     """Fit Ψ + F Fᵀ to centered draws of unit variance, leaves [chains, draws, ...].
 
-    Returns
-    -------
-    tuple
-        Ψ, a tree like the position; and the eigenvectors [rank, ...] and eigenvalues [rank] of
-        Ψ^-½ F Fᵀ Ψ^-½ + I: exactly 1 for vectors that noise could explain.
+    Returns Ψ, a tree like the position; and the eigenvectors [rank, ...] and eigenvalues [rank] of
+    Ψ^-½ F Fᵀ Ψ^-½ + I: exactly 1 for vectors that noise could explain.
     """
     shape = rank + OVERSAMPLING
     # Elements that vary; those of a pad do not.

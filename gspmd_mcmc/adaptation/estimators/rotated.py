@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
-from gspmd_mcmc.adaptation.estimators.estimator import MetricEstimator, like, regularized_variance
+from gspmd_mcmc.adaptation.estimators.estimator import (
+    MetricEstimator,
+    like,
+    regularized_variance,
+    unit_variances,
+)
 from gspmd_mcmc.kernels.metrics.rotated_metric import (
     RotatedMetric,
     Rotations,
@@ -48,5 +52,4 @@ class Rotated(MetricEstimator):
     def identity(self, positions: PyTree) -> RotatedMetric:
         """Return unit variances, and the rotations."""
         check_rotations("Rotated", self.rotations, positions, batch=1)
-        ones = jax.tree.map(lambda x: jnp.ones(x.shape[1:], x.dtype), positions)
-        return RotatedMetric(ones, self.rotations)
+        return RotatedMetric(unit_variances(positions), self.rotations)

@@ -1,6 +1,5 @@
-"""Draws: where they are kept while a run makes them, and the result of the run."""
+"""The result of a run: its draws, and what is needed to continue it."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +8,9 @@ import numpy as np
 
 from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarize
+from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.storage.datatree import to_datatree
 from gspmd_mcmc.tree import PyTree
-
-DEVICE_SHARE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +33,7 @@ class Draws:
         and ``moves``, a list of `Move`: the chains that could not leave where they were and took the
         state of another. Divergences of warm-up are counted here, apart from those of the draws.
     kernel
-        The tuned kernel; it holds the target.
+        The tuned kernel; it holds the target. None of draws that `open_draws` has read.
     state
         The last state of all chains, leaves [chains, ...]. `sample` continues from it when it is given
         these draws as ``initial_position``.
@@ -56,7 +54,7 @@ class Draws:
     position: PyTree
     stats: dict[str, Any]
     warmup: dict[str, Any]
-    kernel: Any
+    kernel: Kernel
     state: Any
     num_steps: int
     padded_rows: dict[str, int] = field(default_factory=dict)
@@ -126,23 +124,15 @@ class Draws:
             self.stats,
             num_superchains=num_superchains,
             max_rows=max_rows,
-            max_tree_depth=self._max_tree_depth,
-            judges_energy=self._judges_energy,
             moves=self.moves,
-            note=self._note,
+            **self._of_kernel(),
         )
 
-    @property
-    def _max_tree_depth(self) -> int | None:
-        return self.kernel.max_tree_depth
-
-    @property
-    def _judges_energy(self) -> bool:
-        return self.kernel.draws_momenta
-
-    @property
-    def _note(self) -> str:
-        return self.kernel.note
+    def _of_kernel(self) -> dict[str, Any]:
+        """Return what a summary asks the kernel."""
+        kernel = self.kernel
+        momenta, depth = kernel.draws_momenta, kernel.max_tree_depth
+        return {"judges_energy": momenta, "max_tree_depth": depth, "note": kernel.note}
 
     def __layout_tree__(self) -> dict[str, Any]:
         """Return what `visualize` shows of a run: the draws and the last state."""
@@ -155,49 +145,3 @@ class Draws:
             return f"Draws({what})"
         rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance_rate)
         return f"Draws({what}, acceptance [{rates}], divergent {self.num_divergent.tolist()})"
-
-
-class HostDraws:
-    """Draws on the host, filled from buffers shard by shard."""
-
-    def __init__(self, buffers: PyTree, num_samples: int):
-        self._arrays = jax.tree.map(
-            lambda b: np.zeros((b.shape[0], num_samples, *b.shape[2:]), b.dtype), buffers
-        )
-
-    def fill(self, buffers: PyTree, start: int, count: int) -> None:
-        """Copy the first ``count`` draws of the buffers to draws ``start`` and on."""
-        draws = slice(start, start + count)
-        for host, buffer in zip(*map(jax.tree.leaves, (self._arrays, buffers)), strict=True):
-            for shard in buffer.addressable_shards if count else ():
-                if shard.replica_id == 0:
-                    chains, _, *rest = shard.index
-                    host[(chains, draws, *rest)] = np.asarray(shard.data)[:, :count]
-
-    def draws(self, count: int) -> PyTree:
-        """Return the first ``count`` draws."""
-        return jax.tree.map(lambda a: a[:, :count], self._arrays)
-
-
-def capacity(shapes: PyTree, num_samples: int, num_parts: int, device_bytes: int | None) -> int:
-    """Return how many draws a buffer on the devices holds.
-
-    Parameters
-    ----------
-    shapes
-        One draw of all chains, leaves [chains, ...].
-    num_samples
-        The draws asked for.
-    num_parts
-        The number of parts that the chains lie in.
-    device_bytes
-        Bytes for draws on each device. None: a quarter of its memory, and no bound where the device
-        reports none (a CPU's memory is the host's).
-    """
-    if device_bytes is None:
-        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-        device_bytes = int(DEVICE_SHARE * limit) if limit else None
-    if device_bytes is None:
-        return num_samples
-    draw = sum(math.prod(s.shape) * s.dtype.itemsize for s in jax.tree.leaves(shapes)) / num_parts
-    return min(num_samples, max(1, int(device_bytes // max(draw, 1))))
