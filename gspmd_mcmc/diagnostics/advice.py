@@ -14,6 +14,7 @@ import numpy as np
 from gspmd_mcmc.diagnostics.energy import bfmi
 from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS, LEAST_TO_SETTLE, LONGEST_CORRELATION, MANY_CHAINS
 
+Worst = Sequence[tuple[str, float]]  # names and values of the worst numbers, the worst first
 MOST_RHAT = 1.01
 LEAST_BFMI = 0.3
 LEAST_SPACINGS = 10.0  # of floating-point numbers, in a standard deviation
@@ -37,25 +38,20 @@ def least_ess(num_chains: int) -> float:
 
 
 def on_transitions(stats: dict[str, Any], max_tree_depth: int | None, judges_energy: bool) -> list[str]:
-    """Warn of divergences, trajectories that are cut short, energies and acceptance rates.
+    """Warn of divergences, trees that are cut short, energies, acceptance rates and late arrivals.
 
-    Parameters
-    ----------
-    stats
-        Arrays [chains, draws] of the draws that were kept, by name; those that are missing are not
-        judged.
-    max_tree_depth
-        The largest number of doublings, for kernels that build trees.
-    judges_energy
-        Whether each transition draws its momentum anew, as E-BFMI assumes.
+    Of ``stats`` [chains, draws] those that are missing are not judged. E-BFMI assumes that each
+    transition draws its momentum anew: ``judges_energy``.
     """
     stats = {name: np.asarray(x) for name, x in stats.items()}
-    found = [on_divergences(stats), _on_depth(stats, max_tree_depth)]
-    if judges_energy and "energy" in stats:
-        found.append(_on_energy(stats["energy"]))
-    found.append(on_acceptance(stats))
-    if "log_density" in stats:
-        found.append(on_arrivals(stats["log_density"]))
+    energy, log_density = stats.get("energy"), stats.get("log_density")
+    found = [
+        on_divergences(stats),
+        _on_depth(stats, max_tree_depth),
+        _on_energy(energy) if judges_energy and energy is not None else "",
+        on_acceptance(stats),
+        "" if log_density is None else on_arrivals(log_density),
+    ]
     return [text for text in found if text]
 
 
@@ -145,15 +141,10 @@ def on_number_of_draws(num_chains: int, num_draws: int) -> list[str]:
 
 
 def on_arrivals(log_density: np.ndarray) -> str:
-    """Warn of chains that reached the others, by log density, only after warm-up.
+    """Warn of chains that reached the others, by log density [chains, draws], only after warm-up.
 
     The first draw of such a chain is twice as far from the median as any draw on that side in the
     second halves. With n draws of an exponential tail this happens by chance about twice in n² runs.
-
-    Parameters
-    ----------
-    log_density
-        Of the draws that were kept, [chains, draws].
     """
     num_chains, num_draws = log_density.shape
     if num_draws < LEAST_TO_SETTLE or not np.isfinite(log_density).all():
@@ -177,17 +168,7 @@ def on_arrivals(log_density: np.ndarray) -> str:
 
 
 def on_moves(moves: Sequence[Any], num_chains: int, rhat_before: float | None = None) -> str:
-    """Warn of chains that warm-up has moved, which R-hat does not show.
-
-    Parameters
-    ----------
-    moves
-        Each with ``chain``, ``from_log_density`` and ``to_log_density``.
-    num_chains
-        The number of all chains.
-    rhat_before
-        R-hat of the log density with these chains where they were, if known.
-    """
+    """Warn of chains that warm-up has moved; ``rhat_before`` has them where they were, if known."""
     if not moves:
         return ""
     gains = {move.chain: move.to_log_density - move.from_log_density for move in moves}
@@ -203,27 +184,8 @@ def on_moves(moves: Sequence[Any], num_chains: int, rhat_before: float | None = 
     return f"{found} With these chains where they were, R-hat of log_density is {rhat_before:.2f}."
 
 
-def on_rhat(
-    name: str,
-    count: int,
-    size: int,
-    worst: Sequence[tuple[str, float]],
-    num_chains: int,
-    num_draws: int,
-) -> str:
-    """Warn of chains that do not agree.
-
-    Parameters
-    ----------
-    name
-        "rhat_beyond_noise" or "nested_rhat".
-    count, size
-        How many of how many numbers exceed the limit.
-    worst
-        The worst numbers and their values, the worst first.
-    num_chains, num_draws
-        Chains, and draws of each.
-    """
+def on_rhat(name: str, count: int, size: int, worst: Worst, num_chains: int, num_draws: int) -> str:
+    """Warn of chains that do not agree: ``count`` of ``size`` numbers exceed the limit of R-hat."""
     what = "nested R-hat" if name == "nested_rhat" else "R-hat"
     found = (
         f"{what} is over {MOST_RHAT} for {count} of {size} numbers, worst {_numbers(worst, '.2f')}: "
@@ -238,15 +200,14 @@ def on_rhat(
 
 def on_noise(count: int) -> str:
     """Say for how many numbers R-hat exceeds its limit by noise."""
-    if not count:
-        return ""
-    return (
+    found = (
         f"R-hat of {count} numbers is over {MOST_RHAT} only because chains are short: they differ from "
         "each other no more than the halves of each chain do."
     )
+    return found if count else ""
 
 
-def on_ess(what: str, limit: float, count: int, size: int, worst: Sequence[tuple[str, float]]) -> str:
+def on_ess(what: str, limit: float, count: int, size: int, worst: Worst) -> str:
     """Warn of few effective draws; arguments as in `on_rhat`."""
     unreliable = "means and medians" if what == "bulk" else "quantiles of the tails"
     return (
@@ -255,7 +216,7 @@ def on_ess(what: str, limit: float, count: int, size: int, worst: Sequence[tuple
     )
 
 
-def on_spacing(count: int, worst: Sequence[tuple[str, float]]) -> str:
+def on_spacing(count: int, worst: Worst) -> str:
     """Warn of draws that hardly differ by more than the spacing of floating-point numbers."""
     return (
         f"the standard deviation of {count} numbers is under {LEAST_SPACINGS:.0f} times the distance "
@@ -264,12 +225,12 @@ def on_spacing(count: int, worst: Sequence[tuple[str, float]]) -> str:
     )
 
 
-def on_not_finite(count: int, worst: Sequence[tuple[str, float]]) -> str:
+def on_not_finite(count: int, worst: Worst) -> str:
     """Warn of draws that are NaN or infinite."""
     return (
         f"draws of {count} numbers are not finite: {', '.join(name for name, _ in worst[:MOST_NAMED])}."
     )
 
 
-def _numbers(worst: Sequence[tuple[str, float]], form: str) -> str:
+def _numbers(worst: Worst, form: str) -> str:
     return ", ".join(f"{name} ({value:{form}})" for name, value in worst[:MOST_NAMED])

@@ -16,36 +16,18 @@ import numpy as np
 class _Tables(NamedTuple):
     """Real and imaginary parts of the factors of a transform, in axis 0.
 
-    Attributes
-    ----------
-    rows
-        exp(-2πi k₁ n₁ / N₁), [2, N₁/2 + 1, N₁/2]: draws fill half of the rows, and the other
-        frequencies of a real signal are the mirror image.
-    rotation
-        exp(-2πi k₁ n₂ / (N₁ N₂)), [2, N₁/2 + 1, N₂].
-    columns
-        exp(-2πi n₂ k₂ / N₂), [2, N₂, N₂].
+    Draws fill half of the rows, and frequencies of a real signal are half of them mirror images.
     """
 
-    rows: jax.Array
-    rotation: jax.Array
-    columns: jax.Array
+    rows: jax.Array  # exp(-2πi k₁ n₁ / N₁), [2, N₁/2 + 1, N₁/2]
+    rotation: jax.Array  # exp(-2πi k₁ n₂ / (N₁ N₂)), [2, N₁/2 + 1, N₂]
+    columns: jax.Array  # exp(-2πi n₂ k₂ / N₂), [2, N₂, N₂]
 
 
 def mean_autocovariance(x: jax.Array) -> jax.Array:
-    """Autocovariance at every lag, mean over chains, about each chain's own mean.
+    """Autocovariances [draws, ...] of [chains, draws, ...], about each chain's own mean.
 
     c_t = mean over chains of Σ_n (x_n - x̄)(x_{n+t} - x̄) / N, all lags divided by the number of draws N.
-
-    Parameters
-    ----------
-    x
-        Shape [chains, draws, ...].
-
-    Returns
-    -------
-    array
-        Shape [draws, ...].
     """
     num_chains, num_draws = x.shape[:2]
     width = math.ceil(math.sqrt(num_draws))

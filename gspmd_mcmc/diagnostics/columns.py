@@ -30,34 +30,11 @@ SMALL_LEAF = 1000  # numbers
 
 @on_any_mesh
 def per_leaf(statistic: Callable, draws: PyTree, copies: int = COPIES, **options: Any) -> PyTree:
-    """Apply a statistic of columns to every leaf.
+    """Apply a statistic of columns to every leaf, JAX or NumPy or read from disk by ``leaf[index]``.
 
-    Parameters
-    ----------
-    statistic
-        A function at module level (programs are cached by its identity) of an array
-        [chains, draws, ...] of floats; it returns an array [...] or a tree of arrays. Columns must be
-        independent: the function may get a block of them.
-    draws
-        Tree with leaves [chains, draws, ...], JAX or NumPy or read from disk by ``leaf[index]``;
-        integers and booleans become floats. Leaves that are not on the devices are laid over the
-        devices of this process, a slice of columns at a time.
-    copies
-        How many arrays of the size of its draws the statistic holds at a time.
-    options
-        Hashable keyword arguments of the statistic.
-
-    Returns
-    -------
-    tree
-        Like ``draws``; leaves [...], laid out as the columns are, or NumPy where the draws are not JAX.
-
-    Raises
-    ------
-    ValueError
-        If a leaf has fewer than two axes, or no chain.
-    TypeError
-        If the numbers of a leaf are not real.
+    The statistic is a function at module level (programs are cached by its identity), with hashable
+    options, of floats [chains, draws, ...]. It may get a block of columns, and returns an array [...]
+    or a tree of them. Results lie as the columns do, and are NumPy where the draws are not JAX.
     """
 
     def apply(leaf):
@@ -71,21 +48,10 @@ def per_leaf(statistic: Callable, draws: PyTree, copies: int = COPIES, **options
 def by_name(
     compute: Callable[[PyTree], dict[str, PyTree]], named: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Compute statistics of leaves: small ones side by side in one program, large ones one by one.
+    """Compute statistics of leaves by name: small leaves side by side, on one device.
 
-    A program of statistics takes seconds to compile. The draws of small leaves go to one device.
-
-    Parameters
-    ----------
-    compute
-        Function of a tree of draws; returns name of a statistic to a tree like it, leaves [...].
-    named
-        Name of a leaf to draws [chains, draws, ...].
-
-    Returns
-    -------
-    dict
-        Name of a leaf to name of a statistic to array [...]: NumPy arrays of small leaves.
+    A program of statistics takes seconds to compile. ``compute`` takes a tree of draws, and gives trees
+    like it by the names of statistics.
     """
     small = {name: x for name, x in named.items() if math.prod(x.shape[2:]) <= SMALL_LEAF}
     found = {name: compute(leaf) for name, leaf in named.items() if name not in small}
@@ -145,13 +111,7 @@ def check_draws(draws: PyTree) -> None:
 
 
 def num_draws_of(chunk: PyTree) -> int:
-    """Return how many draws of each chain a chunk has.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `check_draws`; ValueError, with the leaf's path, if leaves have different numbers of draws.
-    """
+    """Return how many draws of each chain a chunk has; raise unless all leaves have as many."""
     check_draws(chunk)
     (first_path, first), *others = jax.tree_util.tree_leaves_with_path(chunk)
     for path, leaf in others:
@@ -163,18 +123,12 @@ def num_draws_of(chunk: PyTree) -> int:
     return first.shape[1]
 
 
-def _shards(leaf) -> tuple[int, ...] | None:
-    """Return the number of shards of each column axis; None inside a program, where it is not known."""
-    if is_traced(leaf):
-        return None
-    if not isinstance(leaf, jax.Array):
-        return (1,) * (np.ndim(leaf) - 2)
-    local = leaf.sharding.shard_shape(leaf.shape)
-    return tuple(n // max(m, 1) for n, m in zip(leaf.shape[2:], local[2:], strict=True))
-
-
-def _of_devices(leaf: Any, statistic: Callable, options: tuple, copies: int) -> PyTree:
-    return _apply(leaf, statistic, options, copies, _shards(leaf))
+def _of_devices(leaf: jax.Array, statistic: Callable, options: tuple, copies: int) -> PyTree:
+    shards = None  # of each column axis; inside a program they are not known
+    if not is_traced(leaf):
+        local = leaf.sharding.shard_shape(leaf.shape)[2:]
+        shards = tuple(n // max(m, 1) for n, m in zip(leaf.shape[2:], local, strict=True))
+    return _apply(leaf, statistic, options, copies, shards)
 
 
 def _of_host(leaf: Any, statistic: Callable, options: tuple, copies: int) -> PyTree:
@@ -184,7 +138,7 @@ def _of_host(leaf: Any, statistic: Callable, options: tuple, copies: int) -> PyT
     of_device = max(TEMPORARY_BYTES // num_bytes, 1)
     if num_columns <= of_device:
         columns = _columns(leaf, 0, num_columns)
-        results = jax.device_get(_of_devices(columns, statistic, options, copies))
+        results = jax.device_get(_of_devices(jnp.asarray(columns), statistic, options, copies))
         return jax.tree.map(lambda x: x.reshape(leaf.shape[2:]), results)
     mesh = make_mesh(devices=jax.local_devices())
     sharding = NamedSharding(mesh, P(None, None, *mesh.axis_names))

@@ -1,8 +1,10 @@
 """Effective sample sizes: how many independent draws the draws are worth.
 
-References ---------- Geyer, "Practical Markov chain Monte Carlo", Statistical Science 7 (1992): the
-initial positive and monotone sequences. Vehtari, Gelman, Simpson, Carpenter and Bürkner, Bayesian
-Analysis 16 (2021): several chains, bulk and tails.
+References
+----------
+Geyer, "Practical Markov chain Monte Carlo", Statistical Science 7 (1992): the initial positive and
+monotone sequences. Vehtari, Gelman, Simpson, Carpenter and Bürkner, Bayesian Analysis 16 (2021):
+several chains, bulk and tails.
 """
 
 import math

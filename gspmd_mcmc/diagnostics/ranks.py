@@ -14,18 +14,10 @@ from jax.scipy.special import ndtri
 
 
 class Scored(NamedTuple):
-    """Draws [chains, draws, ...] in order of size, and by rank.
+    """Draws of each column in order of size, and by rank."""
 
-    Attributes
-    ----------
-    ordered
-        The draws of all chains of each column from least to largest, [draws x chains, ...].
-    scores
-        Normal scores of the draws' ranks, [chains, draws, ...].
-    """
-
-    ordered: jax.Array
-    scores: jax.Array
+    ordered: jax.Array  # of all chains, from least to largest, [draws x chains, ...]
+    scores: jax.Array  # normal scores of the draws' ranks, [chains, draws, ...]
 
 
 def split(x: jax.Array) -> jax.Array:
@@ -46,11 +38,6 @@ def merged(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
-def _apart(row: jax.Array, num_chains: int) -> jax.Array:
-    """Undo `merged`."""
-    return jnp.swapaxes(row.reshape(-1, num_chains, *row.shape[1:]), 0, 1)
-
-
 def scored(x: jax.Array) -> Scored:
     """Order draws [chains, draws, ...], and replace each by the normal score of its rank.
 
@@ -60,8 +47,8 @@ def scored(x: jax.Array) -> Scored:
     row = merged(x)
     place = jax.lax.broadcasted_iota(jnp.int32, row.shape, 0)
     ordered, origin = jax.lax.sort((row, place), dimension=0, num_keys=1, is_stable=False)
-    scores = _normal_score(_mean_places(ordered), len(row), x.dtype)
-    return Scored(ordered, _apart(_put_back(scores, origin), len(x)))
+    scores = _put_back(_normal_score(_mean_places(ordered), len(row), x.dtype), origin)
+    return Scored(ordered, jnp.swapaxes(scores.reshape(-1, len(x), *x.shape[2:]), 0, 1))
 
 
 def ordered(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ batches of several chains about the mean of all. Vats, Flegal and Jones, Biometr
 effective sample size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -32,27 +32,13 @@ from gspmd_mcmc.tree import PyTree, pytree
 @pytree
 @dataclass(frozen=True, eq=False)
 class BatchMeans:
-    """Batches of each chain so far.
+    """Batches of each chain so far; the one after the full ones is being filled."""
 
-    Attributes
-    ----------
-    moments
-        Of all draws (`gspmd_mcmc.moments.Moments`).
-    means
-        Tree of the batches' means, leaves [chains, batches, ...].
-    length
-        Draws of a full batch, [].
-    num_full
-        The number of full batches, []; the next one is being filled.
-    num_partial
-        Draws in the one that is being filled, [].
-    """
-
-    moments: Moments
-    means: PyTree
-    length: jax.Array
-    num_full: jax.Array
-    num_partial: jax.Array
+    moments: Moments  # of all draws
+    means: PyTree  # of the batches, leaves [chains, batches, ...]
+    length: jax.Array  # draws of a full batch, []
+    num_full: jax.Array  # full batches, []
+    num_partial: jax.Array  # draws in the batch that is being filled, []
 
 
 @on_any_mesh
@@ -92,15 +78,13 @@ def update(state: BatchMeans, chunk: PyTree) -> BatchMeans:
     ValueError
         If a leaf has not the shape [chains, draws, ...], or not as many draws as the others.
     """
-    num_draws = num_draws_of(chunk)
-    if not num_draws:
-        return state
 
     def take(i, state):
         draw = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1), chunk)
         return _take(state, draw)
 
-    return jax.lax.fori_loop(0, num_draws, take, state)
+    num_draws = num_draws_of(chunk)
+    return jax.lax.fori_loop(0, num_draws, take, state) if num_draws else state
 
 
 def _take(state: BatchMeans, draw: PyTree) -> BatchMeans:
@@ -113,10 +97,10 @@ def _take(state: BatchMeans, draw: PyTree) -> BatchMeans:
         return jax.lax.dynamic_update_slice_in_dim(means, mean, state.num_full, axis=1)
 
     is_full = count == state.length
-    taken = BatchMeans(
+    taken = replace(
+        state,
         moments=streaming.update(state.moments, draw),
         means=jax.tree.map(put, state.means, draw),
-        length=state.length,
         num_full=state.num_full + is_full,
         num_partial=jnp.where(is_full, 0, count),
     )
@@ -132,13 +116,8 @@ def _merge(state: BatchMeans) -> BatchMeans:
         half = jnp.mean(pairs, axis=2)
         return jnp.concatenate([half, jnp.zeros_like(half)], axis=1)
 
-    return BatchMeans(
-        moments=state.moments,
-        means=jax.tree.map(merge, state.means),
-        length=2 * state.length,
-        num_full=state.num_full // 2,
-        num_partial=state.num_partial,
-    )
+    means = jax.tree.map(merge, state.means)
+    return replace(state, means=means, length=2 * state.length, num_full=state.num_full // 2)
 
 
 @on_any_mesh

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.jupyter import JupyterMixin
 
 from gspmd_mcmc.diagnostics import advice, table
 from gspmd_mcmc.diagnostics.columns import SMALL_LEAF, by_name, check_draws
@@ -36,21 +37,11 @@ class Worst(NamedTuple):
 
 
 class Extreme(NamedTuple):
-    """The worst number of a large leaf by one statistic.
+    """The worst number of a large leaf by one statistic."""
 
-    Attributes
-    ----------
-    index
-        Its place in the leaf.
-    values
-        All its statistics, by name.
-    count
-        How many numbers of the leaf are beyond the limit of the statistic.
-    """
-
-    index: tuple[int, ...]
-    values: dict[str, float]
-    count: int
+    name: str  # ``w[3, 1]``
+    values: dict[str, float]  # all its statistics
+    count: int  # of numbers of the leaf that are beyond the limit of the statistic
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +64,15 @@ class _Leaf:
             ]
             return cls(name, size, rows, {})
         judged = {"rhat": advice.MOST_RHAT} | limits
-        extremes = {key: _extreme_of(found, key, limit) for key, limit in judged.items()}
+        extremes = {key: _extreme_of(name, found, key, limit) for key, limit in judged.items()}
         worst = extremes.get("nested_rhat", extremes["rhat"])
         least = {key: extremes[key].values[key] for key in ("ess_bulk", "ess_tail")}
-        return cls(name, size, [Row(element(name, worst.index), size, worst.values | least)], extremes)
+        return cls(name, size, [Row(worst.name, size, worst.values | least)], extremes)
 
     def worst(self, statistic: str) -> list[Worst]:
         """Return its numbers with their values; for a large leaf only the worst one."""
-        if self.extremes:
-            found = self.extremes[statistic]
-            return [Worst(element(self.name, found.index), found.values[statistic])]
-        return [Worst(row.name, row.values[statistic]) for row in self.rows]
+        numbers = [self.extremes[statistic]] if self.extremes else self.rows
+        return [Worst(number.name, number.values[statistic]) for number in numbers]
 
     def num_beyond(self, statistic: str, limit: float) -> int:
         if self.extremes:
@@ -92,7 +81,7 @@ class _Leaf:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Summary:
+class Summary(JupyterMixin):
     """Statistics of a run, a table of the worst of them, and warnings. ``print`` it.
 
     Attributes
@@ -185,9 +174,6 @@ class Summary:
     def __rich__(self) -> Any:
         return table.rich(self)
 
-    def _repr_html_(self) -> str:
-        return table.html(self)
-
 
 @on_any_mesh
 def summarize(
@@ -201,25 +187,12 @@ def summarize(
     moves: Sequence[Any] = (),
     note: str = "",
 ) -> Summary:
-    """Summarise draws where they lie: each device computes its own columns, and no draw is gathered.
+    """Summarize draws where they lie: each device computes its own columns, and no draw is gathered.
 
-    Parameters
-    ----------
-    position
-        Tree of draws, leaves [chains, draws, ...].
-    stats
-        Arrays [chains, draws] by name, ``log_density`` among them.
-    num_superchains
-        The number of groups of consecutive chains with one starting point each: nested R-hat then
-        judges convergence.
-    max_rows
-        Lines of the table, besides that of the log density.
-    max_tree_depth, judges_energy
-        Of the kernel; see `advice.on_transitions`.
-    moves
-        Chains that warm-up has moved, each with ``chain`` and ``from_log_density``.
-    note
-        What the kernel says of all its draws.
+    ``position`` has leaves [chains, draws, ...]; ``stats`` are arrays [chains, draws] by name,
+    ``log_density`` among them. ``max_tree_depth``, ``judges_energy`` (see `advice.on_transitions`) and
+    ``note`` are the kernel's; ``moves`` are the chains that warm-up has moved. The other arguments are
+    those of `Draws.summary`.
     """
     if not isinstance(max_rows, Integral) or isinstance(max_rows, bool) or max_rows < 0:
         raise ValueError(f"max_rows: expected an integer of at least 0, got {max_rows!r}")
@@ -230,10 +203,22 @@ def summarize(
     compute = functools.partial(_statistics, num_superchains=num_superchains)
     with jax.numpy_dtype_promotion("standard"):  # statistics rely on it; a user's may be strict
         found = by_name(compute, named | {own_name: stats["log_density"]})
-    limits = _limits(num_chains, num_superchains)
+    limits = {
+        "mean": 0.0,
+        "rhat_beyond_noise" if num_superchains is None else "nested_rhat": advice.MOST_RHAT,
+        **dict.fromkeys(("ess_bulk", "ess_tail"), advice.least_ess(num_chains)),
+        "spacings": advice.LEAST_SPACINGS,
+    }
     leaves = [_Leaf.of(name, found[name], limits) for name in (*named, own_name)]
     rows = sorted((row for leaf in leaves[:-1] for row in leaf.rows), key=lambda row: row.order)
     log_density = leaves[-1].rows[0]
+    num_excused = 0  # numbers whose R-hat exceeds its limit only by the noise of short chains
+    if num_superchains is None:
+        over, beyond = (
+            sum(leaf.num_beyond(name, advice.MOST_RHAT) for leaf in leaves)
+            for name in ("rhat", "rhat_beyond_noise")
+        )
+        num_excused = over - beyond
     warnings = [
         *advice.on_number_of_draws(num_chains, num_draws),
         *advice.on_transitions(stats, max_tree_depth, judges_energy),
@@ -254,7 +239,7 @@ def summarize(
         **{"nested_rhat": None} | trees,
         log_density=log_density.values,
         warnings=warnings,
-        notes=[text for text in (note, advice.on_noise(_num_excused(leaves, limits))) if text],
+        notes=[text for text in (note, advice.on_noise(num_excused)) if text],
         rows=[*rows[:max_rows], log_density],
         num_left_out=sum(row.size for row in rows[max_rows:]),
         num_chains=num_chains,
@@ -262,17 +247,6 @@ def summarize(
         rhat_before_moves=rhat_before_moves,
         _leaves=leaves[:-1],
     )
-
-
-def _num_excused(leaves: list[_Leaf], limits: dict[str, float]) -> int:
-    """Count the numbers whose R-hat exceeds its limit only by the noise of short chains."""
-    if "rhat_beyond_noise" not in limits:
-        return 0
-    over, beyond = (
-        sum(leaf.num_beyond(name, advice.MOST_RHAT) for leaf in leaves)
-        for name in ("rhat", "rhat_beyond_noise")
-    )
-    return over - beyond
 
 
 def _statistics(draws: PyTree, num_superchains: int | None) -> dict[str, PyTree]:
@@ -283,14 +257,6 @@ def _statistics(draws: PyTree, num_superchains: int | None) -> dict[str, PyTree]
     is_short = jax.tree.leaves(draws)[0].shape[1] < LEAST_DRAWS
     function = nested_rhat if is_short else rank_nested_rhat
     return {**found, "nested_rhat": function(draws, num_superchains)}
-
-
-def _limits(num_chains: int, num_superchains: int | None) -> dict[str, float]:
-    """Return the limit of each statistic that is judged."""
-    size = advice.least_ess(num_chains)
-    judged = "rhat_beyond_noise" if num_superchains is None else "nested_rhat"
-    spacings = {"spacings": advice.LEAST_SPACINGS}
-    return {"mean": 0.0, judged: advice.MOST_RHAT, "ess_bulk": size, "ess_tail": size} | spacings
 
 
 def _worst_first(leaves: list[_Leaf], statistic: str) -> list[Worst]:
@@ -326,12 +292,12 @@ def _on_numbers(
     return found
 
 
-def _extreme_of(found: dict[str, Any], name: str, limit: float) -> Extreme:
+def _extreme_of(leaf: str, found: dict[str, Any], statistic: str, limit: float) -> Extreme:
     """Find the worst number of a leaf by a statistic, where its statistics [...] lie."""
-    place, count, of_worst = _extreme(found, name, limit)
+    place, count, of_worst = _extreme(found, statistic, limit)
+    index = np.unravel_index(int(place), np.shape(found[statistic]))
     values = {key: float(x) for key, x in of_worst.items()}
-    index = np.unravel_index(int(place), np.shape(found[name]))
-    return Extreme(tuple(map(int, index)), values, int(count))
+    return Extreme(element(leaf, tuple(map(int, index))), values, int(count))
 
 
 @functools.partial(jax.jit, static_argnames="name")

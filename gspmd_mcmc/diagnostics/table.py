@@ -1,9 +1,8 @@
-"""The table of a summary: its lines, as text, for a terminal by rich, and as HTML.
+"""The table of a summary: its lines, as text, and for a terminal or a notebook by rich.
 
 Small leaves have a line for each number, large ones a line for the worst.
 """
 
-import html as escaping
 import math
 import textwrap
 from collections.abc import Callable, Iterable
@@ -33,22 +32,11 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One line of the table; for a large leaf the number with the worst R-hat, and the least ESS."""
 
-    Attributes
-    ----------
-    name
-        Of a number, ``w[3, 1]``.
-    size
-        How many numbers the line stands for: for a large leaf it names the one with the worst R-hat,
-        and shows the least effective sizes of all.
-    values
-        Statistics by name.
-    """
-
-    name: str
-    size: int
-    values: dict[str, float]
+    name: str  # of a number, ``w[3, 1]``
+    size: int  # how many numbers the line stands for
+    values: dict[str, float]  # statistics by name
 
     @property
     def order(self) -> tuple[float, float]:
@@ -97,31 +85,17 @@ def rich(summary: Any) -> Group:
 
 
 def _table_lines(summary: Any) -> list[str]:
-    table = _table(summary)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    head, *lines = [_line(cells, widths) for cells in table]
-    return [_header(summary), "", head, "-" * len(head), *lines, *_notes(summary)]
-
-
-def html(summary: Any) -> str:
-    """Write the same as HTML."""
-    headings, *rows = [[escaping.escape(cell) for cell in cells] for cells in _table(summary)]
-    head = "".join(f"<th>{cell}</th>" for cell in headings)
-    body = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>" for cells in rows)
-    notes = "".join(f"<p>{escaping.escape(note)}</p>" for note in _notes(summary))
-    items = "".join(f"<li>{escaping.escape(x)}</li>" for x in summary.warnings)
-    below = f"<ul>{items}</ul>" if items else f"<p>{ALL_WELL}</p>"
-    below += "".join(f"<p>{escaping.escape(note)}</p>" for note in summary.notes)
-    title = escaping.escape(_header(summary))
-    return f"<p>{title}</p><table><tr>{head}</tr>{body}</table>{notes}{below}"
-
-
-def _header(summary: Any) -> str:
-    return f"{summary.num_chains} chains x {summary.num_draws} draws, the worst numbers first"
-
-
-def _notes(summary: Any) -> list[str]:
-    found = []
+    keys = [key for key in HEADINGS if key in summary.log_density]
+    table = [["", *(HEADINGS[key] for key in keys)]]
+    for row in summary.rows:
+        name = f"{row.name} of {row.size:,}" if row.size > 1 else row.name
+        table.append([name, *(_cell(row, key) for key in keys)])
+    first, *others = [max(map(len, column)) for column in zip(*table, strict=True)]
+    head, *lines = [
+        "  ".join([name.ljust(first), *map(str.rjust, numbers, others)]) for name, *numbers in table
+    ]
+    title = f"{summary.num_chains} chains x {summary.num_draws} draws, the worst numbers first"
+    found = [title, "", head, "-" * len(head), *lines]
     if summary.num_left_out:
         found.append(f"... {summary.num_left_out:,} more numbers, none worse")
     if any(row.size > 1 for row in summary.rows):
@@ -129,22 +103,6 @@ def _notes(summary: Any) -> list[str]:
             '"of N": the number with the worst R-hat of a leaf; its ESS are the least of all N'
         )
     return found
-
-
-def _table(summary: Any) -> list[list[str]]:
-    keys = [key for key in HEADINGS if key in summary.log_density]
-    headings = ["", *(HEADINGS[key] for key in keys)]
-    return [headings, *([_name(row), *(_cell(row, key) for key in keys)] for row in summary.rows)]
-
-
-def _line(cells: list[str], widths: list[int]) -> str:
-    name, *numbers = cells
-    right = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)]
-    return "  ".join([name.ljust(widths[0]), *right])
-
-
-def _name(row: Row) -> str:
-    return f"{row.name} of {row.size:,}" if row.size > 1 else row.name
 
 
 def _cell(row: Row, key: str) -> str:

@@ -148,89 +148,55 @@ _NCCL = "protocol LL128 in src/graph/tuning.cc of NCCL, github.com/NVIDIA/nccl c
 _HOP = f"about 1 us a hop: {_BOOK}/sharding"
 
 TPU_V4_ICI = Interconnect(
-    "TPU v4 ICI",
-    bandwidth=6 * 4.5e10,
-    latency=1e-6,
-    max_devices=4096,
-    torus_axes=3,
+    "TPU v4 ICI", bandwidth=6 * 4.5e10, latency=1e-6, max_devices=4096, torus_axes=3,
     source=f"6 links of 45 GB/s one way: {_BOOK}/tpus. Agrees with an all-reduce bandwidth of 1.1 PB/s "
     f"for a pod of 4,096 chips, 269 GB/s a chip: cloud.google.com/tpu/docs/v4. Latency {_HOP}",
-)
+)  # fmt: skip
 TPU_V5E_ICI = Interconnect(
-    "TPU v5e ICI",
-    bandwidth=4 * 4.5e10,
-    latency=1e-6,
-    max_devices=256,
-    torus_axes=2,
+    "TPU v5e ICI", bandwidth=4 * 4.5e10, latency=1e-6, max_devices=256, torus_axes=2,
     source=f"4 links of 45 GB/s one way: {_BOOK}/tpus. The data sheet says 400 GB/s bidirectional "
     f"a chip, 200 GB/s one way: cloud.google.com/tpu/docs/v5e. Latency {_HOP}",
-)
+)  # fmt: skip
 TPU_V5P_ICI = Interconnect(
-    "TPU v5p ICI",
-    bandwidth=6 * 9e10,
-    latency=1e-6,
-    max_devices=6144,
-    torus_axes=3,
+    "TPU v5p ICI", bandwidth=6 * 9e10, latency=1e-6, max_devices=6144, torus_axes=3,
     source=f"6 links of 90 GB/s one way: {_BOOK}/tpus. The data sheet says 1,200 GB/s bidirectional "
     "a chip, 600 GB/s one way, pods of 8,960 chips, jobs of at most 6,144: "
     f"cloud.google.com/tpu/docs/v5p. Latency {_HOP}",
-)
+)  # fmt: skip
 TPU_DCN = Interconnect(
-    "TPU data center network",
-    bandwidth=6.25e9,
-    latency=1e-4,
+    "TPU data center network", bandwidth=6.25e9, latency=1e-4,
     source="50 Gb/s a chip (TPU v5p; v5e has half): cloud.google.com/tpu/docs/v5p. Latency: the bound "
     "of 100 us that Google states for its Jupiter network, cloud.google.com/blog/topics/systems/"
     "the-evolution-of-googles-jupiter-data-center-network; no figure per message was found",
-)
+)  # fmt: skip
 NVLINK_3 = Interconnect(
-    "NVLink 3 (A100)",
-    bandwidth=3e11,
-    latency=1.9e-6,
-    max_devices=8,
-    overhead=14e-6,
+    "NVLink 3 (A100)", bandwidth=3e11, latency=1.9e-6, max_devices=8, overhead=14e-6,
     source="600 GB/s bidirectional a GPU, 12 links of 25 GB/s each way: nvidia.com/data-center/nvlink; "
     f"8 GPUs a node. Latency of a ring's step and launch: {_NCCL}",
-)
+)  # fmt: skip
 NVLINK_4 = Interconnect(
-    "NVLink 4 (H100)",
-    bandwidth=4.5e11,
-    latency=1.9e-6,
-    max_devices=8,
-    overhead=14e-6,
+    "NVLink 4 (H100)", bandwidth=4.5e11, latency=1.9e-6, max_devices=8, overhead=14e-6,
     source="900 GB/s bidirectional a GPU, 18 links of 25 GB/s each way: developer.nvidia.com/blog/"
     "upgrading-multi-gpu-interconnectivity-with-the-third-generation-nvidia-nvswitch; 8 GPUs a node. "
     f"Latency of a ring's step and launch: {_NCCL}",
-)
+)  # fmt: skip
 INFINIBAND_HDR = Interconnect(
-    "InfiniBand HDR",
-    bandwidth=25e9,
-    latency=4e-6,
-    overhead=14e-6,
-    source="200 Gb/s each way, one adapter a GPU: docs.nvidia.com/networking/display/ConnectX6EN "
-    f"(the adapter alone takes under 0.6 us). Latency of a ring's step (a tree's: 8.5 us), launch: "
-    f"{_NCCL}",
-)
+    "InfiniBand HDR", bandwidth=25e9, latency=4e-6, overhead=14e-6,
+    source="200 Gb/s each way, one adapter a GPU: docs.nvidia.com/networking/display/ConnectX6EN (the "
+    f"adapter alone takes under 0.6 us). Latency of a ring's step (a tree's: 8.5 us), launch: {_NCCL}",
+)  # fmt: skip
 INFINIBAND_NDR = Interconnect(
-    "InfiniBand NDR",
-    bandwidth=50e9,
-    latency=4e-6,
-    overhead=14e-6,
+    "InfiniBand NDR", bandwidth=50e9, latency=4e-6, overhead=14e-6,
     source="400 Gb/s each way, one adapter a GPU: docs.nvidia.com/networking/display/ConnectX7VPI. "
     f"Latency of a ring's step (a tree's: 8.5 us), launch: {_NCCL}",
-)
+)  # fmt: skip
 ETHERNET_10G = Interconnect(
-    "Ethernet 10 Gb/s",
-    bandwidth=1.25e9,
-    latency=20e-6,
+    "Ethernet 10 Gb/s", bandwidth=1.25e9, latency=20e-6,
     source="10 Gb/s each way (IEEE 802.3ae). Latency: 20 us from end to end with TCP, Hurwitz and "
     "Feng, Hot Interconnects 11 (2003), hoti.org/archive/Hoti11_program/abstracts/24.html",
-)
+)  # fmt: skip
 ETHERNET_100G = Interconnect(
-    "Ethernet 100 Gb/s",
-    bandwidth=12.5e9,
-    latency=4e-6,
-    overhead=14e-6,
+    "Ethernet 100 Gb/s", bandwidth=12.5e9, latency=4e-6, overhead=14e-6,
     source="100 Gb/s each way (IEEE 802.3ba), with RDMA (RoCE). Latency of a ring's step over a "
     f"network, launch: {_NCCL}. With the kernel's TCP take the 20 us of 10 Gb/s Ethernet",
-)
+)  # fmt: skip

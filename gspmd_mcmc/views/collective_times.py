@@ -36,14 +36,7 @@ Levels = list[tuple[Interconnect, int]]
 def ring_reduce_scatter(num_bytes: float, n: int, link: Interconnect) -> float:
     """Seconds to reduce a buffer over n devices and leave a part of it on each; an all-gather's too.
 
-    Parameters
-    ----------
-    num_bytes
-        Bytes of the whole buffer.
-    n
-        Devices.
-    link
-        What joins them; its overhead is not counted here.
+    ``num_bytes`` are those of the whole buffer. The overhead of the link is not counted here.
     """
     sides, bandwidth = (n,), link.bandwidth
     if link.torus_axes:
@@ -106,18 +99,9 @@ def permute(num_bytes: float, n: int, link: Interconnect) -> float:
 
 
 def levels_of(n: int, interconnects: Sequence[Interconnect]) -> Levels:
-    """Share n devices out over interconnects, the innermost filled first.
+    """Return interconnects with how many each joins: devices, then groups of the level inside.
 
-    Returns
-    -------
-    list
-        Interconnects in use with how many they join: devices, then groups of the level inside. The
-        last group may be part empty; it counts as full.
-
-    Raises
-    ------
-    ValueError
-        If there are more devices than the outermost one joins.
+    The innermost is filled first. The last group may be part empty; it counts as full.
     """
     levels, joined = [], 1
     for link in interconnects:
@@ -152,22 +136,14 @@ def _over_levels_reduce_scatter(num_bytes: float, levels: Levels, _: AllReduce) 
     return seconds
 
 
-def _over_levels_all_to_all(num_bytes: float, levels: Levels, _: AllReduce) -> float:
-    """Exchange the whole buffer inside, sorted by the group it goes to, and again across."""
-    return sum(pairwise_all_to_all(num_bytes, n, link) for link, n in levels)
-
-
-def _over_levels_permute(num_bytes: float, levels: Levels, _: AllReduce) -> float:
-    """All send at once, and wait for the slowest link that is in use."""
-    return max(permute(num_bytes, n, link) for link, n in levels)
-
-
 _SECONDS: dict[str, Callable[[float, Levels, AllReduce], float]] = {
     "all-reduce": _over_levels_all_reduce,
     "reduce-scatter": _over_levels_reduce_scatter,
     "all-gather": _over_levels_reduce_scatter,
-    "all-to-all": _over_levels_all_to_all,
-    "collective-permute": _over_levels_permute,
+    # The whole buffer is exchanged inside, sorted by the group it goes to, and again across.
+    "all-to-all": lambda size, levels, _: sum(pairwise_all_to_all(size, n, link) for link, n in levels),
+    # All send at once, and wait for the slowest link that is in use.
+    "collective-permute": lambda size, levels, _: max(permute(size, n, link) for link, n in levels),
 }
 MODELED_KINDS = tuple(_SECONDS)
 
@@ -181,19 +157,7 @@ def collective_seconds(
 ) -> float:
     """Seconds of one collective among n devices, its launch included; 0 for one device.
 
-    Parameters
-    ----------
-    kind
-        One of ``MODELED_KINDS``, else KeyError.
-    num_bytes
-        Bytes on one device: of the operand; of the result, for an all-gather.
-    n
-        Devices in a group.
-    interconnects
-        What joins them, the innermost first.
-    all_reduce
-        Seconds of an all-reduce over one interconnect: ``ring_all_reduce``, ``tree_all_reduce``,
-        ``halving_doubling_all_reduce``, ``fastest_all_reduce``, or a function of your own.
+    ``num_bytes`` are those of the operand on one device; of the result, for an all-gather.
     """
     seconds, levels = _SECONDS[kind], levels_of(n, interconnects)
     if not levels:

@@ -26,6 +26,7 @@ from gspmd_mcmc.views.program.report import Argument, Collective, Communication,
 MOST_CONSTANTS = 20
 NAMED_BYTES = 1000  # smaller constants are given no origin
 _VIEWS = f"{Path(__file__).parent}/"
+_PLANNED = ("argument_bytes", "output_bytes", "temporary_bytes", "alias_bytes")
 
 
 def communication(
@@ -48,25 +49,26 @@ def communication(
     Communication
         ``print`` shows it; ``check`` holds it to a budget.
     """
-    compiled: Any = _compiled(function, args)
-    text, mesh = compiled.as_text() or "", _mesh(args, compiled)
-    report = read_report(text, memory_of(compiled), _arguments(compiled), mesh)
+    compiled: Any = function
+    if not isinstance(function, Lowered | Compiled):
+        if not callable(function):
+            raise TypeError(
+                "communication: expected a function, or what .lower(...) or .compile() of one "
+                f"returned, got {type(function).__name__}"
+            )
+        jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
+        compiled = jitted.lower(*args)
+    if isinstance(compiled, Lowered):
+        compiled = compiled.compile()
+    # The largest mesh that an array of the program lies on.
+    leaves = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    leaves += jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    meshes = [s.mesh for s in leaves if isinstance(s, NamedSharding)]
+    mesh = dict(max(meshes, key=lambda mesh: mesh.size).shape) if meshes else {}
+    memory, arguments = memory_of(compiled), _arguments(compiled)
+    report = read_report(compiled.as_text() or "", memory, arguments, mesh)
     report = with_origins(report, function, args)
     return report.with_trips(**trips) if trips else report
-
-
-def _compiled(function: Callable | Lowered | Compiled, args: tuple) -> Compiled:
-    if isinstance(function, Compiled):
-        return function
-    if isinstance(function, Lowered):
-        return function.compile()
-    if not callable(function):
-        raise TypeError(
-            "communication: expected a function, or what .lower(...) or .compile() of one returned, "
-            f"got {type(function).__name__}"
-        )
-    jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
-    return jitted.lower(*args).compile()
 
 
 def memory_of(compiled: Any) -> dict[str, int]:
@@ -92,31 +94,12 @@ def _arguments(compiled: Any) -> tuple[Argument, ...]:
     )
 
 
-def _mesh(args: tuple, compiled: Any) -> dict[str, int]:
-    """Return the axes of the largest mesh that an array of the program lies on."""
-    leaves = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
-    leaves += jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    meshes = [s.mesh for s in leaves if isinstance(s, NamedSharding)]
-    return dict(max(meshes, key=lambda mesh: mesh.size).shape) if meshes else {}
-
-
 def read_report(
     text: str, memory: Mapping[str, int], arguments: tuple[Argument, ...], mesh: dict[str, int]
 ) -> Communication:
-    """Make the report of an optimized program's text.
-
-    Parameters
-    ----------
-    text
-        What ``compiled.as_text()`` returned.
-    memory
-        ``argument``, ``output``, ``temporary`` and ``alias`` bytes on a device.
-    arguments
-        The arrays that go in.
-    mesh
-        Sizes of the mesh's axes.
-    """
+    """Make the report of what ``compiled.as_text()`` returned; ``memory`` is that of `memory_of`."""
     program = hlo.read_program(text)
+    walk = list(program.walk())
     numbers = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
     num_devices = next((int(n) for n in numbers if int(n) > 1), math.prod(mesh.values()))
     operations = itertools.chain.from_iterable(program.computations.values())
@@ -125,16 +108,13 @@ def read_report(
     return Communication(
         num_devices=num_devices,
         mesh=mesh,
-        collectives=_collectives(program, mesh, num_devices),
-        unknown=_unknown(program),
+        collectives=_collectives(program, walk, mesh, num_devices),
+        unknown=_unknown(program, walk),
         constants=tuple(Constant(shape, size) for size, shape in largest[:MOST_CONSTANTS]),
         arguments=arguments,
-        argument_bytes=memory.get("argument", 0),
-        output_bytes=memory.get("output", 0),
-        temporary_bytes=memory.get("temporary", 0),
         constant_bytes=sum(size for size, _ in found),
-        alias_bytes=memory.get("alias", 0),
         loop_nests=program.loop_nests(),
+        **dict.fromkeys(_PLANNED, 0) | {f"{name}_bytes": size for name, size in memory.items()},
     )
 
 
@@ -160,13 +140,13 @@ def _origin(constant: Constant, arrays: list[tuple[str, Any]]) -> str:
 
 
 def _collectives(
-    program: hlo.Program, mesh: dict[str, int], num_devices: int
+    program: hlo.Program, walk: list[hlo.Step], mesh: dict[str, int], num_devices: int
 ) -> tuple[Collective, ...]:
     def is_outside(frame: hlo.Frame) -> bool:
         return not frame.file.startswith(_VIEWS)
 
     found = []
-    for operation, computation, loops in program.walk():
+    for operation, computation, loops in walk:
         kind = hlo.collective_kind(operation)
         if kind and hlo.is_start(operation):
             siblings = {o.name: o for o in program.computations[computation]}
@@ -203,9 +183,9 @@ def _devices(
     return ((), 0) if groups is None else (device_groups.axes_of_groups(groups, mesh), groups.shape[1])
 
 
-def _unknown(program: hlo.Program) -> tuple[str, ...]:
+def _unknown(program: hlo.Program, walk: list[hlo.Step]) -> tuple[str, ...]:
     """Find what has no known form, and collectives of which it is not known from where they run."""
-    reached = {name for _, name, _ in program.walk()}
+    reached = {name for _, name, _ in walk}
     operations = [(o, name in reached) for name, c in program.computations.items() for o in c]
     lost = (o.line for o, runs in operations if not runs and hlo.collective_kind(o) and hlo.is_start(o))
     return (*program.unread, *(o.line for o, _ in operations if hlo.is_unknown(o)), *lost)

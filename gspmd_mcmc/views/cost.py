@@ -4,6 +4,7 @@ Compute is measured by the caller on the devices at hand; communication follows 
 leapfrog sends and from the latency and bandwidth of an interconnect. The result is a prediction.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gspmd_mcmc.views import cost_views
-from gspmd_mcmc.views.chips import (
-    ETHERNET_10G,
-    ETHERNET_100G,
-    INFINIBAND_HDR,
-    INFINIBAND_NDR,
-    NVLINK_3,
-    NVLINK_4,
-    TPU_DCN,
-    TPU_V4_ICI,
-    TPU_V5E_ICI,
-    TPU_V5P_ICI,
-    Interconnect,
-)
+from gspmd_mcmc.views import chips, cost_views
+from gspmd_mcmc.views.chips import Interconnect
 from gspmd_mcmc.views.collective_times import (
     MODELED_KINDS,
     AllReduce,
@@ -41,18 +30,8 @@ if TYPE_CHECKING:
 
     from gspmd_mcmc.views.program.report import Traffic
 
-__all__ = [
-    "ETHERNET_100G",
-    "ETHERNET_10G",
-    "INFINIBAND_HDR",
-    "INFINIBAND_NDR",
-    "NVLINK_3",
-    "NVLINK_4",
+__all__ = [  # with the interconnects of `chips`, by their names
     "POWERS_OF_TWO",
-    "TPU_DCN",
-    "TPU_V4_ICI",
-    "TPU_V5E_ICI",
-    "TPU_V5P_ICI",
     "Interconnect",
     "Prediction",
     "fastest_all_reduce",
@@ -62,6 +41,10 @@ __all__ = [
     "ring_all_reduce",
     "tree_all_reduce",
 ]
+TPU_V4_ICI, TPU_V5E_ICI, TPU_V5P_ICI = chips.TPU_V4_ICI, chips.TPU_V5E_ICI, chips.TPU_V5P_ICI
+NVLINK_3, NVLINK_4, TPU_DCN = chips.NVLINK_3, chips.NVLINK_4, chips.TPU_DCN
+INFINIBAND_HDR, INFINIBAND_NDR = chips.INFINIBAND_HDR, chips.INFINIBAND_NDR
+ETHERNET_10G, ETHERNET_100G = chips.ETHERNET_10G, chips.ETHERNET_100G
 
 POWERS_OF_TWO = tuple(2**k for k in range(13))  # 1 to 4,096
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
@@ -69,7 +52,7 @@ _REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """Seconds of compute and of communication in one leapfrog.
+    """Seconds of compute and of communication in one leapfrog; fields are arguments of `predict`.
 
     How bytes follow n, the devices along ``axis``, and the rows:
 
@@ -78,23 +61,6 @@ class CostModel:
       Its whole grows with all rows together; each device holds an equal part of it.
     - Collectives over other axes alone: group and bytes stay as compiled.
     - Collectives over unknown axes are taken to run over ``axis``.
-
-    Attributes
-    ----------
-    traffic
-        What one leapfrog sends, as compiled for ``num_rows`` rows.
-    num_rows
-        Rows of data, all devices together.
-    seconds_per_row, fixed_seconds
-        Compute of one device: ``fixed_seconds + seconds_per_row * rows``.
-    interconnects
-        What joins the devices, the innermost first.
-    axis
-        The mesh axis that grows, the one that rows lie on.
-    axis_size
-        Devices along it when the program was compiled; None if no collective needs it.
-    all_reduce
-        Seconds of an all-reduce over one interconnect.
     """
 
     traffic: "tuple[Traffic, ...]"
@@ -150,25 +116,13 @@ class CostModel:
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """Seconds of one leapfrog over numbers of devices. All arrays have one entry for each.
+    """Seconds of one leapfrog over numbers of devices. All arrays have one entry for each."""
 
-    Attributes
-    ----------
-    devices
-        Devices along the mesh axis.
-    rows
-        Rows on the fullest device.
-    compute_seconds, communication_seconds
-        Their sum is ``total_seconds``.
-    efficiency
-        Strong scaling: seconds on one device / (n × seconds on n). Weak: the same without n.
-    """
-
-    devices: np.ndarray
-    rows: np.ndarray
+    devices: np.ndarray  # along the mesh axis
+    rows: np.ndarray  # on the fullest device
     compute_seconds: np.ndarray
     communication_seconds: np.ndarray
-    efficiency: np.ndarray
+    efficiency: np.ndarray  # seconds on one device / (n × seconds on n); without n in weak scaling
 
     @property
     def total_seconds(self) -> np.ndarray:
@@ -306,43 +260,33 @@ def predict(
     """
     is_one = isinstance(interconnect, Interconnect | str)  # a name is refused as a whole
     links = (interconnect,) if is_one else tuple(interconnect)
-    counts = _checked_devices(devices)
+    counts = np.asarray(devices)
+    if counts.ndim != 1 or counts.size == 0 or not np.issubdtype(counts.dtype, np.integer):
+        raise ValueError(f"devices: one whole number or more in a sequence, not {devices!r}")
+    if counts[0] < 1 or np.any(np.diff(counts) <= 0):
+        raise ValueError(f"devices: growing numbers, 1 or more, not {counts.tolist()}")
+    counts = counts.astype(np.int64)
     if num_rows != int(num_rows) or num_rows < 1:
         raise ValueError(f"num_rows is a whole number, 1 or more, not {num_rows}")
     if not 0 < seconds_per_row < math.inf:
         raise ValueError(f"seconds_per_row is measured, above 0, not {seconds_per_row}")
     if not 0 <= fixed_seconds < math.inf:
         raise ValueError(f"fixed_seconds is 0 or more, not {fixed_seconds}")
-    _check_links(links, counts)
-    _check_traffic(traffic)
-    size = _compiled_axis_size(traffic, axis, axis_size)
-    compute = num_rows, seconds_per_row, fixed_seconds
-    model = CostModel(tuple(traffic), *compute, links, axis, size, all_reduce)
-    return Prediction(model, model.scaling(counts, True), model.scaling(counts, False))
-
-
-def _checked_devices(devices: Sequence[int]) -> np.ndarray:
-    """Return numbers of devices as an array; ValueError unless they are whole, 1 or more, growing."""
-    counts = np.asarray(devices)
-    if counts.ndim != 1 or counts.size == 0 or not np.issubdtype(counts.dtype, np.integer):
-        raise ValueError(f"devices: one whole number or more in a sequence, not {devices!r}")
-    if counts[0] < 1 or np.any(np.diff(counts) <= 0):
-        raise ValueError(f"devices: growing numbers, 1 or more, not {counts.tolist()}")
-    return counts.astype(np.int64)
-
-
-def _check_links(links: tuple[Interconnect, ...], devices: np.ndarray) -> None:
-    """Refuse interconnects that do not grow outwards or do not join this many devices."""
     if not links or not all(isinstance(link, Interconnect) for link in links):
         raise ValueError(
             "interconnect: an Interconnect, or several, the innermost first (such as "
             f"gspmd_mcmc.cost.NVLINK_4), not {links!r}"
         )
     reach = [math.inf if link.max_devices is None else link.max_devices for link in links]
-    if any(inner >= outer for inner, outer in zip(reach, reach[1:], strict=False)):
+    if any(inner >= outer for inner, outer in itertools.pairwise(reach)):
         names = ", ".join(str(link) for link in links)
         raise ValueError(f"interconnect: each joins more devices than the one before it, not {names}")
-    levels_of(int(devices[-1]), links)
+    levels_of(int(counts[-1]), links)  # raises if they join fewer
+    _check_traffic(traffic)
+    size = _compiled_axis_size(traffic, axis, axis_size)
+    compute = num_rows, seconds_per_row, fixed_seconds
+    model = CostModel(tuple(traffic), *compute, links, axis, size, all_reduce)
+    return Prediction(model, model.scaling(counts, True), model.scaling(counts, False))
 
 
 def _check_traffic(traffic: "Sequence[Traffic]") -> None:
@@ -384,19 +328,11 @@ def _compiled_axis_size(traffic: "Sequence[Traffic]", axis: str, given: int | No
 
 @dataclass(frozen=True)
 class ComputeFit:
-    """A straight line through measured times.
-
-    Attributes
-    ----------
-    seconds_per_row, fixed_seconds
-        ``seconds = fixed_seconds + seconds_per_row * rows``.
-    largest_error
-        The largest relative error of the line at a measured point: a bent curve shows here.
-    """
+    """A straight line through measured times: ``fixed_seconds + seconds_per_row * rows``."""
 
     seconds_per_row: float
     fixed_seconds: float
-    largest_error: float
+    largest_error: float  # relative, of the line at a measured point: a bent curve shows here
 
 
 def fit_compute(measured: Sequence[tuple[float, float]]) -> ComputeFit:

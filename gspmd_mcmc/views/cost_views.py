@@ -1,5 +1,6 @@
 """A prediction of `cost`, as text and as a figure. Both say that it is a prediction."""
 
+import itertools
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,7 @@ def text(prediction: "Prediction") -> str:
         f"{'devices':>7} | {'rows each':>9} {columns} | {columns}",
     ]
     for i, n in enumerate(strong.devices):
-        row = f"{n:>7,} | {strong.rows[i]:>9,} {_columns(strong, i)} | {_columns(weak, i)}"
-        lines.append(row)
+        lines.append(f"{n:>7,} | {strong.rows[i]:>9,} {_columns(strong, i)} | {_columns(weak, i)}")
     lines += ["", f"strong scaling: {crossing(strong)}", f"weak scaling:   {crossing(weak)}"]
     half_lost = strong.devices[strong.efficiency < 0.5]
     if half_lost.size:
@@ -56,9 +56,8 @@ def _columns(scaling: "Scaling", i: int) -> str:
 
 
 def _wrapped(line: str) -> list[str]:
-    return textwrap.wrap(
-        line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
-    )
+    unbroken = {"break_on_hyphens": False, "break_long_words": False}
+    return textwrap.wrap(line, _WIDTH, subsequent_indent="  ", **unbroken)
 
 
 def assumptions(model: "CostModel") -> list[str]:
@@ -141,8 +140,12 @@ def figure(prediction: "Prediction") -> "Figure":
     drawing.suptitle(title, fontweight="bold")
     _draw_seconds(left, prediction.strong)
     _draw_efficiency(right, prediction)
-    for axes in (left, right):
-        _draw_reach(axes, model, prediction.strong.devices)
+    first, last = prediction.strong.devices[[0, -1]]
+    full = [link for link in model.interconnects[:-1] if first < (link.max_devices or 0) < last]
+    for axes, link in itertools.product((left, right), full):
+        axes.axvline(link.max_devices, color=_IDEAL, lw=1, ls=(0, (1, 3)))
+        name, across = f" {link.name} is full", axes.get_xaxis_transform()
+        axes.text(link.max_devices, 0.01, name, transform=across, fontsize=8, color=_FAINT)
     missing = ", ".join(c.kind for c in model.not_modeled)
     footnote = (
         (f"NOT MODELED, not in these times: {missing}. " if missing else "")
@@ -209,12 +212,3 @@ def _draw_crossing(axes: "Axes", scaling: "Scaling") -> None:
     arrow = {"arrowstyle": "->", "color": VERMILION, "shrinkB": 6}
     axes.annotate(sentence, (n, height), arrowprops=arrow, **corner, **style)
     axes.plot(n, height, "o", ms=11, mfc="none", mec=VERMILION, mew=1.5)
-
-
-def _draw_reach(axes: "Axes", model: "CostModel", devices: np.ndarray) -> None:
-    """Mark where an inner interconnect is full."""
-    for link in model.interconnects[:-1]:
-        if link.max_devices is not None and devices[0] < link.max_devices < devices[-1]:
-            axes.axvline(link.max_devices, color=_IDEAL, lw=1, ls=(0, (1, 3)))
-            name, across = f" {link.name} is full", axes.get_xaxis_transform()
-            axes.text(link.max_devices, 0.01, name, transform=across, fontsize=8, color=_FAINT)

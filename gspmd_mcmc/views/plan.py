@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Group
+from rich.jupyter import JupyterMixin
 from rich.text import Text
 
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
@@ -70,7 +71,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class MeshPlan:
+class MeshPlan(JupyterMixin):
     """What a program would send and hold on a mesh; what `plan` returns.
 
     Attributes
@@ -187,22 +188,15 @@ def _drawn(report: Communication, args: tuple, mesh: AbstractMesh) -> Any:
         sharding = None if spec is None else NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding)
 
-    laid = jax.tree_util.tree_map_with_path(lay, args)
-
     def is_unused(node) -> bool:
         return is_padded(node) and node.values is None
 
+    laid = jax.tree_util.tree_map_with_path(lay, args)
     return jax.tree.map(lambda node: None if is_unused(node) else node, laid, is_leaf=is_unused)
 
 
 def extrapolate(build: Callable, mesh: AbstractMesh) -> tuple[Communication, Rule]:
-    """Compile for three smaller meshes, the largest axis cut, and extrapolate to the whole one.
-
-    Raises
-    ------
-    RuntimeError
-        If the smaller meshes do not give the same program.
-    """
+    """Compile for three smaller meshes, the largest axis cut, and extrapolate to the whole one."""
     axis, sizes = smaller_sizes(dict(mesh.shape))
     reports = []
     for size in sizes:
@@ -212,7 +206,11 @@ def extrapolate(build: Callable, mesh: AbstractMesh) -> tuple[Communication, Rul
     _require_same(reports, sizes, axis)
     first, second, last = reports
     predicted = predict_report(first, second, sizes[0], sizes[1], axis, sizes[2])
-    rule = Rule(axis, sizes, relative_error(predicted, last))
+    held = max(last.peak_bytes, 1)
+    off = [abs(getattr(predicted, name) - getattr(last, name)) / held for name in _MEMORY]
+    for a, b in zip(predicted.collectives, last.collectives, strict=True):
+        off.append(abs(a.num_bytes - b.num_bytes) / max(b.num_bytes, 1))
+    rule = Rule(axis, sizes, max(off))
     report = predict_report(second, last, sizes[1], sizes[2], axis, mesh.shape[axis])
     return replace(report, num_devices=mesh.size, mesh=dict(mesh.shape)), rule
 
@@ -240,21 +238,17 @@ def predict_report(
 
     def collective(a: Collective, b: Collective) -> Collective:
         num_bytes, operand_bytes = at(a.num_bytes, b.num_bytes), at(a.operand_bytes, b.operand_bytes)
-        grown = num / num_large if axis in b.axes else 1
+        is_same = operand_bytes == b.operand_bytes
+        # A trip count that depends on the mesh is not known on another one.
+        pairs = zip(a.loops, b.loops, strict=True)
         return replace(
             b,
             shape=b.shape if num_bytes == b.num_bytes else f"{num_bytes} bytes",
             num_bytes=num_bytes,
-            operand_shape=(
-                b.operand_shape if operand_bytes == b.operand_bytes else f"{operand_bytes} bytes"
-            ),
+            operand_shape=b.operand_shape if is_same else f"{operand_bytes} bytes",
             operand_bytes=operand_bytes,
-            group_size=round(b.group_size * grown),
-            # A trip count that depends on the mesh is not known on another one.
-            loops=tuple(
-                y if x.trips == y.trips else replace(y, trips=None)
-                for x, y in zip(a.loops, b.loops, strict=True)
-            ),
+            group_size=round(b.group_size * (num / num_large if axis in b.axes else 1)),
+            loops=tuple(y if x.trips == y.trips else replace(y, trips=None) for x, y in pairs),
         )
 
     pairs = zip(small.collectives, large.collectives, strict=True)
@@ -263,15 +257,6 @@ def predict_report(
         collectives=tuple(collective(a, b) for a, b in pairs),
         **{name: at(getattr(small, name), getattr(large, name)) for name in _MEMORY},
     )
-
-
-def relative_error(predicted: Communication, true: Communication) -> float:
-    """How far a prediction is off, as `Rule.error` has it."""
-    held = max(true.peak_bytes, 1)
-    memory = [abs(getattr(predicted, name) - getattr(true, name)) / held for name in _MEMORY]
-    pairs = zip(predicted.collectives, true.collectives, strict=True)
-    sent = [abs(a.num_bytes - b.num_bytes) / max(b.num_bytes, 1) for a, b in pairs]
-    return max([*memory, *sent])
 
 
 def on_whole_mesh(report: Communication, args: tuple, mesh: AbstractMesh) -> Communication:

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console, ConsoleOptions
+from rich.jupyter import JupyterMixin
 from rich.text import Text
 
 from gspmd_mcmc.tree import PyTree
 from gspmd_mcmc.views.layouts.layout_figure import draw_on, figure_of
-from gspmd_mcmc.views.layouts.layout_html import html_view
 from gspmd_mcmc.views.layouts.layout_text import header, text_view, to_ascii, totals_lines
-from gspmd_mcmc.views.layouts.leaf_layout import LeafLayout, Totals, add_up
+from gspmd_mcmc.views.layouts.leaf_layout import LeafLayout, Totals
 from gspmd_mcmc.views.layouts.pictures import drawings_of
 from gspmd_mcmc.views.layouts.tree_layouts import read_tree
 from gspmd_mcmc.views.notation import several
@@ -18,11 +18,11 @@ from gspmd_mcmc.views.notation import several
 TEXT_WIDTH = 80
 
 
-class LayoutView:
+class LayoutView(JupyterMixin):
     """Where the leaves of a tree live; what `visualize` returns.
 
-    ``str`` (and a REPL) gives plain text of 80 columns, ``rich.print`` and `show` colors, a notebook
-    HTML, `figure` a matplotlib figure. ``view[path]`` is the view of a leaf or of a subtree.
+    ``str`` (and a REPL) gives plain text of 80 columns, ``rich.print``, `show` and a notebook colors,
+    `figure` a matplotlib figure. ``view[path]`` is the view of a leaf or of a subtree.
 
     Attributes
     ----------
@@ -32,12 +32,9 @@ class LayoutView:
         Bytes on each device and on the host.
     """
 
-    leaves: tuple[LeafLayout, ...]
-    totals: Totals
-
     def __init__(self, leaves: tuple[LeafLayout, ...]):
         self.leaves = leaves
-        self.totals = add_up(leaves)
+        self.totals = Totals.of(leaves)
 
     def __getitem__(self, path: str) -> "LayoutView":
         """View the leaves whose path is, or begins with, ``path`` (as the table writes it).
@@ -83,14 +80,10 @@ class LayoutView:
             line.no_wrap, line.overflow = True, "crop"
             yield line
 
-    def _repr_html_(self) -> str:
-        return html_view(self.leaves, self.totals)
-
     def __str__(self) -> str:
         return self.text()
 
-    def __repr__(self) -> str:
-        return self.text()
+    __repr__ = __str__
 
 
 def visualize(
@@ -131,15 +124,11 @@ def visualize(
     shape = (shape,) if isinstance(shape, int) else shape
     view = LayoutView(read_tree(tree, None if shape is None else tuple(shape)))
     if ax is not None:
-        draw_on(ax, _only_leaf(view))
+        drawn = [leaf for leaf in view.leaves if leaf.grid is not None]
+        if len(view.leaves) != 1 or not drawn:
+            raise ValueError(
+                f"visualize(ax=...): expected one leaf that lies on devices, got {len(view.leaves)} "
+                f"leaves, {len(drawn)} of them on devices; pick one, or take visualize(tree).figure()"
+            )
+        draw_on(ax, drawn[0])
     return view
-
-
-def _only_leaf(view: LayoutView) -> LeafLayout:
-    drawn = [leaf for leaf in view.leaves if leaf.grid is not None]
-    if len(view.leaves) != 1 or not drawn:
-        raise ValueError(
-            f"visualize(ax=...): expected one leaf that lies on devices, got {len(view.leaves)} "
-            f"leaves, {len(drawn)} of them on devices; pick one, or take visualize(tree).figure()"
-        )
-    return drawn[0]

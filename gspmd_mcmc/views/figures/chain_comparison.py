@@ -5,7 +5,6 @@ computes in JAX's default precision; traces are centered before, so that it is e
 """
 
 import functools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -32,13 +31,13 @@ def varies(trace: np.ndarray) -> np.ndarray:
 
 def standardized(trace: np.ndarray) -> np.ndarray:
     """Center each chain and divide it by its largest distance; 0 for chains that do not vary."""
-    trace = _in_own_unit(np.where(varies(trace)[:, None], trace, 0.0))  # so that sums do not overflow
-    return _in_own_unit(trace - trace.mean(axis=1, keepdims=True))
 
+    def in_own_unit(x):
+        largest = np.abs(x).max(axis=1, keepdims=True, initial=0.0)
+        return x / np.where(largest > 0, largest, 1.0)
 
-def _in_own_unit(trace: np.ndarray) -> np.ndarray:
-    largest = np.abs(trace).max(axis=1, keepdims=True, initial=0.0)
-    return trace / np.where(largest > 0, largest, 1.0)
+    trace = in_own_unit(np.where(varies(trace)[:, None], trace, 0.0))  # so that sums do not overflow
+    return in_own_unit(trace - trace.mean(axis=1, keepdims=True))
 
 
 def autocorrelation(trace: np.ndarray) -> np.ndarray:
@@ -190,22 +189,13 @@ def _critical(num_chains: int, num_draws: int) -> float:
     """Return the quantile of the largest deviation of any chain at any edge, in standard deviations."""
     inner = slice(1, -1)  # at the ends there is no deviation
     deviation = _deviation(num_chains, num_draws)[inner]
-    mean = _edges(num_chains, num_draws)[inner] / num_chains
+    edges = _edges(num_chains, num_draws)
+    mean = edges[inner] / num_chains
     largest = np.zeros(NUM_SIMULATIONS)
-    for counts in _simulated_counts(num_chains, num_draws):
-        below = counts.cumsum(axis=1)[:, :-1]
-        np.maximum(largest, (np.abs(below - mean) / deviation).max(axis=1), out=largest)
-    return float(np.quantile(largest, LEVEL))
-
-
-def _simulated_counts(num_chains: int, num_draws: int) -> Iterator[np.ndarray]:
-    """Yield, chain by chain, how many of its draws fall between edges, [simulations, steps].
-
-    All orders of the draws of all chains are equally likely: each chain takes its draws from what the
-    chains before it have left in each step.
-    """
+    # All orders of all draws are equally likely: each chain takes its draws from what the chains before
+    # it have left in each step between edges.
     rng = np.random.default_rng(0)
-    left = np.tile(np.diff(_edges(num_chains, num_draws)), (NUM_SIMULATIONS, 1))
+    left = np.tile(np.diff(edges), (NUM_SIMULATIONS, 1))
     for _ in range(num_chains):
         counts = np.zeros_like(left)
         elsewhere, wanted = left.sum(axis=1), np.full(NUM_SIMULATIONS, num_draws)
@@ -214,4 +204,6 @@ def _simulated_counts(num_chains: int, num_draws: int) -> Iterator[np.ndarray]:
             counts[:, step] = rng.hypergeometric(left[:, step], elsewhere, wanted)
             wanted = wanted - counts[:, step]
         left = left - counts
-        yield counts
+        below = counts.cumsum(axis=1)[:, :-1]
+        np.maximum(largest, (np.abs(below - mean) / deviation).max(axis=1), out=largest)
+    return float(np.quantile(largest, LEVEL))

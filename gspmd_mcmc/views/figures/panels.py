@@ -26,30 +26,24 @@ MOST_LEVELS = 10
 class Panels:
     """Axes to draw on: those given, or as many as needed on a figure of our own.
 
-    Parameters
-    ----------
-    axes
-        Axes or an array of them; None makes a figure.
-    count
-        Panels that are needed.
-    columns, size
-        Of a figure of our own: panels in a row, and (width, height) of each in inches.
-
-    Raises
-    ------
-    ValueError
-        If there are fewer axes than panels.
+    A figure of our own has ``columns`` panels in a row, each (width, height) inches in size.
     """
 
     def __init__(self, axes: Any, count: int, columns: int, size: tuple[float, float]):
         self.is_own = axes is None
-        given = _own_axes(count, columns, size) if axes is None else as_list(axes)
+        if axes is None:
+            columns = min(columns, count)
+            rows = -(-count // columns)
+            # A legend and a title need room, and so does a panel on its own.
+            figure = new_figure(max(size[0] * columns, 6.0), size[1] * rows + 1.0)
+            axes = figure.subplots(rows, columns, squeeze=False)
+        given = as_list(axes)
         if len(given) < count:
             raise ValueError(f"axes: expected {count} axes, one a panel, got {len(given)}")
         self.axes = given[:count]
         self.figure = given[0].figure
         for spare in given[count:]:
-            spare.set_axis_off()
+            spare.remove() if self.is_own else spare.set_axis_off()
 
     def finish(self, title: str):
         """Give a figure of our own its title and its legend, given axes a legend; return the figure."""
@@ -73,17 +67,6 @@ def new_figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _own_axes(count: int, columns: int, size: tuple[float, float]) -> list[Any]:
-    columns = min(columns, count)
-    rows = -(-count // columns)
-    # A legend and a title need room, and so does a panel on its own.
-    figure = new_figure(max(size[0] * columns, 6.0), size[1] * rows + 1.0)
-    made = as_list(figure.subplots(rows, columns, squeeze=False))
-    for spare in made[count:]:
-        spare.remove()
-    return made[:count]
-
-
 def legend_below(figure: Any, axes: list[Any]) -> None:
     """Give a figure one legend of all that its panels name, except in legends of their own."""
     if names := _legend(axes):
@@ -105,11 +88,7 @@ def _legend(axes: list[Any]) -> dict[str, Any]:
 
 
 def chain_styles(num_chains: int, scores: np.ndarray) -> Styles:
-    """Return how to draw the line of each chain.
-
-    Up to 8 chains have a color each. Of more, those with the largest scores have one, with their
-    number in the legend, and the others are grey.
-    """
+    """Return how to draw each chain's line: in color up to 8; of more, those of the largest scores."""
     if num_chains <= len(COLORS):
         return [
             {"color": COLORS[i], "lw": 0.7, "alpha": 0.8, "label": f"chain {i}"}
@@ -313,19 +292,16 @@ def autocorrelations(
 
 def energies(axes: list[Any], values: np.ndarray) -> None:
     """Draw histograms of energies [chains, draws] and of their changes, and BFMI of each chain."""
-    _energy_panel(axes[0], values)
-    _bfmi_panel(axes[1], chain_comparison.energy_fractions(values.astype(np.float64)))
-
-
-def _energy_panel(axis: Any, values: np.ndarray) -> None:
     energies = values.astype(np.float64)
-    finite = energies[np.isfinite(energies)]
+    _bfmi_panel(axes[1], chain_comparison.energy_fractions(energies))
+    axis, finite = axes[0], energies[np.isfinite(energies)]
     with np.errstate(invalid="ignore"):
         changes = np.diff(energies, axis=1)
     changes = changes[np.isfinite(changes)]
     if not len(changes) or not np.ptp(finite):
         label(axis, "energy", "nat")
-        return say(axis, "fewer than two different finite energies")
+        say(axis, "fewer than two different finite energies")
+        return
     centered = finite - finite.mean()
     # The few that are further out than these quantiles would leave no bins for the others.
     low, high = np.quantile(np.concatenate([centered, changes]), [0.001, 0.999])
@@ -338,7 +314,7 @@ def _energy_panel(axis: Any, values: np.ndarray) -> None:
     label(axis, f"energy, rounded to {resolution:.1g}" if is_coarse else "energy", "nat")
     axis.set_yticks([])
     axis.margins(y=0.25)
-    return axis.legend(fontsize=7, loc="upper right", frameon=False)
+    axis.legend(fontsize=7, loc="upper right", frameon=False)
 
 
 def _bfmi_panel(axis: Any, values: np.ndarray) -> None:
@@ -368,20 +344,15 @@ def warmup(axes: list[Any], draws: Any, after: np.ndarray, styles: Styles) -> No
     axes[1].axhline(kept, color="black", ls="--", lw=0.9)
     axes[1].set_yscale("log")
     label(axes[1], f"step size; dashed: kept, {kept:.3g}", "step")
-    _acceptance_panel(axes[2], np.asarray(draws.warmup["acceptance_rate"], np.float64), styles)
-
-
-def _acceptance_panel(axis: Any, rates: np.ndarray, styles: Styles) -> None:
-    """Draw running means of acceptance rates [chains, steps]."""
-    num_steps = rates.shape[1]
-    width = max(num_steps // 20, 1)
-    sums = np.cumsum(np.pad(rates, ((0, 0), (1, 0))), axis=1)
-    means = (sums[:, width:] - sums[:, :-width]) / width
-    steps = np.arange(width - 1, num_steps)
-    draw_lines(axis, steps, means, styles)
-    axis.plot(steps, means.mean(axis=0), color="black", lw=1.4, zorder=4, label="mean of all")
-    axis.set_ylim(0, 1.02)
-    label(axis, f"acceptance rate, mean of {width} steps" if width > 1 else "acceptance rate", "step")
+    rates = np.asarray(draws.warmup["acceptance_rate"], np.float64)
+    width = max(rates.shape[1] // 20, 1)
+    means = np.lib.stride_tricks.sliding_window_view(rates, width, axis=1).mean(axis=2)
+    steps = np.arange(width - 1, rates.shape[1])
+    draw_lines(axes[2], steps, means, styles)
+    axes[2].plot(steps, means.mean(axis=0), color="black", lw=1.4, zorder=4, label="mean of all")
+    axes[2].set_ylim(0, 1.02)
+    name = f"acceptance rate, mean of {width} steps" if width > 1 else "acceptance rate"
+    label(axes[2], name, "step")
 
 
 def _log_density_panel(axis: Any, before: np.ndarray, after: np.ndarray, styles: Styles) -> None:

@@ -28,11 +28,8 @@ class _Source(NamedTuple):
 
     @property
     def is_real(self) -> bool:
-        dtype = self.values.dtype
-        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-        return jnp.issubdtype(dtype, jnp.bool_) or (
-            jnp.issubdtype(dtype, jnp.number) and not is_complex
-        )
+        kinds = (jnp.bool_, jnp.integer, jnp.floating)
+        return any(jnp.issubdtype(self.values.dtype, kind) for kind in kinds)
 
 
 class _Choice(NamedTuple):
@@ -51,31 +48,13 @@ class _Choice(NamedTuple):
 def choose(draws: Any, names: str | Sequence[str] | None, limit: int) -> Elements:
     """Choose elements of the leaves and stats of a run, and fetch them.
 
-    Parameters
-    ----------
-    draws
-        With ``position``, a tree of leaves [chains, draws, ...], and ``stats``, [chains, draws].
-    names
-        Leaves (``w``), parts of them (``w[3]``), elements (``w[3, 2]``) or stats (``energy``). None
-        means the log density and every leaf of real numbers. Elements named one by one are all taken;
-        of larger leaves as many as ``limit`` leaves room for, evenly spread from first to last.
-    limit
-        The most elements to take where the names leave a choice.
-
-    Raises
-    ------
-    ValueError
-        If there are no draws, if a name does not exist (the message lists those that do), or if an
-        index is out of range.
-    TypeError
-        If a named leaf does not hold real numbers.
+    Elements named one by one are all taken; of larger leaves as many as ``limit`` leaves room for,
+    evenly spread from first to last. No names mean the log density and every leaf of real numbers.
     """
     require_draws(draws)
     sources = _sources(draws)
-    if names is None:
-        choices = _default(draws, sources)
-    else:
-        choices = [_parse(name, sources) for name in ([names] if isinstance(names, str) else names)]
+    names = [names] if isinstance(names, str) else names
+    choices = _default(draws, sources) if names is None else [_parse(name, sources) for name in names]
     if not choices:
         raise ValueError("names: expected at least one name, got none")
     is_single = np.array([choice.is_single for choice in choices])
@@ -86,8 +65,10 @@ def choose(draws: Any, names: str | Sequence[str] | None, limit: int) -> Element
     traces: dict[str, np.ndarray] = {}
     for choice, count in zip(choices, counts, strict=True):
         index = _spread(choice.prefix, choice.source.shape, count)
-        labels = [element(choice.leaf, tuple(i)) for i in index.tolist()]
-        traces |= dict(zip(labels, _fetch(choice.source.values, index), strict=True))
+        if count:
+            labels = [element(choice.leaf, tuple(i)) for i in index.tolist()]
+            taken = np.asarray(to_host(_take(choice.source.values, index)), np.float64)
+            traces |= dict(zip(labels, np.moveaxis(taken, -1, 0), strict=True))
     shown, total = counts[~is_single].sum(), sizes[~is_single].sum()
     note = "" if shown == total else f"{shown} of {total:,} elements, spread over the leaves"
     return Elements(traces, note)
@@ -166,13 +147,6 @@ def _spread(prefix: tuple[int, ...], shape: tuple[int, ...], count: int) -> np.n
     flat = np.linspace(0, np.prod(rest, dtype=int) - 1, count).round().astype(int)
     open_axes = np.stack(np.unravel_index(flat, rest), axis=1) if rest else flat[:, None][:, :0]
     return np.concatenate([np.tile(np.array(prefix, int), (count, 1)), open_axes], axis=1)
-
-
-def _fetch(leaf: Any, index: np.ndarray) -> np.ndarray:
-    """Copy elements of a leaf to the host, [elements, chains, draws]."""
-    if not len(index):
-        return np.zeros((0, *leaf.shape[:2]))
-    return np.moveaxis(np.asarray(to_host(_take(leaf, index))).astype(np.float64), -1, 0)
 
 
 def _take(leaf: Any, index: Any) -> Any:

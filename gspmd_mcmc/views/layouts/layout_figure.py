@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gspmd_mcmc.views.layouts.leaf_layout import LeafLayout
 from gspmd_mcmc.views.layouts.pictures import Cell, Drawing, Edge, Limits, Panel, Picture, picture_of
@@ -32,6 +31,7 @@ def figure_of(drawings: Sequence[Drawing], title: Sequence[str]) -> Any:
         If there is nothing to draw.
     """
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
     if not drawings:
         raise ValueError("figure(): expected a leaf that lies on devices, got none; see view.leaves")
@@ -47,8 +47,12 @@ def figure_of(drawings: Sequence[Drawing], title: Sequence[str]) -> Any:
     figure.text(MARGIN / figure.get_figwidth(), 1 - 0.15 / sum(heights), "\n".join(lines), va="top")
     for r, row in enumerate(rows):
         for c, (drawing, picture) in enumerate(row):
-            box = c * WIDTH + MARGIN, sum(heights[: r + 1]) + TITLE_HEIGHT, heights[r + 1]
-            _titled(_axes(figure, *box), drawing, picture)
+            # In inches from the upper left corner, with room for a title above.
+            left, top = c * WIDTH + MARGIN, sum(heights[: r + 1]) + TITLE_HEIGHT
+            width, height = WIDTH - 1.3 * MARGIN, heights[r + 1] - TITLE_HEIGHT - 0.2
+            place = Bbox.from_bounds(left, sum(heights) - top - height, width, height)
+            inches = figure.dpi_scale_trans - figure.transFigure
+            _titled(figure.add_axes(place.transformed(inches).bounds), drawing, picture)
     return figure
 
 
@@ -58,13 +62,6 @@ def draw_on(ax: Any, leaf: LeafLayout) -> None:
     _draw_picture(ax, picture_of(leaf, LIMITS))
     title = f"{shorten(drawing.names, TITLE_CHARS)}\n{drawing.headline}"
     ax.set_title(title, loc="left", fontsize=10, parse_math=False)
-
-
-def _axes(figure: Any, left: float, top: float, height: float) -> Any:
-    """Add Axes, in inches from the upper left corner, with room for a title above them."""
-    wide, high = figure.get_size_inches()
-    size = WIDTH - 1.3 * MARGIN, height - TITLE_HEIGHT - 0.2
-    return figure.add_axes((left / wide, 1 - (top + size[1]) / high, size[0] / wide, size[1] / high))
 
 
 def _titled(ax: Any, drawing: Drawing, picture: Picture) -> None:
@@ -81,8 +78,7 @@ def _titled(ax: Any, drawing: Drawing, picture: Picture) -> None:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A rectangle."""
 
     x: float
@@ -123,7 +119,16 @@ def _panel(ax: Any, panel: Panel, picture: Picture, room: Box) -> None:
         _text(ax, (inner.x + where * wide, inner.y - 3), tick, ha="center", va="bottom")
     for where, tick in _ticks(panel.rows, panel.ends[0]):
         _text(ax, (inner.x - 4, inner.y + where * tall), tick, ha="right", va="center")
-    _captions(ax, panel, picture, room, inner)
+    style: dict[str, Any] = {"fontsize": CAPTION_SIZE, "color": "black", "ha": "center"}
+    across = f"{picture.across} →" if picture.across else ""
+    above = "\n".join(filter(None, (panel.title, across)))
+    has_ticks = bool(_ticks(panel.columns, panel.ends[1]))
+    y = inner.y - 3 - has_ticks * LINE_HEIGHT * TICK_SIZE
+    _text(ax, (inner.middle[0], y), above, va="bottom", **style)
+    if picture.down:
+        # Turned by a quarter, this arrow points down.
+        where = room.x + CAPTION_SIZE / 2, inner.middle[1]
+        _text(ax, where, f"← {picture.down}", rotation=90, va="center", **style)
 
 
 def _inner(panel: Panel, picture: Picture, room: Box) -> Box:
@@ -144,19 +149,6 @@ def _ticks(edges: tuple[Edge, ...], end: str) -> list[tuple[float, str]]:
     return [(where, text) for where, text in zip(begins, texts, strict=True) if text]
 
 
-def _captions(ax: Any, panel: Panel, picture: Picture, room: Box, inner: Box) -> None:
-    style: dict[str, Any] = {"fontsize": CAPTION_SIZE, "color": "black", "ha": "center"}
-    across = f"{picture.across} →" if picture.across else ""
-    above = "\n".join(filter(None, (panel.title, across)))
-    has_ticks = bool(_ticks(panel.columns, panel.ends[1]))
-    y = inner.y - 3 - has_ticks * LINE_HEIGHT * TICK_SIZE
-    _text(ax, (inner.middle[0], y), above, va="bottom", **style)
-    if picture.down:
-        # Turned by a quarter, this arrow points down.
-        where = room.x + CAPTION_SIZE / 2, inner.middle[1]
-        _text(ax, where, f"← {picture.down}", rotation=90, va="center", **style)
-
-
 def _text(ax: Any, where: tuple[float, float], text: str, **style) -> None:
     ax.text(*where, text, **{"fontsize": TICK_SIZE, "color": GREY, "parse_math": False} | style)
 
@@ -169,23 +161,19 @@ def _cell(ax: Any, cell: Cell, box: Box) -> None:
         return
     down, across = cell.real
     if min(cell.real) < 1:
-        ax.add_patch(Rectangle((box.x, box.y), box.width, box.height, **HATCHED))
+        ax.add_patch(Rectangle(box[:2], box.width, box.height, **HATCHED))
     filled = box.width * across, box.height * down
-    ax.add_patch(Rectangle((box.x, box.y), *filled, facecolor=cell.color, linewidth=0))
+    ax.add_patch(Rectangle(box[:2], *filled, facecolor=cell.color, linewidth=0))
     frame = {"fill": False, "edgecolor": "white", "linewidth": 1.5}
-    ax.add_patch(Rectangle((box.x, box.y), box.width, box.height, **frame))
-    _cell_text(ax, cell, box)
-
-
-def _cell_text(ax: Any, cell: Cell, box: Box) -> None:
-    """Write the devices of a cell as large as it has room for, in a line or several."""
+    ax.add_patch(Rectangle(box[:2], box.width, box.height, **frame))
+    # The devices are written as large as there is room for, in a line or several.
     devices = cell.text.replace(" ", "\n")
-    candidates = [f"{devices}\n{cell.remark}".rstrip(), f"{cell.text} {cell.remark}".rstrip()]
+    candidates = [f"{devices}\n{cell.remark}".rstrip(), cell.line]
     text = max(candidates, key=lambda text: _fitting_size(text, box))
     if _fitting_size(text, box) < 6 and cell.remark:
         text = devices  # The hatching tells the rest.
     is_filled = min(cell.real) > 0.6
-    color = ink(cell.color) if is_filled and cell.color else "black"
+    color = ink(cell.color) if is_filled else "black"
     backing = None if is_filled else {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
     size = max(MIN_SIZE, min(MAX_SIZE, _fitting_size(text, box)))
     style = {"ha": "center", "va": "center", "bbox": backing}

@@ -15,7 +15,6 @@ from gspmd_mcmc.views.layouts.leaf_layout import (
     Totals,
 )
 from gspmd_mcmc.views.layouts.pictures import (
-    Cell,
     Drawing,
     Limits,
     Panel,
@@ -38,14 +37,20 @@ Lines = list[Text]
 
 def text_view(leaves: Sequence[LeafLayout], totals: Totals, width: int) -> Lines:
     """Write a whole view in lines no wider than ``width``."""
-    sections = [_wrapped(header(leaves), width, "")]
-    if leaves:
-        sections.append(_table_lines(leaves, width) + _wrapped(totals_lines(totals), width))
-    sections.append(_wrapped([f"note  {note}" for note in notes(leaves)], width, " " * 6))
-    sections.append(_drawings(leaves, width))
+    table = _table_lines(leaves, width) + _wrapped(totals_lines(totals), width) if leaves else []
+    paths: dict[str, list[str]] = {}  # of all leaves that share a remark
+    for leaf in leaves:
+        for note in leaf.notes:
+            paths.setdefault(note, []).append(leaf.path)
+    notes = [f"note  {several(names, 4)}: {note}" for note, names in paths.items()]
+    drawings = drawings_of(leaves)
+    drawn = _side_by_side([_titled(drawing, width) for drawing in drawings[:MAX_DRAWINGS]], width)
+    if len(drawings) > MAX_DRAWINGS:
+        more = f"… {len(drawings) - MAX_DRAWINGS} more layouts: view[path] draws one"
+        drawn += [Text(), Text(more, "dim")]
     lines: Lines = []
-    for section in filter(None, sections):
-        lines += ([Text()] if lines else []) + section
+    for section in (_wrapped(header(leaves), width, ""), table, _wrapped(notes, width, " " * 6), drawn):
+        lines += ([Text()] if lines and section else []) + section
     return lines
 
 
@@ -89,33 +94,6 @@ def _letter(index: int) -> str:
     return chr(ord("A") + index) if index < 26 else str(index + 1)
 
 
-def headings(leaves: Sequence[LeafLayout]) -> tuple[str, ...]:
-    """Return headings of the table's columns; the mesh is named where there are several."""
-    mesh = ("mesh",) if len(meshes_of(leaves)) > 1 else ()
-    return ("leaf", "array", *mesh, "spec", "blocks", "copies", "/device")
-
-
-def rows(leaves: Sequence[LeafLayout]) -> list[tuple[str, ...]]:
-    """Return the words of the table, a row for each leaf."""
-    letters: dict[Devices | None, str] = {d: _letter(i) for i, d in enumerate(meshes_of(leaves))}
-    return [_row(leaf, letters) for leaf in leaves]
-
-
-def _row(leaf: LeafLayout, letters: dict[Devices | None, str]) -> tuple[str, ...]:
-    letter = (letters.get(leaf.devices, ""),) if len(letters) > 1 else ()
-    beginning = (leaf.path, array_text(leaf.dtype, leaf.shape), *letter)
-    if leaf.grid is None:
-        is_host = leaf.memory == HOST
-        return (
-            *beginning,
-            f"host, {bytes_text(leaf.num_bytes or 0)}" if is_host else leaf.label,
-            *[""] * 3,
-        )
-    memory = "" if leaf.memory in (DEVICE, DELETED) else f" in {leaf.memory}"
-    per_device = "?" if leaf.bytes_per_device is None else bytes_text(leaf.bytes_per_device)
-    return *beginning, leaf.label + memory, str(leaf.num_shards), str(leaf.replication), per_device
-
-
 def totals_lines(totals: Totals) -> list[str]:
     """Say what all leaves take on a device, and on the host."""
     levels: dict[tuple[str, str], list[int]] = {}  # devices that hold as much
@@ -139,49 +117,45 @@ def totals_lines(totals: Totals) -> list[str]:
     return lines
 
 
-def notes(leaves: Sequence[LeafLayout]) -> list[str]:
-    """Write the remarks on all leaves, with all leaves that share one."""
-    paths: dict[str, list[str]] = {}
-    for leaf in leaves:
-        for note in leaf.notes:
-            paths.setdefault(note, []).append(leaf.path)
-    return [f"{several(names, 4)}: {note}" for note, names in paths.items()]
-
-
 # The table
 
 
 def _table_lines(leaves: Sequence[LeafLayout], width: int) -> Lines:
     """Write a row for each leaf, its path and spec shortened in the middle where room is short."""
-    shown = leaves[:MAX_LEAVES]
-    table = [headings(leaves), *rows(leaves)[: len(shown)]]
-    widths = _fitted([max(map(len, column)) for column in zip(*table, strict=True)], width)
-    lines = [Text(_line(cells, widths)) for cells in table]
-    lines[0].stylize("bold")
-    rule = Text("─" * width_of(lines), "dim")
-    lines = [lines[0], rule, *lines[1:]]
-    if len(leaves) > len(shown):
-        lines.append(Text(f"… {len(leaves) - len(shown)} more leaves: view.leaves, view[path]", "dim"))
-    return [*lines, rule]
-
-
-def _fitted(widths: list[int], width: int) -> list[int]:
-    """Take what is too much from the path first, then from the spec, then from the array."""
+    letters: dict[Devices | None, str] = {d: _letter(i) for i, d in enumerate(meshes_of(leaves))}
+    mesh = ["mesh"] * (len(letters) > 1)  # is named where there are several
+    table = [["leaf", "array", *mesh, "spec", "blocks", "copies", "/device"]]
+    for leaf in leaves[:MAX_LEAVES]:
+        letter = [letters.get(leaf.devices, "")] if mesh else []
+        table.append([leaf.path, array_text(leaf.dtype, leaf.shape), *letter, *_layout_cells(leaf)])
+    # What is too much is taken from the path first, then from the spec, then from the array.
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     spec = len(widths) - NUM_RIGHT - 1
     for column, least in ((0, 18), (spec, 20), (1, 14), (0, 12), (spec, 12), (1, 8), (0, 8)):
         excess = sum(widths) + len(_GAP) * (len(widths) - 1) - width
         widths[column] -= max(0, min(excess, widths[column] - least))
-    return widths
+    align = [str.ljust] * (spec + 1) + [str.rjust] * NUM_RIGHT
+    lines = []
+    for cells in table:
+        columns = zip(align, cells, widths, strict=True)
+        fitted = [aligned(shorten(cell, room), room) for aligned, cell, room in columns]
+        lines.append(Text(_GAP.join(fitted).rstrip()))
+    lines[0].stylize("bold")
+    rule = Text("─" * width_of(lines), "dim")
+    if len(leaves) > MAX_LEAVES:
+        hidden = len(leaves) - MAX_LEAVES
+        lines.append(Text(f"… {hidden} more leaves: view.leaves, view[path]", "dim"))
+    return [lines[0], rule, *lines[1:], rule]
 
 
-def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    fitted = [shorten(cell, width) for cell, width in zip(cells, widths, strict=True)]
-    first_right = len(cells) - NUM_RIGHT
-    aligned = [
-        cell.rjust(width) if i >= first_right else cell.ljust(width)
-        for i, (cell, width) in enumerate(zip(fitted, widths, strict=True))
-    ]
-    return _GAP.join(aligned).rstrip()
+def _layout_cells(leaf: LeafLayout) -> tuple[str, str, str, str]:
+    """Write spec, blocks, copies and bytes on a device."""
+    if leaf.grid is None:
+        is_host = leaf.memory == HOST
+        return f"host, {bytes_text(leaf.num_bytes or 0)}" if is_host else leaf.label, "", "", ""
+    memory = "" if leaf.memory in (DEVICE, DELETED) else f" in {leaf.memory}"
+    per_device = "?" if leaf.bytes_per_device is None else bytes_text(leaf.bytes_per_device)
+    return leaf.label + memory, str(leaf.num_shards), str(leaf.replication), per_device
 
 
 # Drawings
@@ -192,36 +166,22 @@ def width_of(lines: Lines) -> int:
     return max((line.cell_len for line in lines), default=0)
 
 
-def _drawings(leaves: Sequence[LeafLayout], width: int) -> Lines:
-    drawings = drawings_of(leaves)
-    shown = [_titled(drawing, width) for drawing in drawings[:MAX_DRAWINGS]]
-    hidden = len(drawings) - len(shown)
-    more = [Text(), Text(f"… {hidden} more layouts: view[path] draws one", "dim")] if hidden else []
-    return _side_by_side(shown, width) + more
-
-
 def _titled(drawing: Drawing, width: int) -> Lines:
-    body = _draw(drawing.leaf, width)
-    wanted = max(TITLE_WIDTH, width_of(body), min(len(drawing.headline), MAX_TITLE_WIDTH))
-    room = min(width, wanted)
-    title = [Text(shorten(drawing.headline, room), "bold"), Text(shorten(drawing.names, room))]
-    others = [Text(drawing.others(room), "dim")] if drawing.alike else []
-    return title + others + body
-
-
-def _draw(leaf: LeafLayout, width: int) -> Lines:
-    """Draw a leaf that has a grid, in as many columns of blocks as fit the width."""
+    """Draw a leaf below its title, in as many columns of blocks as fit the width."""
     for columns in range(MAX_COLUMNS, 2, -1):
-        picture = picture_of(leaf, Limits(MAX_ROWS, columns, MAX_PANELS))
+        picture = picture_of(drawing.leaf, Limits(MAX_ROWS, columns, MAX_PANELS))
         panels = [_panel_lines(panel) for panel in picture.panels]
         if max(map(width_of, panels)) <= width:
             break
-    caption = [Text(picture.caption, "dim")] if picture.caption else []
-    hidden = [Text(f"and {picture.num_hidden} more panels", "dim")] if picture.num_hidden else []
-    lines = caption + _side_by_side(panels, width) + hidden
-    for line in lines:
+    body = [Text(picture.caption, "dim")] if picture.caption else []
+    body += _side_by_side(panels, width)
+    body += [Text(f"and {picture.num_hidden} more panels", "dim")] if picture.num_hidden else []
+    for line in body:
         line.truncate(width, overflow="ellipsis")
-    return lines
+    wanted = max(TITLE_WIDTH, width_of(body), min(len(drawing.headline), MAX_TITLE_WIDTH))
+    room = min(width, wanted)
+    title = [Text(shorten(drawing.headline, room), "bold"), Text(shorten(drawing.names, room))]
+    return title + ([Text(drawing.others(room), "dim")] if drawing.alike else []) + body
 
 
 def _side_by_side(blocks: list[Lines], width: int) -> Lines:
@@ -257,13 +217,16 @@ def _panel_lines(panel: Panel) -> Lines:
     gutter = longest + 1 if longest else 0
     lines = [Text(panel.title)] if panel.title else []
     ticks = [edge.start.ljust(w + 1) for edge, w in zip(panel.columns, widths, strict=True)]
-    if "".join([*ticks, panel.ends[1]]).strip():
-        lines.append(Text(" " * gutter + "".join([*ticks, panel.ends[1]]).rstrip(), "dim"))
+    across = "".join([*ticks, panel.ends[1]]).rstrip()
+    lines += [Text(" " * gutter + across, "dim")] if across else []
     for i, row in enumerate(panel.rows):
         lines.append(_rule(row.start, gutter, widths, "├┼┤" if i else "┌┬┐"))
         line = Text(" " * gutter + "│")
         for cell, width in zip(panel.cells[i], widths, strict=True):
-            line.append(cell.line.center(width), _style(cell)).append("│")
+            style = "dim" if cell.color else ""
+            if cell.color and min(cell.real) > 0:
+                style = f"{ink(cell.color)} on {cell.color}"
+            line.append(cell.line.center(width), style).append("│")
         lines.append(line)
     return [*lines, _rule(panel.ends[0], gutter, widths, "└┴┘")]
 
@@ -272,9 +235,3 @@ def _rule(tick: str, gutter: int, widths: list[int], corners: str) -> Text:
     left, middle, right = corners
     line = Text().append(f"{tick.rjust(gutter - 1)} " if gutter else "", "dim")
     return line.append(left + middle.join("─" * w for w in widths) + right)
-
-
-def _style(cell: Cell) -> str:
-    if cell.color is None:
-        return ""
-    return f"{ink(cell.color)} on {cell.color}" if min(cell.real) > 0 else "dim"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -142,37 +143,20 @@ class Block:
 class LeafLayout:
     """Where one leaf lives.
 
-    Attributes
-    ----------
-    path
-        Its path in the tree; "(the whole)" for a tree that is one leaf.
-    shape, dtype
-        As the leaf has them; ``shape`` is None for a bare sharding.
-    spec
-        The `PartitionSpec`; None where the layout is not given by one.
-    memory
-        "device"; "host" for NumPy arrays and Python numbers; another memory kind of JAX
-        ("pinned_host"); "deleted"; "nowhere" for what has no layout (tracers, unplaced shapes).
-    label
-        Its layout in a word, for a table.
-    devices, grid
-        The devices, and which of them holds which block; None where there are none.
-    num_rows
-        How many rows are real, where the rest is padding; else None.
-    notes
-        Remarks for a reader: rows that the mesh does not divide, padding, and so on.
+    ``memory`` is "device"; "host" for NumPy arrays and Python numbers; another memory kind of JAX
+    ("pinned_host"); "deleted"; "nowhere" for what has no layout (tracers, unplaced shapes).
     """
 
-    path: str
-    shape: tuple[int, ...] | None
+    path: str  # in the tree; "(the whole)" for a tree that is one leaf
+    shape: tuple[int, ...] | None  # None for a bare sharding
     dtype: Any
     memory: str
-    label: str
-    spec: P | None = None
+    label: str  # its layout in a word, for a table
+    spec: P | None = None  # None where the layout is not given by one
     devices: Devices | None = None
-    grid: Grid | None = None
-    num_rows: int | None = None
-    notes: tuple[str, ...] = ()
+    grid: Grid | None = None  # which of the devices holds which block
+    num_rows: int | None = None  # how many rows are real, where the rest is padding
+    notes: tuple[str, ...] = ()  # rows that the mesh does not divide, padding, and so on
 
     @property
     def mesh_axes(self) -> dict[str, int]:
@@ -269,39 +253,26 @@ class LeafLayout:
 
 @dataclass(frozen=True)
 class Totals:
-    """Bytes that the leaves of a tree take in total.
+    """Bytes that the leaves of a tree take in total."""
 
-    Attributes
-    ----------
-    by_device
-        Bytes on each device, by (kind, id).
-    on_host
-        Bytes of NumPy arrays and Python numbers.
-    num_unknown
-        How many arrays have no known size, or no known place.
-    """
-
-    by_device: dict[tuple[str, int], int] = dataclasses.field(hash=False)
-    on_host: int
-    num_unknown: int
+    by_device: dict[tuple[str, int], int] = dataclasses.field(hash=False)  # by (kind, id)
+    on_host: int  # of NumPy arrays and Python numbers
+    num_unknown: int  # arrays that have no known size, or no known place
 
     @property
     def per_device(self) -> int:
         """Bytes on the fullest device."""
         return max(self.by_device.values(), default=0)
 
-
-def add_up(leaves: tuple[LeafLayout, ...]) -> Totals:
-    """Sum the bytes of leaves on each device and on the host."""
-    sums: dict[Devices, np.ndarray] = {}
-    for leaf in leaves:
-        if leaf.memory == DEVICE and leaf.devices and leaf.bytes_per_device is not None:
-            sums[leaf.devices] = sums.get(leaf.devices, np.int64(0)) + leaf.bytes_by_position()
-    by_device: dict[tuple[str, int], int] = {}
-    for devices, counts in sums.items():
-        for number, count in zip(devices.numbers, counts.tolist(), strict=True):
-            key = devices.kind, number
-            by_device[key] = by_device.get(key, 0) + count
-    on_host = sum(leaf.num_bytes or 0 for leaf in leaves if leaf.memory == HOST)
-    num_unknown = sum(leaf.is_array and leaf.bytes_per_device is None for leaf in leaves)
-    return Totals(by_device, on_host, num_unknown)
+    @classmethod
+    def of(cls, leaves: Sequence[LeafLayout]) -> "Totals":
+        """Sum the bytes of leaves on each device and on the host."""
+        by_device: Counter[tuple[str, int]] = Counter()
+        for leaf in leaves:
+            if leaf.memory == DEVICE and leaf.devices and leaf.bytes_per_device is not None:
+                counts = leaf.bytes_by_position().tolist()
+                keys = [(leaf.devices.kind, number) for number in leaf.devices.numbers]
+                by_device.update(dict(zip(keys, counts, strict=True)))
+        on_host = sum(leaf.num_bytes or 0 for leaf in leaves if leaf.memory == HOST)
+        num_unknown = sum(leaf.is_array and leaf.bytes_per_device is None for leaf in leaves)
+        return cls(dict(by_device), on_host, num_unknown)

@@ -58,11 +58,13 @@ def drawings_of(leaves: Sequence[LeafLayout]) -> tuple[Drawing, ...]:
         if leaf.grid is not None and leaf.memory != DELETED:
             groups.setdefault(_key(leaf), []).append(leaf)
     drawn = {leaf.devices for leaf in leaves if leaf.is_mesh}
-    drawings = [
-        Drawing(_mesh_layout(devices))
-        for devices in meshes_of(leaves)
-        if devices not in drawn and sum(size > 1 for _, size in devices.axes) > 1
-    ]
+    drawings = []
+    for devices in meshes_of(leaves):
+        if devices not in drawn and sum(size > 1 for _, size in devices.axes) > 1:
+            spec = P(*(name for name, _ in devices.axes))
+            grid = cut_by_spec(devices.axes, spec, len(devices.axes))
+            mesh = LeafLayout("mesh", None, "Mesh", DEVICE, "mesh", spec, devices, grid)
+            drawings.append(Drawing(mesh))
     for group in groups.values():
         chosen = max(group, key=lambda leaf: (leaf.num_bytes or 0, len(leaf.shape or ())))
         drawings.append(Drawing(chosen, tuple(leaf.path for leaf in group if leaf is not chosen)))
@@ -72,12 +74,6 @@ def drawings_of(leaves: Sequence[LeafLayout]) -> tuple[Drawing, ...]:
 def meshes_of(leaves: Sequence[LeafLayout]) -> list[Devices]:
     """Return the meshes that leaves lie on, in their order."""
     return list(dict.fromkeys(leaf.devices for leaf in leaves if leaf.devices and leaf.devices.axes))
-
-
-def _mesh_layout(devices: Devices) -> LeafLayout:
-    spec = P(*(name for name, _ in devices.axes))
-    grid = cut_by_spec(devices.axes, spec, len(devices.axes))
-    return LeafLayout("mesh", None, "Mesh", DEVICE, "mesh", spec, devices, grid)
 
 
 def _key(leaf: LeafLayout) -> Hashable:
@@ -154,52 +150,53 @@ class Picture:
         return "   ".join(filter(None, (down, across)))
 
 
-def _choose_axes(parts: tuple[int, ...]) -> tuple[int | None, int | None, tuple[int, ...]]:
-    """Choose the axes that go down, across and into panels, by the number of parts of each."""
-    if len(parts) < 2:
-        return None, 0 if parts else None, ()
-    split = [axis for axis, n in enumerate(parts) if n > 1]
-    whole = [axis for axis, n in enumerate(parts) if n == 1]
-    down, across = sorted((split[-2:] + whole)[:2])
-    return down, across, tuple(split[:-2])
-
-
 def picture_of(leaf: LeafLayout, limits: Limits) -> Picture:
     """Draw a leaf that has a grid."""
-    assert leaf.grid is not None
-    parts = leaf.grid.parts
-    down, across, sliced = _choose_axes(parts)
+    assert leaf.grid is not None and leaf.devices is not None
+    parts, grid, devices = leaf.grid.parts, leaf.grid.owners, leaf.devices
+    # The last two axes that are split go down and across, those before them into panels.
+    split = [axis for axis, n in enumerate(parts) if n > 1]
+    whole = [axis for axis, n in enumerate(parts) if n == 1]
+    down, across = sorted((split[-2:] + whole)[:2]) if len(parts) > 1 else (None, 0 if parts else None)
+    sliced = split[:-2]
     slices = list(product(*(range(parts[axis]) for axis in sliced)))
     shown = [dict(zip(sliced, at, strict=True)) for at in slices[: limits.panels]]
     rows, columns = _edges(leaf, down, limits.rows), _edges(leaf, across, limits.columns)
 
-    def owners(fixed: dict[int, int], row: Edge, column: Edge) -> list[int] | None:
-        """Return positions of the devices that hold a block; None where blocks are left out."""
-        if row.part is None or column.part is None or leaf.grid is None:
-            return None
+    def owners(fixed: dict[int, int], row: Edge, column: Edge) -> list[int]:
+        """Return positions of the devices that hold a block; none where blocks are left out."""
+        if row.part is None or column.part is None:
+            return []
         index = {**fixed, down: row.part, across: column.part}
-        return leaf.grid.owners[tuple(index.get(axis, 0) for axis in range(len(parts)))].tolist()
+        return grid[tuple(index.get(axis, 0) for axis in range(len(parts)))].tolist()
 
-    blocks = [owners(fixed, row, column) for fixed in shown for row in rows for column in columns]
-    colors = _colors(leaf, list(filter(None, blocks)))
+    def lowest(positions: list[int]) -> int:
+        return min(devices.numbers[i] for i in positions)
 
-    def panel(fixed: dict[int, int]) -> Panel:
-        cells = tuple(
-            tuple(_cell(leaf, colors, owners(fixed, row, column), row, column) for column in columns)
-            for row in rows
-        )
-        return Panel(_title(leaf, fixed), rows, columns, ends, cells)
+    places = product(shown, rows, columns)
+    colors = _colors(leaf, {lowest(held) for place in places if (held := owners(*place))})
+
+    def cell(fixed: dict[int, int], row: Edge, column: Edge) -> Cell:
+        held = owners(fixed, row, column)
+        if not held:
+            return Cell("⋱" if row.part is column.part else "⋮" if row.part is None else "⋯")
+        remark, real = row.remark or column.remark, (row.real, column.real)
+        return Cell(devices.names(held), colors[lowest(held)], remark, real)
 
     ends = _end(leaf, down), _end(leaf, across)
+    panels = []
+    for fixed in shown:
+        cells = tuple(tuple(cell(fixed, row, column) for column in columns) for row in rows)
+        panels.append(Panel(_title(leaf, fixed), rows, columns, ends, cells))
     captions = _caption(leaf, down), _caption(leaf, across)
-    return Picture(*captions, tuple(map(panel, shown)), len(slices) - len(shown))
+    return Picture(*captions, tuple(panels), len(slices) - len(shown))
 
 
 def _caption(leaf: LeafLayout, axis: int | None) -> str:
     """Name an axis of the array, and the mesh axes that it lies over: ``axis 0 over data``."""
+    over = "" if axis is None else leaf.over(axis)
     if axis is None or leaf.is_mesh:
-        return "" if axis is None else leaf.over(axis)
-    over = leaf.over(axis)
+        return over
     return f"axis {axis}" + (f" over {over}" if over else "")
 
 
@@ -219,15 +216,11 @@ def _title(leaf: LeafLayout, fixed: dict[int, int]) -> str:
 def _edges(leaf: LeafLayout, axis: int | None, limit: int) -> tuple[Edge, ...]:
     if axis is None or leaf.grid is None:
         return (Edge(0),)
-    shown = shown_parts(leaf.grid.parts[axis], limit)
-    return tuple(Edge(None) if part is None else _edge(leaf, axis, part) for part in shown)
-
-
-def shown_parts(count: int, limit: int) -> list[int | None]:
-    """Choose which parts to show: all, or the first few, None for an ellipsis, and the last one."""
+    count = leaf.grid.parts[axis]
     if count <= limit:
-        return list(range(count))
-    return [*range(min(limit - 2, NUM_FIRST)), None, count - 1]
+        return tuple(_edge(leaf, axis, part) for part in range(count))
+    first = [_edge(leaf, axis, part) for part in range(min(limit - 2, NUM_FIRST))]
+    return *first, Edge(None), _edge(leaf, axis, count - 1)
 
 
 def _edge(leaf: LeafLayout, axis: int, part: int) -> Edge:
@@ -252,21 +245,10 @@ def _end(leaf: LeafLayout, axis: int | None) -> str:
     return str(stop) if stop > start or not stop else ""
 
 
-def _cell(
-    leaf: LeafLayout, colors: dict[int, str], owners: list[int] | None, row: Edge, column: Edge
-) -> Cell:
-    if owners is None or leaf.devices is None:
-        return Cell("⋱" if row.part is column.part else "⋮" if row.part is None else "⋯")
-    color = colors[min(leaf.devices.numbers[i] for i in owners)]
-    remark = row.remark or column.remark
-    return Cell(leaf.devices.names(owners), color, remark, (row.real, column.real))
-
-
-def _colors(leaf: LeafLayout, blocks: list[list[int]]) -> dict[int, str]:
+def _colors(leaf: LeafLayout, lowest: set[int]) -> dict[int, str]:
     """Color blocks by the lowest device that holds each; neutral if every device holds the whole."""
     assert leaf.devices is not None
     numbers = leaf.devices.numbers
-    lowest = {min(numbers[i] for i in owners) for owners in blocks}
     if leaf.num_shards == 1 and leaf.replication > 1:
         return dict.fromkeys(lowest, WHOLE)
     return distinct_colors(numbers) if len(numbers) <= len(OKABE_ITO) else gradient(lowest)

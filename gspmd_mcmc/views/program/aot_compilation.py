@@ -45,22 +45,7 @@ _HINTS = {
 
 
 def compile_aot(function: Callable, args: tuple, mesh: AbstractMesh) -> Communication:
-    """Compile a function for shapes that lie on an abstract mesh, and report what it sends and holds.
-
-    Raises
-    ------
-    ImportError
-        If flatbuffers, which writes the exported program, is missing.
-    ValueError
-        If the mesh has more than 2,048 devices, an argument lies on another mesh, or the function takes
-        static arguments.
-    TypeError
-        If an argument is no array, shape or number.
-    NotImplementedError
-        If the function calls back to Python.
-    RuntimeError
-        If the compiler fails; its message is in the error.
-    """
+    """Compile a function for shapes on an abstract mesh, and report what it sends and holds."""
     if mesh.size > MOST_DEVICES:
         raise ValueError(f"a mesh of {mesh.size} devices; at most {MOST_DEVICES} can be compiled for")
     shapes = shapes_of(args, mesh)
@@ -83,13 +68,7 @@ def compile_aot(function: Callable, args: tuple, mesh: AbstractMesh) -> Communic
 
 
 def build_program(build: Callable, mesh: AbstractMesh) -> tuple[Callable, tuple]:
-    """Call ``build(mesh)``, and return the function and the arguments that it gives.
-
-    Raises
-    ------
-    TypeError
-        If it gives something else.
-    """
+    """Call ``build(mesh)``, and return the function and the arguments that it gives."""
     if not callable(build):
         raise TypeError(f"build: expected a function of a mesh, got {type(build).__name__}")
     program = _hinted(lambda: build(mesh))
@@ -104,33 +83,22 @@ def build_program(build: Callable, mesh: AbstractMesh) -> tuple[Callable, tuple]
 
 
 def shapes_of(args: tuple, mesh: AbstractMesh) -> list[jax.ShapeDtypeStruct]:
-    """Return the shape of each argument, with its sharding if it lies on the mesh; of a key, its data.
-
-    Raises
-    ------
-    TypeError
-        If an argument is no array, shape or number.
-    ValueError
-        If an argument lies on another mesh.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(args)
-    return [_shape(path_str(path), leaf, mesh) for path, leaf in leaves]
-
-
-def _shape(name: str, leaf: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
-    is_number = isinstance(leaf, int | float | complex)
-    if not is_number and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-        raise TypeError(
-            f"argument {name}: expected an array, a ShapeDtypeStruct or a number, got a "
-            f"{type(leaf).__name__}. {_BIND}"
-        )
-    sharding = _on_mesh(name, leaf, mesh)
-    if _is_key(leaf):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
-    # A Python number takes the dtype of what it meets.
-    is_weak = getattr(leaf, "weak_type", is_number)
-    shape, dtype = np.shape(leaf), jnp.result_type(leaf)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=is_weak)
+    """Return the shape of each argument, or of a key's data, with its sharding on the mesh."""
+    shapes = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        name, is_number = path_str(path), isinstance(leaf, int | float | complex)
+        if not is_number and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise TypeError(
+                f"argument {name}: expected an array, a ShapeDtypeStruct or a number, got a "
+                f"{type(leaf).__name__}. {_BIND}"
+            )
+        sharding = _on_mesh(name, leaf, mesh)
+        x = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+        # A Python number takes the dtype of what it meets.
+        is_weak = getattr(x, "weak_type", is_number)
+        shape = np.shape(x), jnp.result_type(x)
+        shapes.append(jax.ShapeDtypeStruct(*shape, sharding=sharding, weak_type=is_weak))
+    return shapes
 
 
 def _on_mesh(name: str, leaf: Any, mesh: AbstractMesh) -> NamedSharding | None:

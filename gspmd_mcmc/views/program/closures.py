@@ -37,14 +37,11 @@ def _arrays(where: str, root: Any, seen: dict[int, Any]) -> Iterator[tuple[str, 
         if id(node) in seen:
             continue
         seen[id(node)] = node
-        if isinstance(node, jax.Array) or _is_numbers(node):
+        is_numpy = isinstance(node, np.ndarray) and node.dtype.names is None
+        if isinstance(node, jax.Array) or (is_numpy and node.dtype.kind in "biufcV"):
             yield where, node
         else:
             queue.extend(_inside(where, node))
-
-
-def _is_numbers(node: Any) -> bool:
-    return isinstance(node, np.ndarray) and node.dtype.kind in "biufcV" and node.dtype.names is None
 
 
 def _inside(where: str, node: Any) -> Iterator[tuple[str, Any]]:
@@ -64,13 +61,9 @@ def _inside(where: str, node: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(node, list | tuple | set | frozenset):
         yield from ((part_of(where, f"[{i}]"), x) for i, x in enumerate(node))
     elif not isinstance(node, type | types.ModuleType | str | bytes | int | float | complex):
-        yield from _of_object(where, node)
-
-
-def _of_object(where: str, node: Any) -> Iterator[tuple[str, Any]]:
-    attributes = {read.key: read.value for read in attributes_of(node)}
-    if "__wrapped__" in attributes:  # a jitted function
-        yield where, attributes["__wrapped__"]
-    else:
-        owner = where or type(node).__name__
-        yield from ((part_of(owner, f".{name}"), x) for name, x in attributes.items())
+        attributes = {read.key: read.value for read in attributes_of(node)}
+        if "__wrapped__" in attributes:  # a jitted function
+            yield where, attributes["__wrapped__"]
+        else:
+            owner = where or type(node).__name__
+            yield from ((part_of(owner, f".{name}"), x) for name, x in attributes.items())

@@ -46,13 +46,13 @@ def axes_of_groups(groups: np.ndarray, mesh: dict[str, int]) -> tuple[str, ...]:
     """Name the mesh axes whose devices make up each group; () if no axes give these groups."""
     if groups.size != math.prod(mesh.values()):
         return ()
-    wanted = _canonical(groups)
+    ids = np.arange(groups.size).reshape(tuple(mesh.values()))
     for count in range(1, len(mesh) + 1):
         for names in itertools.combinations(mesh, count):
-            if math.prod(mesh[n] for n in names) == groups.shape[1] and np.array_equal(
-                _canonical(_groups_over(names, mesh)), wanted
-            ):
-                return tuple(n for n in names if mesh[n] > 1) or names
+            if math.prod(mesh[n] for n in names) == groups.shape[1]:
+                over = _over(ids, [i for i, name in enumerate(mesh) if name in names])
+                if np.array_equal(_canonical(over), _canonical(groups)):
+                    return tuple(n for n in names if mesh[n] > 1) or names
     return ()
 
 
@@ -66,11 +66,10 @@ def axes_of_pairs(pairs: np.ndarray, mesh: dict[str, int]) -> tuple[str, ...]:
     return tuple(name for name, moved in zip(mesh, differs, strict=True) if moved)
 
 
-def _groups_over(names: tuple[str, ...], mesh: dict[str, int]) -> np.ndarray:
-    ids = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
-    inside = [i for i, name in enumerate(mesh) if name in names]
-    outside = [i for i, name in enumerate(mesh) if name not in names]
-    return ids.transpose(outside + inside).reshape(-1, math.prod(mesh[n] for n in names))
+def _over(ids: np.ndarray, inside: list[int]) -> np.ndarray:
+    """Return the groups [groups, devices of a group] over some axes of an array of devices."""
+    outside = [i for i in range(ids.ndim) if i not in inside]
+    return ids.transpose(outside + inside).reshape(-1, math.prod(ids.shape[i] for i in inside))
 
 
 def _canonical(groups: np.ndarray) -> np.ndarray:
@@ -82,7 +81,9 @@ def _mesh_groups(axes: str, device_ids: str | None, refs: str) -> np.ndarray | N
     """Read groups given as axes of a mesh, or as parts ``axis:(devices before)size`` of them."""
     sizes = {name: int(size) for name, size in _AXIS.findall(axes)}
     total = math.prod(sizes.values())
-    ids = _device_ids(device_ids) if device_ids else np.arange(total)
+    text = device_ids or f"[{total}]"  # in the order of the mesh: listed, or as a transposed range
+    iota = _IOTA_IDS.fullmatch(text)
+    ids = _iota(*iota.groups()).ravel() if iota else np.array(_ints(text))
     parts = [(name, int(pre or 0), int(size or 0)) for name, pre, size in _AXIS_REF.findall(refs)]
     if ids.size != total or any(name not in sizes for name, _, _ in parts):
         return None
@@ -92,15 +93,7 @@ def _mesh_groups(axes: str, device_ids: str | None, refs: str) -> np.ndarray | N
         for pre, length in _cut(size, [(p, s) for n, p, s in parts if n == name]):
             place[name, pre] = len(dims)
             dims.append(length)
-    inside = [place[name, pre or 1] for name, pre, _ in parts]
-    outside = [i for i in range(len(dims)) if i not in inside]
-    return ids.reshape(dims).transpose(outside + inside).reshape(-1, math.prod(dims[i] for i in inside))
-
-
-def _device_ids(text: str) -> np.ndarray:
-    """Read the devices of a mesh in its order: listed, or as a transposed range."""
-    iota = _IOTA_IDS.fullmatch(text)
-    return _iota(*iota.groups()).ravel() if iota else np.array(_ints(text))
+    return _over(ids.reshape(dims), [place[name, pre or 1] for name, pre, _ in parts])
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:

@@ -107,24 +107,17 @@ class Operation:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop of the program.
+    """A loop of the program."""
 
-    Attributes
-    ----------
-    name
-        Its ``jax.named_scope``, or else the Python function that made it.
-    trips
-        How often it runs; None where the compiler does not know.
-    source
-        The line that made it.
-    """
-
-    name: str
-    trips: int | None
-    source: str = ""
+    name: str  # its ``jax.named_scope``, or else the Python function that made it
+    trips: int | None  # how often it runs; None where the compiler does not know
+    source: str = ""  # the line that made it
 
     def __str__(self) -> str:
         return f"{self.name} x {'?' if self.trips is None else self.trips}"
+
+
+Step = tuple[Operation, str, tuple[Loop, ...]]  # an operation, its computation, the loops around it
 
 
 @dataclass(frozen=True)
@@ -136,14 +129,8 @@ class Program:
     frames: dict[int, tuple[Frame, ...]]  # the stack of each frame number, the innermost first
     unread: tuple[str, ...]  # lines of computations, or that look like it, of no known form
 
-    def walk(
-        self, computation: str = "", loops: tuple[Loop, ...] = ()
-    ) -> Iterator[tuple[Operation, str, tuple[Loop, ...]]]:
-        """Yield every operation that runs, its computation, and the loops around it.
-
-        A computation that is called from two places is walked twice, and so are all branches of a
-        conditional.
-        """
+    def walk(self, computation: str = "", loops: tuple[Loop, ...] = ()) -> Iterator[Step]:
+        """Yield every operation that runs, once for each place that calls it, in all branches."""
         name = computation or self.entry
         for operation in self.computations.get(name, ()):
             yield operation, name, loops
@@ -166,36 +153,37 @@ class Program:
 
     def _loop(self, operation: Operation) -> Loop:
         trips = _TRIPS.search(operation.attributes)
-        stack = self.stack(operation)
-        scope = _scope(operation.op_name)
-        function = stack[0].function if stack else ""
-        name = scope or function or operation.name
-        return Loop(name, int(trips.group(1)) if trips else None, str(stack[0]) if stack else "")
+        frame = next(iter(self.stack(operation)), None)
+        name = _scope(operation.op_name) or (frame and frame.function) or operation.name
+        return Loop(name, int(trips.group(1)) if trips else None, str(frame or ""))
 
 
 def read_program(text: str) -> Program:
-    """Take the text of a compiled program apart."""
+    """Take the text of a compiled program apart: tables of source lines, then computations."""
     computations: dict[str, list[Operation]] = {}
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     unread: list[str] = []
-    name, entry = "", ""
+    name, entry, table = "", "", None
     for line in text.splitlines():
-        head = _HEAD.match(line)
-        if head:
+        if head := _HEAD.match(line):
             name = head.group(2)
             computations[name] = []
             entry = name if head.group(1) else entry
         elif line.startswith("}"):
             name = ""
         elif name and line.strip():
-            operation = read_operation(line)
-            if operation is None:
-                unread.append(line.strip())
-            else:
+            if operation := read_operation(line):
                 computations[name].append(operation)
+            else:
+                unread.append(line.strip())
         elif _ASSIGNMENT.match(line):  # below a head that was not known as one
             unread.append(line.strip())
+        elif line in tables:
+            table = tables[line]
+        elif table is not None and (row := _TABLE_LINE.match(line)):
+            table[int(row.group(1))] = row.group(2) or row.group(3) or ""
     read = {name: tuple(operations) for name, operations in computations.items()}
-    return Program(read, entry, read_frames(text), tuple(unread))
+    return Program(read, entry, _frames(tables), tuple(unread))
 
 
 def read_operation(line: str) -> Operation | None:
@@ -206,10 +194,8 @@ def read_operation(line: str) -> Operation | None:
     name, rest = assignment.groups()
     shape_end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
     opcode = _OPCODE.match(rest, shape_end) if shape_end > 0 else None
-    if opcode is None:
-        return None
-    end = _closing(rest, opcode.end() - 1)
-    if end < 0:
+    end = _closing(rest, opcode.end() - 1) if opcode else -1
+    if opcode is None or end < 0:
         return None
     operands = tuple(_NAME.findall(rest[opcode.end() : end - 1]))
     return Operation(name, opcode.group(1), rest[:shape_end], operands, rest[end:], line.strip())
@@ -234,10 +220,7 @@ def is_unknown(operation: Operation) -> bool:
 
 
 def collective_kind(operation: Operation) -> str:
-    """Return the kind of collective that an operation is a form of, or an empty string.
-
-    Transfers to the host and from it are none.
-    """
+    """Return the kind of collective, or nothing; transfers to the host and from it are none."""
     base = _base(operation.opcode)
     return base if base in KINDS and not _is_host_transfer(operation) else ""
 
@@ -281,10 +264,7 @@ def _base(opcode: str) -> str:
 
 
 def _closing(text: str, start: int) -> int:
-    """Return the index after the parenthesis that closes the one at ``start``; -1 if none does.
-
-    Parentheses in strings do not count.
-    """
+    """Return the index after the parenthesis, outside strings, that closes that at ``start``; or -1."""
     depth = 0
     for match in _PARENTHESES.finditer(text, start):
         depth += (match.group() == "(") - (match.group() == ")")
@@ -310,40 +290,24 @@ def _scope(op_name: str) -> str:
 # The Python lines that operations come from
 
 
-def read_frames(text: str) -> dict[int, tuple[Frame, ...]]:
-    """Read the tables of source lines that stand before the computations."""
-    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
-    table = None
-    for line in text.splitlines():
-        if line in tables:
-            table = tables[line]
-        elif table is not None and (entry := _TABLE_LINE.match(line)):
-            table[int(entry.group(1))] = (
-                entry.group(2) if entry.group(2) is not None else entry.group(3)
-            )
-        elif line:
-            table = None
-    entries = {number: _fields(entry) for number, entry in tables["StackFrames"].items()}
+def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[Frame, ...]]:
+    """Return the stack of each frame number, the innermost line first."""
+
+    def fields(table: str) -> dict[int, dict[str, int]]:
+        pairs = ((number, re.findall(r"(\w+)=(\d+)", row)) for number, row in tables[table].items())
+        return {number: {name: int(value) for name, value in found} for number, found in pairs}
+
+    entries, locations = fields("StackFrames"), fields("FileLocations")
     # Some versions count parents from 1 with 1 for none: there the first frame is its own parent.
     shift = int(any(entry.get("parent_frame_id") == number for number, entry in entries.items()))
     frames: dict[int, tuple[Frame, ...]] = {}
     for number, entry in sorted(entries.items()):  # a parent stands before its children
+        where = locations.get(entry.get("file_location_id", 0), {})
+        file = tables["FileNames"].get(where.get("file_name_id", 0), "?")
+        function = tables["FunctionNames"].get(where.get("function_name_id", 0), "")
         above = frames.get(entry.get("parent_frame_id", 0) - shift, ())
-        frames[number] = (_frame(entry, tables), *above)
+        frames[number] = (Frame(file, where.get("line", 0), function), *above)
     return frames
-
-
-def _frame(entry: dict[str, int], tables: dict[str, dict[int, str]]) -> Frame:
-    location = _fields(tables["FileLocations"].get(entry.get("file_location_id", 0), ""))
-    return Frame(
-        tables["FileNames"].get(location.get("file_name_id", 0), "?"),
-        location.get("line", 0),
-        tables["FunctionNames"].get(location.get("function_name_id", 0), ""),
-    )
-
-
-def _fields(text: str) -> dict[str, int]:
-    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
 
 
 # Shapes

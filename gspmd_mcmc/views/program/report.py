@@ -4,8 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import PartitionSpec as P
+from rich.jupyter import JupyterMixin
 
 from gspmd_mcmc.views.notation import LARGE_BYTES, bytes_text
 from gspmd_mcmc.views.program import report_views
@@ -22,38 +24,18 @@ class BudgetExceeded(AssertionError):
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective operation of a program; an asynchronous pair and a fused tuple are one.
+    """One collective operation of a program; an asynchronous pair and a fused tuple are one."""
 
-    Attributes
-    ----------
-    kind
-        "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
-    shape, num_bytes
-        Of its result on one device, such as ``f32[8,16]``.
-    operand_shape, operand_bytes
-        Of what one device puts in.
-    axes
-        The mesh axes that it runs over; () where its groups of devices are no axes of the mesh.
-    group_size
-        How many devices take part with each other; 0 where the groups could not be read.
-    loops
-        The loops it is in, the outermost first.
-    op_name
-        The name that JAX gave the operation it comes from.
-    stack
-        The Python lines that led to it, the innermost first.
-    """
-
-    kind: str
-    shape: str
+    kind: str  # "all-reduce", "all-gather", "reduce-scatter", "all-to-all", ...
+    shape: str  # of its result on one device, such as ``f32[8,16]``
     num_bytes: int
-    operand_shape: str
+    operand_shape: str  # of what one device puts in
     operand_bytes: int
-    axes: tuple[str, ...]
-    group_size: int
-    loops: tuple[Loop, ...]
-    op_name: str
-    stack: tuple[Frame, ...]
+    axes: tuple[str, ...]  # that it runs over; () where its groups of devices are no axes of the mesh
+    group_size: int  # devices that take part with each other; 0 where groups could not be read
+    loops: tuple[Loop, ...]  # that it is in, the outermost first
+    op_name: str  # the name that JAX gave the operation it comes from
+    stack: tuple[Frame, ...]  # the Python lines that led to it, the innermost first
 
     @property
     def source(self) -> str:
@@ -79,13 +61,7 @@ class Collective:
         return f"groups of {self.group_size}" if self.group_size else "groups not read"
 
     def times(self, within: str | int | None = None) -> int:
-        """Return how often it runs in the whole call, or in one iteration of a loop.
-
-        Raises
-        ------
-        ValueError
-            If it is in a loop whose trip count the compiler does not know.
-        """
+        """Return how often it runs in the whole call, or in one iteration of a loop, if it is known."""
         inner = self.loops_within(within)
         for loop in inner or ():
             if loop.trips is None:
@@ -118,15 +94,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A collective and how often it runs, for a cost model.
-
-    Attributes
-    ----------
-    kind, axes, group_size, num_bytes, operand_bytes
-        As of the `Collective`.
-    runs
-        How often it runs in what was asked for: the whole call, or one iteration of a loop.
-    """
+    """A `Collective` and how often it runs in the whole call or an iteration, for a cost model."""
 
     kind: str
     axes: tuple[str, ...]
@@ -138,19 +106,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Constant:
-    """An array that the program carries whole on every device.
+    """An array that the program carries whole on every device."""
 
-    Attributes
-    ----------
-    shape, num_bytes
-        Such as ``f32[60000,784]``.
-    origin
-        The closed-over array that it is, if one of the same shape was found; empty otherwise.
-    """
-
-    shape: str
+    shape: str  # such as ``f32[60000,784]``
     num_bytes: int
-    origin: str = ""
+    origin: str = ""  # the closed-over array that it is, if one of the same shape was found
 
     def __str__(self) -> str:
         origin = f": {self.origin}" if self.origin else ""
@@ -159,24 +119,12 @@ class Constant:
 
 @dataclass(frozen=True)
 class Argument:
-    """An array that goes into the program.
+    """An array that goes into the program."""
 
-    Attributes
-    ----------
-    path
-        Its path in the tuple of arguments.
-    shape, dtype
-        Of the whole array.
-    spec
-        Its `PartitionSpec`, as the program takes it; None where it lies on no mesh.
-    num_bytes, bytes_per_device
-        Of the whole array, and of what a device holds of it.
-    """
-
-    path: str
+    path: str  # in the tuple of arguments
     shape: tuple[int, ...]
     dtype: str
-    spec: P | None
+    spec: P | None  # as the program takes it; None where it lies on no mesh
     num_bytes: int
     bytes_per_device: int
 
@@ -192,7 +140,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Communication:
+class Communication(JupyterMixin):
     """Collectives and memory of a compiled program.
 
     Attributes
@@ -397,9 +345,7 @@ def _with_trips(loops: tuple[Loop, ...], trips: Mapping[str, int]) -> tuple[Loop
     )
 
 
-def _violation(
-    report: Communication, name: str, budget: float | tuple[float, float], within: str | int | None
-) -> str:
+def _violation(report: Communication, name: str, budget: Any, within: str | int | None) -> str:
     """Say by how much a report is over, or under, a budget; empty if it is not."""
     least, most = budget if isinstance(budget, tuple) else (0, budget)
     found, offenders = _amount(report, name, most, within)
@@ -415,13 +361,13 @@ def _amount(
 ) -> tuple[float, Sequence[Collective | Constant | Argument]]:
     """Return the amount that a budget is about, and what to name where it is exceeded."""
     kind = name.replace("_", "-")
-    if kind in (*KINDS, "collectives", "sent-bytes"):
-        every = kind in ("collectives", "sent-bytes")
+    every = name in ("collectives", "sent_bytes")
+    if every or kind in KINDS:
         inside = [c for c in report.collectives if every or c.kind == kind]
         inside = [c for c in inside if c.loops_within(within) is not None]
         # Where nothing is allowed, it does not matter how often one runs.
         runs = [c.times(within) if most else 1 for c in inside]
-        each = [c.num_bytes if kind == "sent-bytes" else 1 for c in inside]
+        each = [c.num_bytes if name == "sent_bytes" else 1 for c in inside]
         return sum(n * r for n, r in zip(each, runs, strict=True)), inside
     if name == "whole_bytes":
         whole = report.whole_arrays()
@@ -431,8 +377,8 @@ def _amount(
         constants = [(c.num_bytes, c) for c in report.constants]
         held = arguments * (name in ("argument_bytes", "peak_bytes"))
         held += constants * (name in ("constant_bytes", "peak_bytes"))
-        largest = sorted(held, key=lambda pair: -pair[0])
-        return getattr(report, name), [array for _, array in largest[:MOST_NAMED]]
+        held.sort(key=lambda pair: -pair[0])
+        return getattr(report, name), [array for _, array in held[:MOST_NAMED]]
     kinds = ", ".join(kind.replace("-", "_") for kind in KINDS)
     raise TypeError(
         f"check: no budget is called {name!r}; there are {kinds}, collectives, sent_bytes, "

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gspmd_mcmc.views.program.hlo import Loop
     from gspmd_mcmc.views.program.report import Collective, Communication
 
+LONG_SHAPE = 60  # characters; longer ones are cut
 _MEMORY = (
     ("arguments", "argument_bytes"),
     ("outputs", "output_bytes"),
@@ -26,7 +27,12 @@ _MEMORY = (
 
 def draw_report(report: "Communication") -> Group:
     """Draw the collectives below their loops, their totals, memory, and what is whole on all."""
-    drawn = [_collectives(report), *_totals(report), _memory(report)]
+    memory = Table(title="bytes on a device", title_justify="left", show_header=False, box=None)
+    memory.add_column(justify="left")
+    memory.add_column(justify="right")
+    for name, attribute in _MEMORY:
+        memory.add_row(name, bytes_text(getattr(report, attribute)))
+    drawn = [_collectives(report), *_totals(report), memory]
     if report.whole:
         drawn.append(Text(f"whole on each of {report.num_devices} devices:", style="bold"))
         drawn += [Text(f"  {text}") for text in report.whole]
@@ -49,8 +55,7 @@ def _collectives(report: "Communication") -> Tree:
     tree = Tree(Text(f"{report.num_devices} devices, {over}", style="bold"))
     branches: dict[tuple[Loop, ...], Tree] = {(): tree}
     for collective in report.collectives:
-        branch = _branch(branches, collective.loops)
-        branch.add(_leaf(collective))
+        _branch(branches, collective.loops).add(_leaf(collective))
     if not report.collectives:
         tree.add("no collective")
     return tree
@@ -69,17 +74,16 @@ def _branch(branches: "dict[tuple[Loop, ...], Tree]", loops: "tuple[Loop, ...]")
 
 def _leaf(collective: "Collective") -> Text:
     sources = dict.fromkeys((collective.source, collective.library_source))
-    shapes = dict.fromkeys((collective.operand_shape, collective.shape))  # once where they are the same
+    shapes = [
+        x if len(x) <= LONG_SHAPE else f"{x[:LONG_SHAPE]}… ({x.count('[')} arrays)"
+        for x in dict.fromkeys((collective.operand_shape, collective.shape))  # one where they are equal
+        if x
+    ]
     return Text.assemble(
         (collective.kind, "bold"),
-        f" {' -> '.join(_short(shape) for shape in shapes if shape)}"
-        f" {bytes_text(collective.num_bytes)} over {collective.where}",
+        f" {' -> '.join(shapes)} {bytes_text(collective.num_bytes)} over {collective.where}",
         *((f"\n{source}", "dim") for source in sources if source),
     )
-
-
-def _short(shape: str, most: int = 60) -> str:
-    return shape if len(shape) <= most else f"{shape[:most]}… ({shape.count('[')} arrays)"
 
 
 def _totals(report: "Communication") -> list[Table]:
@@ -103,12 +107,3 @@ def _total(report: "Communication", within: str | None) -> str:
         runs[sent.kind] += sent.runs
     counted = ", ".join(f"{number:,} {kind}" for kind, number in runs.items())
     return f"{counted}, {bytes_text(report.sent_bytes(within))}"
-
-
-def _memory(report: "Communication") -> Table:
-    table = Table(title="bytes on a device", title_justify="left", show_header=False, box=None)
-    table.add_column(justify="left")
-    table.add_column(justify="right")
-    for name, attribute in _MEMORY:
-        table.add_row(name, bytes_text(getattr(report, attribute)))
-    return table
