@@ -167,28 +167,6 @@ def test_a_number_of_rows_that_is_written_into_a_likelihood_is_named(likelihood)
 
 
 MATRIX = "A covariance matrix becomes a metric by .*of_covariances"
-MISTAKES = {
-    "int for a key": ({"rng_key": 42}, r"expected one typed key, jax.random.key\(42\), got int"),
-    "None in the position": ({"position": {"w": None}}, r"got no leaf \(None is no leaf\)"),
-    "text in the position": (
-        {"position": {"w": "0"}},
-        r"position \['w'\]: expected an array of fl.* str",
-    ),
-    "floats for counts": (
-        {"num_chains": 4.0},
-        "num_chains: expected an integer of at least 1, got 4.0",
-    ),
-    "path for a sink": ({"to": "draws"}, r"to: expected an object such as ZarrSink.*, got str"),
-    "text for a callback": ({"callback": "print"}, "callback: expected a function, got 'print'"),
-    "collect without return": ({"collect": lambda x, info: None}, "collect: expected arrays to keep"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_have_words(mistake):
-    options, message = MISTAKES[mistake]
-    with pytest.raises((TypeError, ValueError), match=message):
-        sample(**options)
 
 
 @pytest.mark.parametrize("matrix", [jnp.eye(3), jnp.ones((3, 3)), gm.Dense()])
