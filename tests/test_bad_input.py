@@ -142,7 +142,7 @@ def test_chains_that_accept_next_to_nothing_are_warned_of_in_the_run_and_in_its_
     assert any(x.startswith("next to no proposal is accepted") for x in draws.summary().warnings)
 
 
-@pytest.mark.parametrize("beyond", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("beyond", [jnp.nan, jnp.inf])
 def test_proposals_that_are_not_finite_are_divergent_and_never_kept(beyond):
     target = gm.LogDensity(lambda x: jnp.where(x < 1, -0.5 * x**2, beyond))
     kernel = gm.HMC(target, 0.5, 5)
@@ -165,62 +165,54 @@ def of_two(x):
     return -(x[0] ** 2)
 
 
+def padded(num_rows, mesh=MESH):
+    return gm.place(np.zeros(num_rows, np.float32), mesh, P("data"))
+
+
 OTHER_MESH = gm.make_mesh(model=2, devices=jax.devices()[:2])
 NOT_FLOATING = r"position \['w'\]: expected a floating dtype, got "
 UNREAD = r"position \['free'\]: neither log_prior nor a plate reads it"
 NO_POSITION = "position: expected a tree with at least one array"
-POSITIONS = {
-    "int32": (lambda: both(**at_w(jnp.zeros(2, int))), TypeError, NOT_FLOATING + "int32"),
-    "drawn integers": (
-        lambda: sample(position=lambda key: {"w": jnp.zeros(2, int)}),
-        TypeError,
-        NOT_FLOATING,
+INT = jnp.zeros(2, int)
+# Of each the error, the position, and what else differs.
+POSITIONS = [
+    (TypeError, NOT_FLOATING + "int32", {"w": INT}, {}),
+    (TypeError, NOT_FLOATING, lambda key: {"w": INT}, {}),
+    (ValueError, UNREAD, POSITION | FREE, {}),
+    # Read times nothing.
+    (ValueError, UNREAD, POSITION | FREE, {"target": posterior(prior=log_prior_of_one)}),
+    (
+        *(ValueError, r"position \[1\]: nothing reads it", [jnp.zeros(2), jnp.zeros(2)]),
+        {"target": gm.LogDensity(jax.jit(of_two))},
     ),
-    "unread": (lambda: both(position=POSITION | FREE), ValueError, UNREAD),
-    "read times nothing": (
-        lambda: both(target=posterior(prior=log_prior_of_one), position=POSITION | FREE),
-        ValueError,
-        UNREAD,
+    (ValueError, NO_POSITION, {}, {}),
+    (ValueError, NO_POSITION, None, {}),
+    (ValueError, r"\['w'\]: got Padded\(float32\[12\]: 9 rows \+ 3 pad", {"w": padded(9)}, {}),
+    (
+        *(ValueError, "num_chains=4.*accepts it with and without.*per_chain.*uniform_start"),
+        *(np.zeros((4, 3), np.float32), {"target": NORMAL}),
     ),
-    "unread by a log density": (
-        lambda: sample(gm.LogDensity(jax.jit(of_two)), [jnp.zeros(2), jnp.zeros(2)]),
-        ValueError,
-        r"position \[1\]: nothing reads it",
+    (
+        *(ValueError, r"per_chain .* \['w'\]: .* leading axis of num_chains=4, got shape \(3, 2\)"),
+        *(gm.per_chain({"w": np.zeros((3, 2), np.float32)}), {}),
     ),
-    "empty dict": (lambda: sample(position={}), ValueError, NO_POSITION),
-    "None": (lambda: sample(position=None), ValueError, NO_POSITION),
-    "padded": (
-        lambda: sample(position={"w": gm.place(np.zeros(9, np.float32), MESH, P("data"))}),
-        ValueError,
-        r"position \['w'\]: got Padded\(float32\[12\]: 9 rows \+ 3 pad",
+    (ValueError, "lies on .* but mesh=", gm.place({"w": np.zeros(2)}, OTHER_MESH, P("model")), {}),
+    (
+        *(ValueError, r"position \['w'\] lies over mesh axis 'data', which the rows"),
+        *(gm.place({"w": np.zeros(4)}, MESH, P("data")), {}),
     ),
-    "chains or not": (
-        lambda: sample(NORMAL, np.zeros((4, 3), np.float32)),
-        ValueError,
-        "leading axis of num_chains=4.*accepts it with and without.*per_chain.*uniform_start",
-    ),
-    "three chains of four": (
-        lambda: sample(position=gm.per_chain({"w": np.zeros((3, 2), np.float32)})),
-        ValueError,
-        r"per_chain position \['w'\]: expected a leading axis of num_chains=4, got shape \(3, 2\)",
-    ),
-    "another mesh": (
-        lambda: sample(position=gm.place({"w": np.zeros(2)}, OTHER_MESH, P("model"))),
-        ValueError,
-        r"position \['w'\] lies on .* but mesh=",
-    ),
-    "the axis of the rows": (
-        lambda: sample(position=gm.place({"w": np.zeros(4)}, MESH, P("data"))),
-        ValueError,
-        r"position \['w'\] lies over mesh axis 'data', which the rows",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("what", POSITIONS)
-def test_a_position_that_is_none_is_refused(what):
+@pytest.mark.parametrize(("error", "match", "position", "options"), POSITIONS)
+def test_a_position_that_is_none_is_refused(error, match, position, options):
     """One that nothing reads would be walked to 4e12: nothing but the momentum moves chains."""
-    refuses(*POSITIONS[what])
+    refuses(lambda: sample(position=position, **options), error, match)
+
+
+@pytest.mark.parametrize(("match", "position"), [(NOT_FLOATING, {"w": INT}), (UNREAD, POSITION | FREE)])
+def test_a_kernel_and_sample_say_the_same(match, position):
+    refuses(lambda: both(position=position), (TypeError, ValueError), match)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -275,79 +267,49 @@ def an_integer(params):
 
 
 def positive(x):
-    return jnp.sum(x > 0)
+    return jnp.sum(x["w"] > 0)
 
 
 # Blocks of 12 padded rows over 4 devices have 3 rows.
 NO_TERMS = r": expected one term for each row of the block, shape \[3\].*got "
 NO_LEAF = "expected a tree with at least one array, got no leaf"
-TARGETS = {
-    "padded data": (
-        lambda: gm.LogDensity(flat, data()),
-        ValueError,
-        r"LogDensity data \[0\]\['x'\]: got Padded.*use Posterior",
-    ),
-    "other rows": (
-        lambda: gm.Plate(regression, {"x": X, "y": Y[:9]}),
-        ValueError,
-        r"\['x'\] has 10, \['y'\] has 9",
-    ),
-    "a scalar": (
-        lambda: gm.Plate(regression, {"x": X, "s": 1.0}),
-        ValueError,
-        r"plate data \['s'\]: expected a leading axis of rows, got a scalar.*Partial",
-    ),
-    "None": (lambda: gm.Plate(regression, None), ValueError, NO_LEAF),
-    "no row": (
-        lambda: gm.Plate(regression, {"x": X[:0]}),
-        ValueError,
-        r"expected at least one row, got none in \['x'\]",
-    ),
-    "tiles of 2.5": (
-        lambda: gm.Plate(regression, data(), tile_rows=2.5),  # pyright: ignore
-        ValueError,
-        "tile_rows: expected",
-    ),
-    "a sum": (lambda: init(posterior(a_sum)), ValueError, r"a_sum" + NO_TERMS + r"float32\[\]"),
-    "a column": (
-        lambda: init(posterior(a_column)),
-        ValueError,
-        "a_column" + NO_TERMS + r"float32\[3, 1\]",
-    ),
-    "nothing": (lambda: init(posterior(nothing)), ValueError, "nothing" + NO_TERMS + "None"),
-    "integers": (
-        lambda: sample(posterior(integers)),
-        TypeError,
-        "integers: expected floating terms, got dtype int32",
-    ),
-    "an integer of a prior": (
-        lambda: sample(posterior(prior=an_integer)),
-        TypeError,
-        r"an_integer: expected floating summands, got dtype int32 at \['b'\]",
-    ),
-    "an integer of a log density": (
-        lambda: init(gm.LogDensity(positive), jnp.zeros(3)),
-        TypeError,
-        "positive: expected floating summands, got dtype int32",
-    ),
+PLATES = [
+    (r"\['x'\] has 10, \['y'\] has 9", {"x": X, "y": Y[:9]}, {}),
+    (r"\['s'\]: expected a leading axis of rows, got a scalar.*Partial", {"x": X, "s": 1.0}, {}),
+    (NO_LEAF, None, {}),
+    (r"expected at least one row, got none in \['x'\]", {"x": X[:0]}, {}),
+    ("tile_rows: expected", {"x": X}, {"tile_rows": 2.5}),
+]
+INTEGER = "expected floating summands, got dtype int32"
+TARGETS = [
+    (ValueError, r"a_sum" + NO_TERMS + r"float32\[\]", posterior(a_sum)),
+    (ValueError, "a_column" + NO_TERMS + r"float32\[3, 1\]", posterior(a_column)),
+    (ValueError, "nothing" + NO_TERMS + "None", posterior(nothing)),
+    (TypeError, "integers: expected floating terms, got dtype int32", posterior(integers)),
+    (TypeError, rf"an_integer: {INTEGER} at \['b'\]", posterior(prior=an_integer)),
+    (TypeError, f"positive: {INTEGER}", gm.LogDensity(positive)),
     # A forgotten return would otherwise sample from a flat density, or leave the prior out.
-    "no summand": (lambda: init(gm.LogDensity(nothing), jnp.zeros(3)), TypeError, "nothing: expected"),
-    "no summand of a prior": (
-        lambda: init(posterior(prior=nothing)),
-        (TypeError, ValueError),
-        "nothing: expected",
-    ),
-    "no plate": (
-        lambda: gm.Posterior(log_prior, regression),  # pyright: ignore
-        TypeError,
-        "Posterior: plate 0: expected a Plate, got function",
-    ),
-}
+    (TypeError, "nothing: expected", gm.LogDensity(nothing)),
+    ((TypeError, ValueError), "nothing: expected", posterior(prior=nothing)),
+]
 
 
-@pytest.mark.parametrize("what", TARGETS)
-def test_a_target_that_is_wrong_is_refused(what):
-    refuses(*TARGETS[what])
+@pytest.mark.parametrize(("match", "rows", "options"), PLATES)
+def test_a_plate_that_is_wrong_is_refused(match, rows, options):
+    refuses(lambda: gm.Plate(regression, rows, **options), ValueError, match)
+
+
+@pytest.mark.parametrize(("error", "match", "target"), TARGETS)
+def test_a_target_that_is_wrong_is_refused(error, match, target):
+    refuses(lambda: init(target), error, match)
+
+
+def test_parts_of_a_target_of_another_kind_are_refused():
+    padded_data = r"LogDensity data \[0\]\['x'\]: got Padded.*use Posterior"
+    refuses(lambda: gm.LogDensity(flat, data()), ValueError, padded_data)
+    no_plate: Any = regression
+    match = "Posterior: plate 0: expected a Plate, got function"
+    refuses(lambda: gm.Posterior(log_prior, no_plate), TypeError, match)
 
 
 # Arguments of a run.
@@ -602,13 +564,9 @@ def over_rows(*shape):
     return jax.device_put(jnp.zeros(shape), jax.sharding.NamedSharding(ON_8, P("data")))
 
 
-def padded(num_rows):
-    return gm.place(np.zeros(num_rows, np.float32), ON_8, P("data"))
-
-
 def test_local_latents_that_are_right_are_accepted():
     """The same calls as below, with nothing wrong: rows as they are, padded by `place`, or in full."""
-    for theta in (OF_ROWS["theta"], padded(13), over_rows(16), jnp.zeros(13)):
+    for theta in (OF_ROWS["theta"], padded(13, ON_8), over_rows(16), jnp.zeros(13)):
         assert np.isfinite(init(local_posterior(), OF_ROWS | {"theta": theta}).log_density)
     alone = gm.Posterior(None, gm.Plate(reads_theta, ROWS, local=True))
     state = init(alone, {"theta": np.full(13, 2, np.float32)})
@@ -623,7 +581,7 @@ LOCAL = [
     (OF_13, {}, {"theta": np.zeros(12, np.float32)}),
     (OF_13, {}, {"theta": np.zeros((12, 3), np.float32)}),
     (OF_13, {}, {"theta": np.float32(0)}),
-    (OF_13 + " Padded.*14 rows", {}, {"theta": padded(14)}),
+    (OF_13 + " Padded.*14 rows", {}, {"theta": padded(14, ON_8)}),
     (
         r"\['theta'\] is local to plates of other rows: 13 rows.*, and 12 rows",
         {"more": gm.Plate(reads_theta, FEWER_ROWS, local="theta")},
@@ -640,7 +598,7 @@ LOCAL = [
         {},
         {"mean": over_rows(16)},
     ),
-    (r"position \['mean'\]: got Padded", {}, {"mean": padded(15)}),
+    (r"position \['mean'\]: got Padded", {}, {"mean": padded(15, ON_8)}),
     ("log_prior: .theta. is local to a plate", {"prior": prior_of_theta}, {}),
     (r"log_prior: it is None, but rows share .*'mean'.*log_prior=lambda", {"prior": None}, {}),
     (

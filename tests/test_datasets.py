@@ -22,7 +22,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parent.parent / "demos"))
 
 from demos import movielens_data
-from demos.movielens_data import MOVIELENS_MD5, Sizes, draw_synthetic, load_movielens
+from demos.movielens_data import MOVIELENS_MD5, Sizes, load_movielens
 
 datasets = movielens_data.datasets
 fetch, load_mnist, read_idx = datasets.fetch, datasets.load_mnist, datasets.read_idx
@@ -329,23 +329,6 @@ def test_without_a_mirror_another_data_set_stands_in_and_says_so(kind, bad_mirro
     assert bad_mirror in said and bad_mirror in data.source
 
 
-def test_a_cache_that_cannot_be_used_is_the_reason(tmp_path, caches, kind, monkeypatch, capsys):
-    def refuse(path):
-        raise PermissionError(f"may not read {path}")
-
-    kind.write(caches / kind.folder)
-    # By hand, since root may read any file.
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", refuse)
-        kind.assert_is_stand_in(kind.load(mirrors=[]), said := capsys.readouterr().err)
-    assert f"may not read {caches / kind.folder}" in said
-    (tmp_path / "occupied").write_text("a file where the cache folder would go")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "occupied"))
-    mirror = kind.write(tmp_path / "mirror").as_uri()
-    kind.assert_is_stand_in(kind.load(mirrors=[mirror]), said := capsys.readouterr().err)
-    assert "occupied" in said
-
-
 # Downloading one file
 
 
@@ -499,30 +482,6 @@ def test_synthetic_matrix_has_the_shape_of_the_real_one_unless_told(capsys):
     data = load_movielens(mirrors=[])
     assert data.watched.shape == (6040, 3706) and len(data.titles) == len(data.genres) == 3706
     assert "not MovieLens" in capsys.readouterr().err
-
-
-def features(watched):
-    """Share of ones, its spread over users and over movies, and the largest singular values."""
-    spreads = [watched.mean(axis=axis, dtype=float).var() for axis in (0, 1)]
-    return [watched.mean(), *spreads, *np.linalg.svd(watched - 0.5, compute_uv=False)[:24]]
-
-
-def test_synthetic_matrix_is_drawn_from_the_model():
-    """Of the model written out plainly, with other numbers: 20 dimensions and two biases."""
-    num_users, num_movies = 900, 700
-    watched = draw_synthetic(num_users, num_movies)
-    assert (watched.max(), watched.dtype) == (1, np.uint8)
-    rng = np.random.default_rng(5)
-    users, movies = rng.normal(size=(num_users, 20)), rng.normal(size=(num_movies, 20))
-    biases = rng.normal(size=(num_users, 1)) + rng.normal(size=(1, num_movies))
-
-    def drawn(logits):
-        return features(rng.random(watched.shape) < 1 / (1 + np.exp(-logits)))
-
-    found = features(watched)
-    np.testing.assert_allclose(found, drawn(users @ movies.T + biases), rtol=0.2)
-    for logits in (users @ movies.T, users[:, 1:] @ movies[:, 1:].T + biases):
-        assert not np.allclose(found, drawn(logits), rtol=0.2)
 
 
 # The real thing, where there is one

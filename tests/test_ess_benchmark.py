@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import ess, ess_table
+from benchmarks import ess
 from benchmarks.contenders import ess_ours
 from benchmarks.contenders.ess_program import EssProgram, Problem, Sampled, counts, union
 from benchmarks.ess_models import MODELS, hierarchical, regression
@@ -117,37 +117,3 @@ def test_who_has_not_converged_has_no_effective_sample_size(worst, verdict):
     result = ess.judged(np.array([1.0, worst]), np.array([100.0, 100.0]), WARMUP, SAMPLING)
     assert result["verdict"] == verdict
     assert ("ess" in result) == (verdict != "not converged")
-
-
-def record(contender: str, worst: float, seconds: float) -> dict:
-    sampling = SAMPLING | {"seconds": seconds}
-    base = {"model": "arK", "contender": contender, "round": 0, "chains": 4}
-    return (
-        base
-        | {"num_warmup": 10, "num_samples": 10, "warmup": WARMUP | {"compile_s": 1.0}}
-        | {"sampling": sampling}
-        | ess.judged(np.array([worst]), np.array([100.0]), WARMUP, sampling)
-    )
-
-
-def test_table_has_ratios_to_the_best_of_ours_that_converged():
-    records = [
-        record("ours", 1.0, seconds=1.0),
-        record("ours:mams", 1.3, seconds=0.1),
-        record("numpyro", 1.0, seconds=2.0),
-        record("tfp", 1.2, seconds=0.1),
-    ]
-    cells = {row[0]: dict(zip(ess_table.HEAD, row, strict=True)) for row in ess_table.rows(records)}
-    assert cells["numpyro"]["ours/this"] == "2.00 (1.25)"
-    assert cells["tfp"]["min ESS/s"] == "–"
-    assert cells["tfp"]["R-hat"] == "1.200"
-    assert cells["tfp"]["ours/this"] == ""
-
-
-def test_every_start_of_stochastic_volatility_is_finite_for_all():
-    """One of its 64 fixed starts was not, and `ours:snaper` failed with no reason in the table."""
-    model = MODELS["stochastic_volatility"]
-    data = model.load(None)
-    start = model.start(data, model.many.chains, seed=0)
-    values = jax.lax.map(lambda x: model.log_density(x, data), jax.tree.map(jnp.asarray, start))
-    assert jnp.isfinite(values).all()

@@ -5,6 +5,7 @@ The model has a latent for each row, and rows that the mesh does not divide.
 
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -378,11 +379,12 @@ def test_diagnostics_of_arrays_on_an_explicit_mesh():
         of_moments = streaming.mean(moments), streaming.rhat(moments)
         return *of_moments, streaming_ess.ess(batches), energy.bfmi(x["energy"]), rhat(x)
 
-    expected = judge(here)
+    expected, expected_outside = judge(here), energy.bfmi(here["energy"])
     with jax.set_mesh(EXPLICIT):
         found, outside = judge(there), energy.bfmi(there["energy"])
-    assert_same(found, expected)
-    assert_same(outside, expected[3])
+    close = partial(np.testing.assert_allclose, rtol=1e-6)  # another program, so another rounding
+    jax.tree.map(close, found, expected)
+    assert_same(outside, expected_outside)
     assert types_of((found, outside)) == {EXPLICIT.axis_types}
 
 

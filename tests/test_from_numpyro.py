@@ -516,14 +516,6 @@ def test_draws_are_constrained_and_have_the_real_rows():
     assert np.all(position["spread"] > 0) and np.all(position["fame"] > 0)
 
 
-def test_draws_are_the_bijections_of_the_states():
-    draws = draws_of("two plates")
-    target = draws.kernel.target
-    params = jax.vmap(lambda x: cut(target, target.params(x)))(draws.state.position)
-    for name, x in draws.position.items():
-        np.testing.assert_allclose(np.asarray(x)[:, -1], params[name], rtol=1e-6)
-
-
 def test_local_latents_lie_over_the_mesh_with_their_rows():
     """13 users over 2 devices are 7 on each, 21 movies 11."""
     position = draws_of("two plates").state.position

@@ -84,12 +84,6 @@ def test_second_derivatives_of_bernoulli_logits():
     np.testing.assert_allclose(got, -s * (1 - s), rtol=1e-5, atol=1e-7)
 
 
-def test_fractional_labels_of_bernoulli_logits_have_a_derivative():
-    label = jnp.float32(0.3)
-    got = jax.grad(gm.bernoulli_logits, argnums=1)(jnp.float32(1.7), label)
-    np.testing.assert_allclose(got, 1.7, rtol=1e-6)
-
-
 def logarithms(likelihood):
     """Whether the program of its gradient has a logarithm, and that of its value."""
     x, labels = jnp.zeros(8), jnp.ones(8, jnp.uint8)

@@ -93,16 +93,6 @@ def test_calibration_error_is_what_a_predictor_is_too_sure():
     assert found["mean_confidence"] - found["accuracy"] == pytest.approx(0.4)
 
 
-def test_bins_weigh_by_their_predictions_and_do_not_cancel():
-    confidence = [0.95] * 6 + [0.55] * 4
-    is_right = [True] * 6 + [True] + [False] * 3
-    # 0.6 of them are 0.05 too unsure, 0.4 of them 0.30 too sure.
-    ece = model.reliability(*confident(confidence, is_right)).ece
-    assert ece == pytest.approx(0.6 * 0.05 + 0.4 * 0.30)
-    one_bin = model.reliability(*confident(confidence, is_right), num_bins=1)
-    assert one_bin.ece == pytest.approx(abs(0.7 - 0.79))
-
-
 def test_a_bin_holds_its_upper_edge():
     found = model.reliability(*confident([0.5, 0.75, 1.0], [True, True, False]), num_bins=4)
     np.testing.assert_array_equal(found.counts, [0, 1, 1, 1])
@@ -130,12 +120,7 @@ def test_log_scores_and_gains_by_hand():
 def results(tmp_path_factory, run_quick_demo):
     """Give the folder of a quick run, on the digits that stand in for MNIST offline."""
     out = tmp_path_factory.mktemp("neural_network")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("GSPMD_MCMC_DATA", raising=False)
-        patch.setenv("XDG_CACHE_HOME", str(out / "cache"))
-        for name in ("https_proxy", "HTTPS_PROXY"):
-            patch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
-        done = run_quick_demo("neural_network", out)
+    done = run_quick_demo("neural_network", out)
     assert done.returncode == 0, done.stderr[-3000:]
     return out
 

@@ -68,15 +68,6 @@ def test_a_sample_is_that_of_the_distribution_itself():
     assert not np.array_equal(sharded.sample(KEY), sharded.sample(jax.random.key(1)))
 
 
-def test_each_device_holds_its_rows():
-    mesh = mesh_of(8)
-    sample = Sharded(dist.Normal(jnp.zeros(3), 1.0), mesh=mesh, num_rows=24).sample(KEY)
-    assert sample.sharding == NamedSharding(mesh, P("data"))
-    for i, device in enumerate(mesh.devices.flat):
-        (shard,) = [s for s in sample.addressable_shards if s.device == device]
-        np.testing.assert_array_equal(shard.data, np.asarray(sample)[3 * i : 3 * i + 3])
-
-
 def test_uneven_rows_are_padded_by_copies_of_the_last():
     sample = Sharded(dist.Normal(0, 1), mesh=mesh_of(8), num_rows=13).sample(KEY)
     assert isinstance(sample, gm.Padded)

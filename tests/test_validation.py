@@ -369,21 +369,6 @@ def test_the_table_has_a_row_for_what_fails_and_for_what_is_not_run():
     assert found == ["passes", "passes", "fails", "fails", "not run"]
 
 
-def test_other_sections_have_tables_of_their_own():
-    of_nuts = {"section": "sbc", "kernel": "NUTS", "mesh": "8", "chains": 256, "bound": 1e-4}
-    tests = [
-        of_nuts | {"what": "least p", "value": 0.25, "passed": True},
-        of_nuts | {"what": "rejected: largest |z|", "value": 0.5, "passed": False},
-        {"section": "shapes", "kernel": "HMC", "error": "died"},
-    ]
-    text = report.markdown(document_of(tests=tests))
-    assert "1 passes, 2 fails, 0 not run" in text
-    assert "| NUTS | 8 | 256 | passes | least p | 0.25 | 0.0001 |" in text
-    assert "| NUTS | 8 | 256 | fails | rejected: largest abs z | 0.5 | 0.0001 |" in text
-    assert "- sbc, NUTS, mesh 8: rejected: largest |z|: 0.5, bound 0.0001" in text
-    assert "- shapes, HMC: died" in text and "## Hard shapes" in text
-
-
 def selected(*argv):
     return list(run.configurations(run._selection(run._parse(list(argv)))))
 
@@ -436,20 +421,6 @@ def test_going_on_keeps_results_and_not_rows_without_any(tmp_path):
     jobs = list(sections.jobs(["sbc"], ["HMC", "NUTS"], is_quick=False))
     assert [run._is_done(job, found["tests"]) for job in jobs] == [True, False]
     assert earlier(out) == {"num_planned": 0, "rows": [], "tests": []}
-
-
-def test_going_on_with_less_keeps_the_bound_and_the_plan_of_the_rows_that_are_there(tmp_path):
-    """Other sections alone, say: the table still says what posteriors' rows are held to."""
-    write_posterior(tmp_path)
-    document = document_of([rows_of(posterior=NAME)]) | {"num_planned": 5}
-    document = run._opened((), 0, document, str(tmp_path))
-    assert document["num_parameters"] == len(CHAINS[0])
-    assert document["largest_z"] == threshold(len(CHAINS[0]))
-    document = run._opened((NAME,), 1, document, str(tmp_path))
-    assert document["num_parameters"] == len(CHAINS[0]), "a posterior counts once"
-    text = report.markdown(document | {"saved": ""})
-    assert f"held to {threshold(len(CHAINS[0])):.2f}" in text
-    assert "Not complete: 1 of 5 rows" in text
 
 
 # Posteriors that are known, sampled on a mesh and judged
