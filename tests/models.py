@@ -5,6 +5,7 @@ written for one chain.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
+from gspmd_mcmc import tree
 from gspmd_mcmc.diagnostics.mcse import mcse_mean
 
 MESHES = {
@@ -142,6 +144,13 @@ def check_close(got, want, tolerance: float) -> None:
         assert apart <= tolerance, f"{name} differs by {apart:.2g}"
 
 
+def counting_rows(target: gm.Posterior, num_rows: int | None = None) -> gm.Posterior:
+    """Make a target of one plate count so many rows: of the padded ones, None all."""
+    (plate,) = target.plates
+    rows = replace(plate.rows, num_rows=num_rows or plate.rows.num_padded)
+    return tree.replace(target, plates=(tree.replace(plate, rows=rows),))
+
+
 # Exact laws: draws are made of independent standard normals, and can be turned back into them
 
 
@@ -246,22 +255,3 @@ def autoregression(phi: float, shape: tuple[int, ...], seed: int = 0) -> np.ndar
     for n in range(1, shape[1]):
         x[:, n] += phi * x[:, n - 1]
     return x
-
-
-# Isokinetic dynamics in NumPy's float64: in coordinates z, x = S z, the metric S Sᵀ is the identity
-
-
-def numpy_log_density(z, scale):
-    """The log density of `quartic`."""
-    x = scale @ z
-    return -0.5 * x @ PRECISION @ x - 0.02 * np.sum(x**4)
-
-
-def numpy_kick(z, u, time, scale):
-    """Turn a direction towards the gradient of `quartic`; return the kinetic energy's change too."""
-    x = scale @ z
-    grad = scale.T @ (-PRECISION @ x - 0.08 * x**3)
-    norm = np.linalg.norm(grad)
-    e, delta = grad / norm, time * norm / 2
-    stretch = np.cosh(delta) + u @ e * np.sinh(delta)
-    return (u + e * (np.sinh(delta) + u @ e * (np.cosh(delta) - 1))) / stretch, 2 * np.log(stretch)

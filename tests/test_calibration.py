@@ -131,19 +131,6 @@ def test_joint_distribution(name):
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize(("num", "num_ranks"), [(20, 8), (64, 16)])
-def test_p_values_of_the_band_are_uniform_under_uniform_ranks(num, num_ranks):
-    """The recursion over ranks against plain simulation; p-values of counts are a little large."""
-    rng = np.random.default_rng(seed(0))
-    p = np.array([ecdf_p(rng.integers(0, num_ranks, num), num_ranks) for _ in range(4000)])
-    for level in (0.01, 0.05, 0.2, 0.5):
-        spread = np.sqrt(level * (1 - level) / len(p))
-        share = np.mean(p <= level)
-        within(0.5 * level - share, 4 * spread, f"the share short of half of {level}")
-        within(share - level, 4 * spread, f"the share beyond {level}")
-
-
-@pytest.mark.statistical
 @pytest.mark.parametrize("p_value", [chi_square_p, ecdf_p])
 def test_ranks_that_pile_up_are_rejected(p_value):
     rng = np.random.default_rng(seed(0))
@@ -151,27 +138,6 @@ def test_ranks_that_pile_up_are_rejected(p_value):
     assert p_value(rng.integers(0, 48, 256), 64) < sbc.LEAST_P
     at_ends = np.where(rng.random(256) < 0.5, rng.integers(0, 16, 256), rng.integers(48, 64, 256))
     assert p_value(at_ends, 64) < sbc.LEAST_P
-
-
-@pytest.mark.statistical
-def test_draws_that_equal_the_truth_count_on_either_side():
-    """A chain that stands still has all ranks alike; without drawing lots it would have one."""
-    ranks = sbc.ranks_of(np.zeros(4096), np.zeros((63, 4096)), seed(0))
-    assert chi_square_p(ranks, 64) > sbc.LEAST_P
-    one_below = sbc.ranks_of(np.zeros(3), np.array([[-1.0, 1.0, 1.0], [1.0, 1.0, -1.0]]))
-    np.testing.assert_array_equal(one_below, [1, 0, 1])
-
-
-@pytest.mark.statistical
-def test_geweke_s_z_is_a_standard_normal_of_independent_draws():
-    rng = np.random.default_rng(seed(0))
-    exact = {str(i): rng.normal(1, 2, 10_000) for i in range(300)}
-    averages = {str(i): rng.normal(1, 0.5, 500) for i in range(300)}
-    z = np.array(list(geweke.z_scores(exact, averages).values()))
-    within(abs(z.mean()), 4 / np.sqrt(300), "the mean")
-    within(abs(z.std() - 1), 4 / np.sqrt(600), "the standard deviation from 1")
-    gone = geweke.z_scores({"a": exact["0"]}, {"a": np.full(500, np.nan)})
-    assert geweke.largest_z(gone) == np.inf
 
 
 # The shapes' truths
@@ -190,25 +156,3 @@ def test_normals_of_the_shapes_are_those_of_exact_draws():
         moved = {name: 1.2 * leaf for name, leaf in draws.items()}
         with pytest.raises(AssertionError, match="of the moved"):
             within(*shapes.largest_z(shapes.moments(shape.normals(moved))), "of the moved")
-
-
-@pytest.mark.statistical
-def test_normals_of_many_latents_are_those_of_exact_draws():
-    """The posterior of a small form by its dense precision matrix."""
-    num = 40
-    data = shapes.big_data(num)
-    y, s = (np.asarray(data[name], np.float64) for name in ("y", "s"))
-    precision = np.zeros((num + 1, num + 1))
-    precision[:num, :num] = np.diag(1 + s**-2)
-    precision[:num, num] = precision[num, :num] = s**-2
-    precision[num, num] = 1 + np.sum(s**-2)
-    covariance = np.linalg.inv(precision)
-    centre = covariance @ np.append(y / s**2, np.sum(y / s**2))
-    latents = np.random.default_rng(seed(0)).multivariate_normal(centre, covariance, size=(4, 500))
-    draws = {"x": latents[..., :num], "mean": latents[..., num]}
-    of_mean, of_rows = shapes.big_normals(data, draws)
-    both = np.append(of_rows, of_mean[..., None], axis=-1)
-    within(*shapes.largest_z(shapes.moments(both)), "standard errors off")
-    of_mean, of_rows = shapes.big_normals(data, draws | {"x": draws["x"] + 0.1})
-    with pytest.raises(AssertionError, match="of the moved"):
-        within(*shapes.largest_z(shapes.moments(of_rows)), "of the moved")

@@ -8,13 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import pytest
 from hlo_texts import read
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from numpyro.infer import NUTS
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.views.communication import with_origins
@@ -88,23 +85,19 @@ def deep(images):
     return lambda w: algorithm.second["step"](w)
 
 
+BY_CLOSURE = "images, closed over by closes_over.<locals>.log_density"
+BY_PARTIAL = "args[0], given to a partial of takes_it"
 HIDDEN = [
-    (lambda x: closes_over(x), "images, closed over by closes_over.<locals>.log_density"),
-    (lambda x: jax.jit(closes_over(x)), "images, closed over by closes_over.<locals>.log_density"),
-    (lambda x: jax.grad(closes_over(x)), "images, closed over by closes_over.<locals>.log_density"),
-    (
-        lambda x: jax.vmap(jax.value_and_grad(closes_over(x))),
-        "images, closed over by closes_over.<locals>.log_density",
-    ),
-    (
-        lambda x: functools.wraps(len)(jax.checkpoint(closes_over(x))),
-        "images, closed over by closes_over.<locals>.log_density",
-    ),
-    (lambda x: deep(x), "images, closed over by closes_over.<locals>.log_density"),
-    (lambda x: functools.partial(takes_it, x), "args[0], given to a partial of takes_it"),
+    (lambda x: closes_over(x), BY_CLOSURE),
+    (lambda x: jax.jit(closes_over(x)), BY_CLOSURE),
+    (lambda x: jax.grad(closes_over(x)), BY_CLOSURE),
+    (lambda x: jax.vmap(jax.value_and_grad(closes_over(x))), BY_CLOSURE),
+    (lambda x: functools.wraps(len)(jax.checkpoint(closes_over(x))), BY_CLOSURE),
+    (lambda x: deep(x), BY_CLOSURE),
+    (lambda x: functools.partial(takes_it, x), BY_PARTIAL),
     (lambda x: functools.partial(takes_it, images=x), "images, given to a partial of takes_it"),
-    (lambda x: jax.grad(functools.partial(takes_it, x)), "args[0], given to a partial of takes_it"),
-    (lambda x: jax.tree_util.Partial(takes_it, x), "args[0], given to a partial of takes_it"),
+    (lambda x: jax.grad(functools.partial(takes_it, x)), BY_PARTIAL),
+    (lambda x: jax.tree_util.Partial(takes_it, x), BY_PARTIAL),
     (lambda x: Model(x).log_density, "Model.images"),
     (lambda x: jax.jit(Model(x).log_density), "Model.images"),
     (lambda x: Model(x), "Model.images"),
@@ -200,7 +193,7 @@ def origins(function, *args):
         (Model(jnp.asarray(IMAGES)).log_density, "Model.images"),
         (
             jax.jit(jax.grad(closes_over(IMAGES))),
-            "images, closed over by closes_over.<locals>.log_density",
+            BY_CLOSURE,
         ),
     ],
 )
@@ -221,22 +214,6 @@ def test_of_several_arrays_that_have_as_many_numbers_each_is_named_by_its_shape_
         "f32[50,70]": f"wide, {by}",
         "s32[70,50]": f"ints, {by}",
     }
-
-
-def test_where_nothing_tells_arrays_apart_all_are_named():
-    first, second = numbers(70, 50), numbers(70, 50) + 1
-
-    def log_density(w):
-        return lax.fori_loop(0, 3, lambda _, v: jnp.sin((first @ v) @ second), w)
-
-    (origin,) = origins(log_density, W).values()
-    assert "first, closed over by" in origin
-    assert " or second, closed over by" in origin
-
-
-def test_a_double_that_jax_makes_single_is_named():
-    double = Model(numbers(70, 50, dtype=np.float64))
-    assert origins(double.log_density, W) == {"f32[70,50]": "Model.images"}
 
 
 def test_what_the_compiler_converted_or_reshaped_is_named():
@@ -261,24 +238,3 @@ def test_an_argument_of_the_same_shape_is_not_named():
     (origin,) = origins(product, closed + 1, W).values()
     assert origin.startswith("closed, closed over by")
     assert " or " not in origin
-
-
-# Other people's samplers, with data closed over.
-
-
-def test_a_data_set_closed_over_by_numpyro_is_named():
-    images = gm.place(numbers(8000, 50) / 97, gm.make_mesh(), P("data"))
-    labels = gm.place(numbers(8000) % 2, gm.make_mesh(), P("data"))
-
-    def model():
-        weights = numpyro.sample("weights", dist.Normal(jnp.zeros(50), 1.0).to_event(1))
-        numpyro.sample("labels", dist.Bernoulli(logits=images @ weights), obs=labels)
-
-    kernel = NUTS(model, max_tree_depth=3)
-    state = jax.eval_shape(lambda key: kernel.init(key, 10, None, (), {}), jax.random.key(0))
-    report = gm.communication(lambda s: kernel.sample(s, (), {}), state)
-    largest = report.constants[0]
-    assert (largest.shape, largest.num_bytes) == ("f32[8000,50]", 1_600_000)
-    assert largest.origin == (
-        "images, closed over by test_a_data_set_closed_over_by_numpyro_is_named.<locals>.model"
-    )

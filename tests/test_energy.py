@@ -6,7 +6,7 @@ check as well, and fails it. What the precision rests on, `two_float_sum`, is ch
 
 import math
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -102,15 +102,12 @@ def check_differences(target, difference):
     check_agrees([difference(t, got[0]) for t in got[1:]], np.subtract(exact[1:], exact[0]))
 
 
-LAYOUTS = [(1, None), (1, 4096), (8, None), (8, 4096)]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [(1, 4096), (8, None)])
 def test_sum_of_differences_is_precise(layout):
     check_differences(make_target(*layout), sum_of_differences)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [(1, 4096), (8, None)])
 def test_difference_of_sums_is_not(layout):
     with pytest.raises(AssertionError, match="wrong by"):
         check_differences(make_target(*layout), difference_of_sums)
@@ -337,12 +334,6 @@ def test_two_float_sum_of_any_length(length):
     assert hi == hi + lo
 
 
-def test_two_float_sum_of_one_is_that_one():
-    np.testing.assert_array_equal(
-        two_float_sum(jnp.full(1, 0.1, jnp.float32)), np.array([0.1, 0], np.float32)
-    )
-
-
 # Terms that are not finite
 
 
@@ -354,31 +345,3 @@ def test_a_term_that_is_not_finite_shows_in_the_sum(bad, length):
         x[at] = bad
         hi, _ = two_float_sum(jnp.asarray(x))
         assert not np.isfinite(hi)
-
-
-def walled_likelihood(x, rows):
-    """Terms that are infinite or NaN where the position is beyond the wall of the last row."""
-    inside = x["mean"][None] < rows["wall"]
-    return jnp.where(inside, -((rows["y"] - x["mean"][None]) ** 2) / 2, rows["beyond"])
-
-
-@partial(jax.jit, static_argnames="num_chains")
-def step_from(kernel, position, *, num_chains):
-    keys = jax.random.split(jax.random.key(6), num_chains)
-    return jax.vmap(type(kernel).step, (None, 0, None))(kernel, keys, kernel.init(position))
-
-
-@pytest.mark.parametrize("beyond", [np.inf, -np.inf, np.nan])
-def test_a_proposal_with_a_term_that_is_not_finite_is_rejected(beyond):
-    rows = {"y": np.zeros(19), "wall": np.full(19, np.inf), "beyond": np.full(19, beyond)}
-    rows["wall"][17] = 0.1
-    rows = jax.tree.map(np.float32, rows)
-    data = gm.place(rows, gm.make_mesh(data=8), P("data"))
-    target = gm.Posterior(normal, gm.Plate(walled_likelihood, data))
-    state, info = step_from(gm.HMC(target, 0.2, 3), {"mean": jnp.float32(0.0)}, num_chains=64)
-    is_beyond = ~np.isfinite(info.energy_error)
-    assert 0 < is_beyond.sum() < 64
-    assert not np.any(is_beyond & info.is_accepted)
-    np.testing.assert_array_equal(info.is_divergent, is_beyond)
-    np.testing.assert_array_equal(np.asarray(info.acceptance_rate)[is_beyond], 0)
-    assert np.all(np.isfinite(state.log_density)) and np.all(state.position["mean"] < 0.1)

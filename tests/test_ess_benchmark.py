@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import ess, ess_table
+from benchmarks import ess
 from benchmarks.contenders import ess_ours
 from benchmarks.contenders.ess_program import EssProgram, Problem, Sampled, counts, union
-from benchmarks.ess_models import MODELS, hierarchical, regression, sequences
-from benchmarks.ess_models.model import Model
+from benchmarks.ess_models import MODELS, hierarchical, regression
 
 RNG = np.random.default_rng(0)
 
@@ -62,37 +61,6 @@ def test_ours_and_peers_sample_the_same_density(problem):
     for name in gradient:
         size = float(jnp.max(jnp.abs(gradient[name])))
         np.testing.assert_allclose(own_gradient[name], gradient[name], atol=2e-4 * size)
-
-
-def test_models_have_the_latents_that_they_claim():
-    latents = {
-        "german_credit": 51,
-        "item_response": 500,
-        "mnist_6000": 7850,
-    }
-    for name, size in latents.items():
-        shapes = MODELS[name].shapes(DATA[name]).values()
-        assert sum(int(np.prod(shape)) for shape in shapes) == size
-    days = {"y": np.zeros(sequences.NUM_DAYS)}
-    shapes = sequences.STOCHASTIC_VOLATILITY.shapes(days).values()
-    assert sum(int(np.prod(shape)) for shape in shapes) == 2500
-
-
-def test_innovations_are_filtered_as_a_recursion_does():
-    shocks = RNG.normal(size=9)
-    expected, h = [], 0.0
-    for shock in shocks:
-        h = 0.9 * h + shock
-        expected.append(h)
-    found = sequences._filtered(jnp.float32(0.9), jnp.asarray(shocks, jnp.float32))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def test_all_contenders_start_at_the_same_points():
-    model = MODELS["item_response"]
-    first, second = (model.start(DATA[model.name], 4, seed=0) for _ in range(2))
-    assert all((first[name] == second[name]).all() for name in first)
-    assert all(np.abs(x).max() <= 2 for x in first.values())
 
 
 def test_lock_step_charges_every_chain_the_longest_trajectory():
@@ -149,63 +117,3 @@ def test_who_has_not_converged_has_no_effective_sample_size(worst, verdict):
     result = ess.judged(np.array([1.0, worst]), np.array([100.0, 100.0]), WARMUP, SAMPLING)
     assert result["verdict"] == verdict
     assert ("ess" in result) == (verdict != "not converged")
-
-
-def record(contender: str, worst: float, seconds: float) -> dict:
-    sampling = SAMPLING | {"seconds": seconds}
-    base = {"model": "arK", "contender": contender, "round": 0, "chains": 4}
-    return (
-        base
-        | {"num_warmup": 10, "num_samples": 10, "warmup": WARMUP | {"compile_s": 1.0}}
-        | {"sampling": sampling}
-        | ess.judged(np.array([worst]), np.array([100.0]), WARMUP, sampling)
-    )
-
-
-def test_table_has_ratios_to_the_best_of_ours_that_converged():
-    records = [
-        record("ours", 1.0, seconds=1.0),
-        record("ours:mams", 1.3, seconds=0.1),
-        record("numpyro", 1.0, seconds=2.0),
-        record("tfp", 1.2, seconds=0.1),
-    ]
-    cells = {row[0]: dict(zip(ess_table.HEAD, row, strict=True)) for row in ess_table.rows(records)}
-    assert cells["numpyro"]["ours/this"] == "2.00 (1.25)"
-    assert cells["tfp"]["min ESS/s"] == "–"
-    assert cells["tfp"]["R-hat"] == "1.200"
-    assert cells["tfp"]["ours/this"] == ""
-
-
-def test_a_row_that_failed_says_why():
-    failed = record("tfp", 1.0, seconds=1.0) | {"error": "Traceback\n  File x\nNonFiniteStart: a | b\n"}
-    cells = dict(zip(ess_table.HEAD, ess_table.rows([failed])[0], strict=True))
-    assert cells["R-hat"] == "failed: NonFiniteStart: a / b"
-
-
-def beyond_a_wall(params, data):
-    return jnp.where(params["x"] < 1.5, -0.5 * params["x"] ** 2, jnp.nan)
-
-
-def without_a_wall(params, data):
-    return -0.5 * params["x"] ** 2
-
-
-def test_starts_that_are_not_finite_alone_are_drawn_again():
-    def starts(log_likelihood):
-        model = Model("wall", "", lambda _: {}, lambda data: {"x": (2,)}, None, log_likelihood)
-        return model.start({}, 16, seed=0)["x"]
-
-    first, redrawn = starts(without_a_wall), starts(beyond_a_wall)
-    is_bad = (first >= 1.5).any(axis=1)
-    assert 0 < is_bad.sum() < 16
-    assert (redrawn < 1.5).all()
-    np.testing.assert_array_equal(redrawn[~is_bad], first[~is_bad])
-
-
-def test_every_start_of_stochastic_volatility_is_finite_for_all():
-    """One of its 64 fixed starts was not, and `ours:snaper` failed with no reason in the table."""
-    model = MODELS["stochastic_volatility"]
-    data = model.load(None)
-    start = model.start(data, model.many.chains, seed=0)
-    values = jax.lax.map(lambda x: model.log_density(x, data), jax.tree.map(jnp.asarray, start))
-    assert jnp.isfinite(values).all()

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -167,28 +166,6 @@ def test_a_number_of_rows_that_is_written_into_a_likelihood_is_named(likelihood)
 
 
 MATRIX = "A covariance matrix becomes a metric by .*of_covariances"
-MISTAKES = {
-    "int for a key": ({"rng_key": 42}, r"expected one typed key, jax.random.key\(42\), got int"),
-    "None in the position": ({"position": {"w": None}}, r"got no leaf \(None is no leaf\)"),
-    "text in the position": (
-        {"position": {"w": "0"}},
-        r"position \['w'\]: expected an array of fl.* str",
-    ),
-    "floats for counts": (
-        {"num_chains": 4.0},
-        "num_chains: expected an integer of at least 1, got 4.0",
-    ),
-    "path for a sink": ({"to": "draws"}, r"to: expected an object such as ZarrSink.*, got str"),
-    "text for a callback": ({"callback": "print"}, "callback: expected a function, got 'print'"),
-    "collect without return": ({"collect": lambda x, info: None}, "collect: expected arrays to keep"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_have_words(mistake):
-    options, message = MISTAKES[mistake]
-    with pytest.raises((TypeError, ValueError), match=message):
-        sample(**options)
 
 
 @pytest.mark.parametrize("matrix", [jnp.eye(3), jnp.ones((3, 3)), gm.Dense()])
@@ -212,13 +189,6 @@ def test_an_error_of_a_users_function_tells_what_it_was_called_with(position, er
     name, leaf = next(iter(position.items()))
     expected = f"log_likelihood was called with params {{'{name}': 'float32[{len(leaf)}]'}}, block "
     assert any(note.startswith(expected) for note in raised.value.__notes__)
-
-
-def test_an_error_of_collect_comes_before_warm_up():
-    seen = []
-    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
-        sample(collect=lambda x: x, callback=seen.append)
-    assert not seen
 
 
 # Modules: pytrees of arrays that can be called, as equinox has them.
@@ -259,11 +229,6 @@ def test_a_modules_arrays_are_arguments_of_a_log_density(compiled):
     assert found[0] != found[1]
 
 
-def test_a_module_goes_by_the_name_of_its_class():
-    target = gm.LogDensity(Shifted(jnp.zeros(3), jnp.sin))
-    assert repr(target) == "LogDensity(Shifted)"
-
-
 # Progress where there is no terminal.
 
 
@@ -276,25 +241,6 @@ def test_a_log_file_gets_a_line_a_minute(capsys, monkeypatch):
     lines = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"sampling: 10/10 \d+ leapfrogs/s acc \d.\d\d div 0 step 0.1", lines[-1])
     assert len(lines) <= 10
-
-
-def test_a_notebook_has_one_line_a_phase(capsys, monkeypatch):
-    """There rich shows a picture at each refresh, where ipywidgets is missing."""
-    monkeypatch.setattr(reporting, "Console", partial(reporting.Console, force_jupyter=True))
-    with reporting.Report(is_shown=True) as report:
-        numbers = {"leapfrogs": 5, "acceptance_rate": 0.5, "num_divergent": 0, "step_size": 0.1}
-        for phase in ("warm-up", "sampling"):
-            report.phase(phase, 40)
-            for _ in range(40):
-                report.advance(1, **numbers)
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.count("\n") == 2
-    shown = err.split("\r")
-    assert (
-        len(shown) == 5
-    )  # at the beginning and the end of each; between them not half a second went by
-    assert re.match(r" warm-up \[#{20}\] 40/40 .* leapfrogs/s acc 0.50 div 0 step 0.1\s*\n$", shown[2])
 
 
 # Precision that was switched between two calls.

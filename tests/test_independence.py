@@ -37,13 +37,9 @@ def target_of(log_likelihood, num_rows=NUM_ROWS, mesh=None, **data):
 COUPLED = {
     "mean": lambda x: x - x.mean(),
     "batch norm": lambda x: (x - x.mean()) / x.std(),
-    "largest": lambda x: x / jnp.abs(x).max(),
     "cumulative sum": jnp.cumsum,
     "sorted": jnp.sort,
-    "reversed": lambda x: x[::-1],
-    "rank": lambda x: jnp.argsort(jnp.argsort(x)) / 10,
     "the first": lambda x: x - x[0],
-    "the last": lambda x: x - x[-1],
     "the next": lambda x: jnp.roll(x, -1),
     "the number": lambda x: x / len(x),
     "the place": lambda x: x + jnp.arange(len(x)),

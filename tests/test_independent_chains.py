@@ -11,12 +11,6 @@ from jax.sharding import PartitionSpec as P
 import gspmd_mcmc as gm
 from gspmd_mcmc.views.communication import communication
 
-KEYS = {
-    *("devices", "mesh", "num_chains", "num_warmup", "num_samples", "collectives"),
-    *("largest_constant_bytes", "mean", "covariance", "errors_in_mcse", "ess", "rhat"),
-    *("acceptance_rate", "num_divergent", "peak_rss_mb", "wall_seconds"),
-}
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, run_quick_demo):
@@ -37,7 +31,6 @@ def summaries(results):
 @pytest.mark.parametrize("num_devices", [8, 1])
 def test_chains_send_nothing_and_find_the_truth(results, summaries, num_devices):
     summary = summaries[num_devices]
-    assert set(summary) == KEYS
     assert (summary["devices"], summary["mesh"]) == (num_devices, {"chains": num_devices})
     assert (summary["num_chains"], summary["collectives"]) == (16, 0)
     # Five numbers: 3.9 leaves a false alarm in 1 of 2,000.
@@ -51,13 +44,6 @@ def test_chains_send_nothing_and_find_the_truth(results, summaries, num_devices)
 def test_draws_do_not_depend_on_the_mesh(summaries):
     for name in ("mean", "covariance"):
         np.testing.assert_allclose(summaries[1][name], summaries[8][name], rtol=1e-4)
-
-
-def test_chains_that_do_not_divide_over_the_devices_are_refused(run_quick_demo, tmp_path):
-    done = run_quick_demo("independent_chains", tmp_path, "--devices", "3")
-    assert done.returncode != 0
-    assert "16 chains do not divide evenly" in done.stderr
-    assert not (tmp_path / "summary.json").exists()
 
 
 # Negative control

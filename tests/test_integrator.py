@@ -232,37 +232,11 @@ def test_a_wrong_integrator_is_rejected(check, step, reason):
 
 # Trees
 
-VECTOR = np.random.default_rng(1).normal(size=7).astype(np.float32)
-
-
-def chain_of_springs(x):
-    return -jnp.sum(x**2) / 2 - jnp.sum((x[1:] - x[:-1]) ** 4) / 4
-
-
-def as_nested(x):
-    return {"w": x[:4].reshape(2, 2), "deep": [(x[4],), {"v": x[5:]}], "none": None}
-
-
-def as_vector(x):
-    return jnp.concatenate([x["w"].reshape(4), x["deep"][0][0][None], x["deep"][1]["v"]])
-
 
 def run(log_density, position, momentum, num_steps):
     point = start(jax.grad(log_density), position, momentum)
     target = gm.LogDensity(log_density)
     return integrate(point, jnp.asarray(0.1), num_steps, target, lambda p: p)[0]
-
-
-@pytest.mark.parametrize("num_steps", [1, 7])
-def test_a_nested_tree_moves_as_the_vector_of_its_elements(num_steps):
-    whole = run(chain_of_springs, VECTOR, VECTOR[::-1], num_steps)
-    nested = run(
-        lambda x: chain_of_springs(as_vector(x)), as_nested(VECTOR), as_nested(VECTOR[::-1]), num_steps
-    )
-    assert jax.tree.structure(nested.position) == jax.tree.structure(as_nested(VECTOR))
-    for field in ("position", "momentum", "log_density_grad"):
-        expected, got = getattr(whole, field), as_vector(getattr(nested, field))
-        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
 
 
 def test_each_leaf_keeps_its_dtype():

@@ -24,12 +24,6 @@ from gspmd_mcmc.tree import total
 
 Root = JointDistributionCoroutine.Root
 KEY = jax.random.key(0)
-NOTEBOOK = (
-    1.6121525,
-    np.array(
-        [0.8690128, -0.83167845, 1.2209264, 0.88412696, 0.76478404, -0.66208494, -0.0129658, 0.7391483]
-    ),
-)
 SIZES = [1, 7, 8]
 
 
@@ -121,14 +115,6 @@ def test_the_order_of_a_dict_does_not_matter():
     assert list(value) == ["y", "u", "w"]
     expected = sum(by_hand(value["w"], value["u"], value["y"]))
     np.testing.assert_allclose(backward.log_prob(value), expected, rtol=1e-6)
-
-
-def test_the_notebook():
-    parts = [dist.Normal(0.0, 1.0), Sharded(dist.Normal(0.0, 1.0))]
-    joint = JointDistributionSequential(parts, mesh=mesh_of(8))
-    assert abs(float(joint.log_prob(NOTEBOOK)) - -12.214451) < 5e-6
-    placed = [NOTEBOOK[0], gm.place(NOTEBOOK[1], mesh_of(8), P("data"))]
-    assert abs(float(joint.log_prob(placed)) - -12.214451) < 5e-6
 
 
 def test_functions_take_the_most_recent_values_first():
@@ -251,16 +237,6 @@ def test_gradients_of_the_joint_itself(observed):
         assert np.linalg.norm(ours - exact) < 2e-6 * np.linalg.norm(exact)
 
 
-def test_one_all_reduce_a_leapfrog(observed):
-    target = regression_on(8).condition(y=observed.y)
-    kernel = gm.HMC(target, 0.01, 5)
-    state = kernel.init(target.origin())
-    report = communication(type(kernel).step, kernel, KEY, state)
-    assert report.runs("all-reduce", within="leapfrog") == 1
-    assert {c.kind for c in report.collectives} == {"all-reduce"}
-    assert report.largest_constant_bytes < 1000
-
-
 @pytest.mark.parametrize("num_rows", [8000, 8003])
 def test_a_joint_log_prob_needs_all_reduces_alone(num_rows):
     joint = make("coroutine", num_rows, mesh_of(8))
@@ -269,17 +245,6 @@ def test_a_joint_log_prob_needs_all_reduces_alone(num_rows):
     assert {(c.kind) for c in report.collectives} == {"all-reduce"}
     assert sum(c.num_bytes for c in report.collectives) == 8  # two parts have rows
     assert report.largest_constant_bytes < 1000
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_conditioning_every_form(form):
-    joint = make(form, 13, mesh_of(8))
-    names = joint.names
-    w, u, y = entries(joint.sample(KEY))
-    target = joint.condition(**{names[2]: y})
-    position = {names[0]: jnp.asarray(w), names[1]: real(u)}
-    state = gm.HMC(target, 0.01, 3).init(position)
-    np.testing.assert_allclose(state.log_density, sum(by_hand(w, u, y)), rtol=1e-6)
 
 
 def test_data_as_a_part_of_a_function():

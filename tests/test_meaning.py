@@ -6,7 +6,6 @@ import functools
 import pickle
 import sys
 import types
-from collections import deque, namedtuple
 from typing import Any
 
 import jax
@@ -30,8 +29,6 @@ def means(function):
 
 # Code of a cell, whose ``f`` is a function, and another cell that changes what it reads.
 
-Pair = namedtuple("Pair", "first second")
-
 
 class Slotted:
     __slots__ = ("mu",)
@@ -52,15 +49,13 @@ class Dynamic:
 
 HELPER = "mu = 0.0\ndef helper(x): return x - mu\n"
 OBJECT = "class A:\n def __init__(s, mu): s.mu, s.notes = mu, []\n"
-DATACLASS = "@dataclasses.dataclass\nclass A:\n mu: object\n inner: object = None\n"
+DATACLASS = "@dataclasses.dataclass\nclass A:\n mu: object\n"
 CASES = {
     # Globals and code.
     "global": ("mu = 0.0\ndef f(x): return x - mu", "mu = 10.0"),
     "sign of zero": ("mu = 0.0\ndef f(x): return x / mu", "mu = -0.0"),
     "type of a number": ("mu = 1\ndef f(x): return x / mu", "mu = 1.0"),
     "nested function": ("mu = 0.0\ndef f(x):\n def g(y): return y - mu\n return g(x)", "mu = 1.0"),
-    "comprehension": ("mu = 0.0\ndef f(x): return sum([x - mu for _ in range(2)])", "mu = 1.0"),
-    "helper's global": (HELPER + "def f(x): return helper(x)", "mu = 1.0"),
     "another helper": (HELPER + "def f(x): return helper(x)", "def helper(x): return x + mu"),
     "jitted helper": (HELPER + "h = jax.jit(helper)\ndef f(x): return h(x)", "mu = 1.0"),
     "derivative": (HELPER + "h = jax.vmap(jax.grad(helper))\ndef f(x): return h(x)", "mu = 1.0"),
@@ -98,18 +93,8 @@ CASES = {
         "d = {'mu': 1.0}\ndef make(d):\n return lambda x: x - d['mu']\nf = make(d)",
         "d.update(mu=2.0)",
     ),
-    "queue": ("q = deque([1.0])\ndef f(x): return x - q[-1]", "q.append(2.0)"),
     "namespace": ("n = types.SimpleNamespace(mu=1.0)\ndef f(x): return x - n.mu", "n.mu = 2.0"),
-    "tuple of dicts": (
-        "p = Pair({'mu': 1.0}, None)\ndef f(x): return x - p.first['mu']",
-        "p.first.update(mu=2.0)",
-    ),
     "array": ("a = np.zeros(5)\ndef f(x): return x - a[1]", "a[1] = 3.0"),
-    "large array": ("a = np.zeros(100_000)\ndef f(x): return x - a[1]", "a[1] = 3.0"),
-    "array of objects": (
-        "a = np.array([{'mu': 1.0}], dtype=object)\ndef f(x): return x - a[0]['mu']",
-        "a[0].update(mu=2.0)",
-    ),
     "masked array": (
         "a = np.ma.masked_array([1.0, 2.0], mask=[False, False])\ndef f(x): return x - a",
         "a.mask[0] = True",
@@ -130,10 +115,6 @@ CASES = {
         "a.mu = 2.0",
     ),
     "field": (DATACLASS + " def f(s, x): return x - s.mu\na = A(1.0)\nf = a.f", "a.mu = 2.0"),
-    "field of a field": (
-        DATACLASS + " def f(s, x): return x - s.inner.mu\na = A(1.0, A(1.0))\nf = a.f",
-        "a.inner.mu = 2.0",
-    ),
     "slot": ("a = Slotted()\na.mu = 1.0\nf = a.f", "a.mu = 2.0"),
     "attributes of a dict": (
         "a = Dynamic(mu=1.0)\ndef f(x): return x - a.mu",
@@ -151,14 +132,6 @@ CASES = {
         "class A:\n mu = 1.0\nclass B(A): pass\nb = B()\ndef f(x): return x - b.mu",
         "A.mu = 2.0",
     ),
-    "attribute over a class's": (
-        "class A:\n mu = 1.0\na = A()\ndef f(x): return x - a.mu",
-        "a.mu = 2.0",
-    ),
-    "static method": (
-        "c = {'mu': 1.0}\nclass A:\n @staticmethod\n def f(x): return x - c['mu']\nf = A.f",
-        "c.update(mu=2.0)",
-    ),
     "object made within": (
         "mu = 1.0\nclass A:\n def __init__(self): self.m = mu\ndef f(x): return x - A().m",
         "mu = 2.0",
@@ -173,8 +146,8 @@ CASES = {
 def made(name):
     """The function of a cell that is run in a namespace of its own, and its change."""
     source, change = CASES[name]
-    cells = {"__name__": "__main__", "users": NAMESPACE, "deque": deque, "types": types}
-    cells |= {"Pair": Pair, "Slotted": Slotted, "Dynamic": Dynamic}
+    cells = {"__name__": "__main__", "users": NAMESPACE, "types": types}
+    cells |= {"Slotted": Slotted, "Dynamic": Dynamic}
     cells |= {"jax": jax, "jnp": jnp, "np": np, "dist": dist}
     cells |= {"functools": functools, "dataclasses": dataclasses}
     exec(source, cells)

