@@ -340,6 +340,14 @@ def test_windows_of_a_long_warm_up_are_those_of_stan_and_none_of_no_warm_up():
     assert gm.WindowAdaptation().windows(0) == []
 
 
+@pytest.mark.parametrize("num_warmup", [20, 21, 99, 100, 149, 150, 151, 200, 1000, 1050, 20_000])
+def test_windows_are_those_of_numpyro(num_warmup):
+    build_adaptation_schedule = pytest.importorskip("numpyro.infer.hmc_util").build_adaptation_schedule
+    windows = gm.WindowAdaptation().windows(num_warmup)
+    theirs = [(w.start, w.end + 1) for w in build_adaptation_schedule(num_warmup)]
+    assert [(w.start, w.end) for w in windows] == theirs
+
+
 # What is kept.
 
 
