@@ -246,5 +246,7 @@ def test_coordinates_of_chips_are_shown_in_the_order_of_the_mesh():
     ring = [(0, (0, 0, 0)), (1, (1, 0, 0)), (3, (1, 1, 0)), (2, (0, 1, 0))]
     mesh = Mesh(np.array([Chip(i, 0, coords=at) for i, at in ring]), ("data",))
     shown = " ".join(str(visualize(mesh)).split())
-    assert "chips in mesh order: 0 at (0, 0, 0), 1 at (1, 0, 0), 3 at (1, 1, 0), 2 at (0, 1, 0)" in shown
+    assert (
+        "chips in mesh order: 0 at (0, 0, 0), 1 at (1, 0, 0), 3 at (1, 1, 0), 2 at (0, 1, 0)" in shown
+    )
     assert "chips in mesh order" not in str(visualize(MESH)) + str(visualize(gm.make_mesh()))

@@ -73,6 +73,8 @@ class Adaptation(ABC):
     metric
         The estimator of the metric that is learned. Where a warm-up has this field and it is None,
         `sample` chooses one.
+    adapt_mass_matrix
+        Whether a metric is learned; otherwise the kernel keeps its own.
     kernel_type
         The kernels that this warm-up tunes.
     is_per_chain
@@ -84,6 +86,7 @@ class Adaptation(ABC):
     """
 
     metric: Any = ()
+    adapt_mass_matrix: bool = True
     kernel_type: ClassVar[type[Kernel]] = Kernel
     is_per_chain: ClassVar[bool] = False
     needs_end: ClassVar[bool] = False
@@ -92,7 +95,7 @@ class Adaptation(ABC):
     @property
     def learns_metric(self) -> bool:
         """Whether there is a metric to learn, and an estimator to learn it with."""
-        return self.metric not in (None, ())
+        return self.adapt_mass_matrix and self.metric not in (None, ())
 
     def stages(self, num_warmup: int) -> list[Stage]:
         """Cut warm-up into stages that follow each other, each with an adaptation."""

@@ -185,11 +185,6 @@ class AfterHMCBurnIn(Adaptation):
     traced: ClassVar[tuple[str, ...]] = ("step_size", "trajectory_length")
 
     @property
-    def learns_metric(self) -> bool:
-        """Whether there is a metric to learn, and an estimator to learn it with."""
-        return self.adapt_mass_matrix and self.metric is not None
-
-    @property
     def by_hmc(self) -> WindowAdaptation:
         """The adaptation of the HMC of the burn-in."""
         return WindowAdaptation(metric=self.metric, adapt_mass_matrix=self.adapt_mass_matrix)

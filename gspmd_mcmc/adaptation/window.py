@@ -80,11 +80,6 @@ class WindowAdaptation(Adaptation):
     def __post_init__(self):
         dual_averaging.check_target(self)
 
-    @property
-    def learns_metric(self) -> bool:
-        """Whether there is a metric to learn, and an estimator to learn it with."""
-        return self.adapt_mass_matrix and super().learns_metric
-
     def from_mode(self) -> "WindowAdaptation":
         """Return the settings for chains that start exactly at a mode."""
         return replace(self, first_step_factor=self.first_step_factor / 4)
