@@ -213,7 +213,8 @@ def test_hmc_names_the_kernel_that_has_a_length():
 
 
 def test_a_program_of_ones_own_loops_over_steps_as_the_message_of_sample_shows():
-    loop = "lambda kernel, keys, state: jax.lax.scan(lambda state, key: kernel.step(key, state), state, keys)"
+    scan = "jax.lax.scan(lambda state, key: kernel.step(key, state), state, keys)"
+    loop = f"lambda kernel, keys, state: {scan}"
     with pytest.raises(TypeError, match=re.escape(f"jax.jit({loop})")):
         jax.jit(lambda key: sample(rng_key=key))(KEY)
     kernel = gm.HMC(TARGET, 0.1, 2)

@@ -385,6 +385,26 @@ def test_collect_keeps_what_a_partial_returns(long_run):
     np.testing.assert_array_equal(kept["steps"], long_run.stats["num_integration_steps"])
 
 
+def mean_square(rows, position, info):
+    return jnp.mean((rows["x"] @ position["a"] - rows["y"]) ** 2)
+
+
+def test_collect_reads_data_that_lie_over_the_mesh(long_run, compiled):
+    """They are arguments of the program: for other data of these shapes there is no other one."""
+    mesh, rng = gm.make_mesh(chains=2, data=4), np.random.default_rng(0)
+    x, y = rng.normal(size=(400, 50)).astype(np.float32), rng.normal(size=400).astype(np.float32)
+    for sign in (1, -1):
+        rows = gm.place({"x": x, "y": sign * y}, mesh, P("data"))
+        kept = fixed(collect=Partial(mean_square, rows), mesh=mesh, num_samples=5).position
+        errors = np.asarray(long_run.position["a"])[:, :5] @ x.T - sign * y
+        np.testing.assert_allclose(kept, np.mean(errors**2, axis=-1), rtol=1e-3)
+        assert ("jit(advance)" in compiled) == (sign == 1)
+        compiled.clear()
+    uneven = gm.place({"x": x[:399], "y": y[:399]}, mesh, P("data"))
+    with pytest.raises(ValueError, match=r"collect .*\['x'\]: got Padded.*399 rows \+ 1 pad.*\.values"):
+        fixed(collect=Partial(mean_square, uneven), mesh=mesh)
+
+
 def test_draws_on_the_host_are_those_on_the_devices(long_run):
     """A draw is 904 bytes: the buffer holds 8 draws of 37, and is not full at the end."""
     host = fixed(device_bytes=8000)
