@@ -71,6 +71,23 @@ def test_a_dense_metric_of_ones_own_is_kept_while_many_chains_tune_the_length():
     assert kept.step_size != kernel.step_size and kept.trajectory_length != kernel.trajectory_length
 
 
+def test_a_dense_metric_of_ones_own_is_the_first_where_one_is_learned():
+    own = gm.DenseMetric.of_covariances(ORIGIN, np.diag(SCALE**2))
+    kernel, warmup = gm.HMC(TARGET, 0.5, 3, own), gm.WindowAdaptation(metric=gm.Dense())
+    options = {"kernel": kernel, "warmup": warmup, "num_samples": 0}
+    held = sample(num_warmup=10, **options).kernel  # too few steps to learn a metric
+    assert tree_equal(held.inverse_mass_matrix, own) and held.step_size > 0.5
+    with pytest.raises(ValueError, match="the kernel has one of another kind than DenseBlock"):
+        sample(**options | {"warmup": gm.WindowAdaptation(metric=gm.DenseBlock())})
+
+
+def test_a_warm_up_is_no_function_of_a_kernel():
+    with pytest.raises(
+        TypeError, match=r"WindowAdaptation: it takes settings.*sample\(rng_key, target"
+    ):
+        gm.WindowAdaptation(gm.NUTS, TARGET)  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("own", [None, {"x": jnp.array([1.0, 4.0, 0.25])}])
 def test_a_metric_is_left_alone_while_many_chains_tune_the_length(own):
     kernel = gm.JitteredHMC(TARGET, 0.1, 1.0, inverse_mass_matrix=own)

@@ -114,9 +114,9 @@ class HMC(HamiltonianKernel):
     ):
         if trajectory_length is not None:
             raise TypeError(
-                f"HMC: trajectory_length={trajectory_length}: HMC takes num_integration_steps; "
-                f"gspmd_mcmc.JitteredHMC(target, step_size, trajectory_length={trajectory_length}) takes "
-                "a length, and keeps it with sample(warmup=gspmd_mcmc.WindowAdaptation())"
+                "HMC: it takes num_integration_steps. A length is a setting of gspmd_mcmc.JitteredHMC("
+                f"target, step_size, trajectory_length={trajectory_length}), which keeps it with "
+                "sample(warmup=gspmd_mcmc.WindowAdaptation())"
             )
         set_fields(
             self,

@@ -133,8 +133,8 @@ def sample(
         you pass a kernel, set it there.
     collect
         ``collect(position, info)`` of one chain: what to keep instead of the position. A function at
-        module level, or a ``Partial`` of one: what it binds, such as data laid over the mesh, enters the
-        program as an argument.
+        module level, or a ``Partial`` of one, whose arrays, such as data laid over the mesh, enter the
+        program as arguments.
     to
         A `ZarrSink` that draws are written to as they are made; the result reads them from there.
         Without one they are kept in memory.

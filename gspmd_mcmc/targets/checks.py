@@ -195,10 +195,10 @@ def on_small_data(target: Target) -> str | None:
     num_blocks = max(x.size // np.prod(shape, dtype=int) for x, shape in cut)
     where = " and ".join(map(str, target.plates)) or repr(target)
     return (
-        f"small data on many devices: {where}, {num_bytes / 1e6:.2f} MB of rows on {num_blocks} devices. "
-        "If their terms are as cheap as a regression's, each gradient waits for the devices longer than "
-        "one of them takes for all rows. Lay chains over the mesh, make_mesh(chains=...), or take one "
-        "device"
+        f"small data on many devices: {where}, {num_bytes / 1e6:.2f} MB of rows on {num_blocks} "
+        "devices. If their terms are as cheap as a regression's, each gradient waits for the devices "
+        "longer than one of them takes for all rows. Lay chains over the mesh, make_mesh(chains=...), "
+        "or take one device"
     )
 
 
