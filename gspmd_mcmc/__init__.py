@@ -31,7 +31,9 @@ from gspmd_mcmc.models.joint import (
 from gspmd_mcmc.models.numpyro import from_numpyro
 from gspmd_mcmc.models.sharded import Sharded
 
-# Kernels, their states and infos
+# Kernels, their states and infos, their metrics and splittings
+from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric
+from gspmd_mcmc.kernels.isokinetic import LEAPFROG, MINIMAL_NORM
 from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.kernels.mams import MAMS, MAMSInfo
@@ -118,15 +120,18 @@ __all__ = [
     "Sharded",
     "from_numpyro",
     # Kernels
+    "DenseMetric",
     "HMC",
     "HMCInfo",
     "HMCState",
     "JitteredHMC",
+    "LEAPFROG",
     "MAMS",
     "MAMSInfo",
     "MCLMC",
     "MCLMCInfo",
     "MCLMCState",
+    "MINIMAL_NORM",
     "NUTS",
     "NUTSInfo",
     # Warm-ups

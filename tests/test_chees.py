@@ -236,6 +236,24 @@ def test_windows_after_the_first_metrics_begin_at_one_length():
     np.testing.assert_allclose(length, chees.FIRST_LEAPFROGS * step_size, rtol=1e-5)
 
 
+@pytest.mark.parametrize("adapts", [True, False])
+def test_units_of_the_criterion_are_variances_also_where_no_metric_is_learned(adapts):
+    kernel, states = gaussian_chains(1.0)
+    adaptation = ChEESAdaptation(metric=gm.Diagonal(), adapt_mass_matrix=adapts)
+    kernel = adaptation.prepare(kernel, states)
+    state, seen = adaptation.init(kernel, states), {}
+    for name in ("moments", "spread"):
+        if getattr(state, name) != ():
+            once = gm.Diagonal().update(getattr(state, name), states.position)
+            seen[name] = gm.Diagonal().update(once, 2 * states.position)
+    ended = adaptation.end(tree.replace(state, **seen), kernel, states, True)
+    learned = gm.Diagonal().final(next(iter(seen.values())), states.position)
+    assert list(seen) == ["moments" if adapts else "spread"]
+    jax.tree.map(np.testing.assert_array_equal, ended.variances, learned)
+    metric = learned if adapts else kernel.inverse_mass_matrix
+    jax.tree.map(np.testing.assert_array_equal, ended.inverse_mass_matrix, metric)
+
+
 @jax.jit
 def step_size_with_a_stuck_chain():
     """Tune the step size of four chains: three accept exp(-step size), one needs a tiny step size."""

@@ -356,6 +356,8 @@ def test_enough_data_or_one_device_are_not_warned_of():
         warnings.simplefilter("error")
         for target in (plates(large), plates(large, small), plates(Y), plates(gm.place(Y, AUTO, P()))):
             warn_of_small_data(target)
+        with pytest.raises(gm.SamplingWarning, match=r"LogDensity\(.*0.00 MB of rows on 4 devices"):
+            warn_of_small_data(gm.LogDensity(rows_with_effects, gm.place(Y[:40], AUTO, P("data"))))
         with pytest.raises(gm.SamplingWarning, match="small data on many devices"):
             warn_of_small_data(plates(small))
 

@@ -174,6 +174,31 @@ def test_a_matrix_where_variances_are_meant_has_words(matrix):
         gm.HMC(TARGET, 0.1, 1, inverse_mass_matrix=matrix).init(POSITION)
 
 
+def test_a_covariance_is_a_metric_as_the_message_shows():
+    metric = gm.DenseMetric.of_covariances(POSITION, np.eye(3) + 0.5)
+    state, _ = jax.jit(gm.HMC.step)(
+        kernel := gm.HMC(TARGET, 0.1, 1, metric), KEY, kernel.init(POSITION)
+    )
+    assert np.isfinite(state.log_density)
+
+
+def test_hmc_names_the_kernel_that_has_a_length():
+    with pytest.raises(TypeError, match=r"JitteredHMC\(.*target, step_size, trajectory_length=2.0\)"):
+        gm.HMC(TARGET, 0.1, trajectory_length=2.0)  # pyright: ignore[reportArgumentType]
+    kernel, warmup = gm.JitteredHMC(TARGET, 0.1, trajectory_length=2.0), gm.WindowAdaptation()
+    assert sample(kernel=kernel, warmup=warmup, num_samples=0).kernel.trajectory_length == 2
+
+
+def test_a_program_of_ones_own_loops_over_steps_as_the_message_of_sample_shows():
+    scan = "jax.lax.scan(lambda state, key: kernel.step(key, state), state, keys)"
+    loop = f"lambda kernel, keys, state: {scan}"
+    with pytest.raises(TypeError, match=re.escape(f"jax.jit({loop})")):
+        jax.jit(lambda key: sample(rng_key=key))(KEY)
+    kernel = gm.HMC(TARGET, 0.1, 2)
+    _, info = jax.jit(eval(loop))(kernel, jax.random.split(KEY, 5), kernel.init(POSITION))
+    assert info.acceptance_rate.shape == (5,)
+
+
 @pytest.mark.parametrize("y", [np.array(["a"] * 20), np.array([None] * 20)])
 def test_labels_that_are_no_numbers_are_named(y):
     with pytest.raises(ValueError, match=r"plate data \['y'\]: expected an array.*np.unique"):

@@ -120,6 +120,19 @@ def test_velocity_is_the_inverse_mass_matrix_times_the_momentum(name):
         np.testing.assert_allclose(metrics.kinetic_energy(case.metric, new), energies[0], rtol=1e-12)
 
 
+@pytest.mark.parametrize("position", [np.zeros(3, np.float32), {"b": 0.0, "a": np.zeros((2, 1))}])
+def test_a_covariance_of_the_whole_position_is_a_metric(position):
+    covariance = a_covariance(3, np.random.default_rng(7))
+    kernel = gm.HMC(gm.LogDensity(lambda x: jnp.zeros(())), 0.1, 1)
+    metric = gm.DenseMetric.of_covariances(position, covariance)
+    momentum = jax.tree.map(lambda x: jnp.ones(np.shape(x)), position)
+    velocity = kernel.with_inverse_mass_matrix(metric).velocity(momentum)
+    flat = np.concatenate([np.ravel(x) for x in jax.tree.leaves(velocity)])
+    np.testing.assert_allclose(flat, covariance.sum(1), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"expected shape \(3, 3\), got \(2, 2\)"):
+        gm.DenseMetric.of_covariances(position, covariance[:2, :2])
+
+
 NUM_MOMENTA = 20_000
 
 

@@ -1,6 +1,8 @@
 """Meshes, placement, padding, and what a plate reads from the arrays it is given."""
 
 import re
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from models import mesh_of, real
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.placement.layout import read_layout
+from gspmd_mcmc.placement.mesh import joined_on_chips
 from gspmd_mcmc.placement.padding import padded_rows
 from gspmd_mcmc.tree import Role
 
@@ -94,6 +97,92 @@ def test_make_mesh_takes_some_devices():
 def test_make_mesh_says_what_does_not_fit(sizes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         gm.make_mesh(**sizes)
+
+
+def test_a_grid_of_devices_is_taken_as_it_is():
+    grid = np.array(jax.devices()[::-1]).reshape(2, 4)
+    for devices in (grid, grid.tolist()):
+        mesh = gm.make_mesh(chains=2, data=-1, devices=devices)
+        assert mesh.devices.tolist() == grid.tolist()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "message"),
+    [
+        ({"chains": 2, "data": 4}, (4, 2), "expected shape (2, 4), got (4, 2). Reshape it"),
+        ({"data": 8}, (2, 4), "expected shape (8,), got (2, 4)"),
+        ({"chains": 2, "data": 4}, (8,), "expected shape (2, 4), got (8,)"),
+        ({"chains": 2, "data": 2}, (2, 4), "the axes multiply to 4, but there are 8 devices"),
+    ],
+)
+def test_a_grid_of_another_shape_than_the_mesh_is_refused(sizes, shape, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gm.make_mesh(**sizes, devices=np.array(jax.devices()).reshape(shape))
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A stand-in for a device of a TPU."""
+
+    id: int
+    coords: tuple[int, int, int]
+    device_kind: str = "TPU v4"
+    core_on_chip: int = 0
+    slice_index: int = 0
+    process_index: int = 0
+    platform: str = "tpu"
+
+
+def chips(x, y, z=1, cores=1, **facts):
+    """The devices of a box of chips in the order of `jax.devices()`: x runs fastest."""
+    places = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
+    cored = [(place, core) for place in places for core in range(cores)]
+    start = 100 * facts.get("slice_index", 0)
+    return [Chip(start + n, place, core_on_chip=core, **facts) for n, (place, core) in enumerate(cored)]
+
+
+def are_joined(a, b):
+    return sum(abs(p - q) for p, q in zip(a.coords, b.coords, strict=True)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("devices", "shape"),
+    [
+        (chips(2, 2, cores=2, device_kind="TPU v3"), (8,)),
+        (chips(2, 2, cores=2, device_kind="TPU v3"), (2, 4)),
+        (chips(4, 4, device_kind="TPU v5 lite"), (16,)),
+    ],
+)
+def test_neighbors_on_a_mesh_axis_are_neighbors_on_the_chips(devices, shape):
+    """Each row of the mesh is a ring or a line of chips, which the order of ids is not."""
+    grid = joined_on_chips(devices, shape)
+    assert sorted(d.id for d in grid.flat) == [d.id for d in devices]
+    assert all(are_joined(*pair) for row in grid.reshape(-1, shape[-1]) for pair in pairwise(row))
+    if len(shape) == 1:
+        assert are_joined(grid[-1], grid[0])
+        assert not all(are_joined(*pair) for pair in pairwise([*devices, devices[0]]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [((2, 4), [{0}, {1}]), ((2, 2, 2), [{0}, {1}]), ((1, 8), [{0, 1}]), ((4, 2), [{0}, {0}, {1}, {1}])],
+)
+def test_the_first_axes_go_over_slices(shape, rows):
+    devices = chips(2, 2, slice_index=1) + chips(2, 2)
+    grid = joined_on_chips(devices, shape)
+    assert [{d.slice_index for d in row.flat} for row in grid] == rows
+    assert [d.slice_index for d in grid.flat] == [0] * 4 + [1] * 4
+
+
+def test_each_process_has_its_devices_side_by_side():
+    devices = [replace(d, process_index=d.coords[2]) for d in chips(2, 2, 4)]
+    grid = joined_on_chips(devices, (2, 8))
+    assert [d.process_index for d in grid.flat] == sorted(4 * [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("devices", [chips(2, 2, 4)[:3], chips(2, 2) + chips(2, 2, 2, slice_index=1)])
+def test_chips_that_are_no_box_are_taken_as_they_come(devices):
+    assert joined_on_chips(devices, (1, len(devices))).ravel().tolist() == devices
 
 
 # Specs.

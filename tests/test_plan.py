@@ -444,6 +444,15 @@ def test_a_plan_says_whether_it_fits(movielens_plan):
     assert "on each of 8,192 devices" in str(none)
 
 
+def test_a_plan_says_where_one_device_would_be_faster(movielens_plan, monkeypatch):
+    assert movielens_plan.small_data is None
+    monkeypatch.setattr(PLAN, "compile_aot", lambda *args: movielens_on(512))
+    said = " ".join(str(plan(functools.partial(one_chain, effects), data=8)).split())
+    assert re.search(r"small data on many devices: Plate.*, 0.00 MB of rows on 8 devices", said)
+    by_chains = plan(functools.partial(four_chains, effects), chains=4, data=1)
+    assert by_chains.small_data is None
+
+
 def test_of_a_gpu_three_quarters_are_counted(movielens_plan):
     peak = movielens_plan.report.peak_bytes
     whole = replace(movielens_plan, accelerator=Accelerator("toy", peak, share=0.75))

@@ -340,6 +340,14 @@ def test_windows_of_a_long_warm_up_are_those_of_stan_and_none_of_no_warm_up():
     assert gm.WindowAdaptation().windows(0) == []
 
 
+@pytest.mark.parametrize("num_warmup", [20, 21, 99, 100, 149, 150, 151, 200, 1000, 1050, 20_000])
+def test_windows_are_those_of_numpyro(num_warmup):
+    build_adaptation_schedule = pytest.importorskip("numpyro.infer.hmc_util").build_adaptation_schedule
+    windows = gm.WindowAdaptation().windows(num_warmup)
+    theirs = [(w.start, w.end + 1) for w in build_adaptation_schedule(num_warmup)]
+    assert [(w.start, w.end) for w in windows] == theirs
+
+
 # What is kept.
 
 
@@ -375,6 +383,26 @@ def test_collect_keeps_what_a_partial_returns(long_run):
     expected = np.asarray(long_run.position["a"]) @ np.asarray(weights).T
     np.testing.assert_allclose(kept["score"], expected, rtol=1e-4, atol=1e-2)
     np.testing.assert_array_equal(kept["steps"], long_run.stats["num_integration_steps"])
+
+
+def mean_square(rows, position, info):
+    return jnp.mean((rows["x"] @ position["a"] - rows["y"]) ** 2)
+
+
+def test_collect_reads_data_that_lie_over_the_mesh(long_run, compiled):
+    """They are arguments of the program: for other data of these shapes there is no other one."""
+    mesh, rng = gm.make_mesh(chains=2, data=4), np.random.default_rng(0)
+    x, y = rng.normal(size=(400, 50)).astype(np.float32), rng.normal(size=400).astype(np.float32)
+    for sign in (1, -1):
+        rows = gm.place({"x": x, "y": sign * y}, mesh, P("data"))
+        kept = fixed(collect=Partial(mean_square, rows), mesh=mesh, num_samples=5).position
+        errors = np.asarray(long_run.position["a"])[:, :5] @ x.T - sign * y
+        np.testing.assert_allclose(kept, np.mean(errors**2, axis=-1), rtol=1e-3)
+        assert ("jit(advance)" in compiled) == (sign == 1)
+        compiled.clear()
+    uneven = gm.place({"x": x[:399], "y": y[:399]}, mesh, P("data"))
+    with pytest.raises(ValueError, match=r"collect .*\['x'\]: got Padded.*399 rows \+ 1 pad.*\.values"):
+        fixed(collect=Partial(mean_square, uneven), mesh=mesh)
 
 
 def test_draws_on_the_host_are_those_on_the_devices(long_run):

@@ -235,3 +235,18 @@ def test_shortening_keeps_both_ends():
 def test_the_shape_of_a_vector_may_be_a_number():
     sharding = NamedSharding(gm.make_mesh(data=8), P("data"))
     assert str(visualize(sharding, shape=16)) == str(visualize(sharding, shape=(16,)))
+
+
+@dataclass(frozen=True)
+class Chip(RemoteDevice):
+    coords: tuple[int, ...] = (0, 0, 0)
+
+
+def test_coordinates_of_chips_are_shown_in_the_order_of_the_mesh():
+    ring = [(0, (0, 0, 0)), (1, (1, 0, 0)), (3, (1, 1, 0)), (2, (0, 1, 0))]
+    mesh = Mesh(np.array([Chip(i, 0, coords=at) for i, at in ring]), ("data",))
+    shown = " ".join(str(visualize(mesh)).split())
+    assert (
+        "chips in mesh order: 0 at (0, 0, 0), 1 at (1, 0, 0), 3 at (1, 1, 0), 2 at (0, 1, 0)" in shown
+    )
+    assert "chips in mesh order" not in str(visualize(MESH)) + str(visualize(gm.make_mesh()))

@@ -71,10 +71,70 @@ def test_a_dense_metric_of_ones_own_is_kept_while_many_chains_tune_the_length():
     assert kept.step_size != kernel.step_size and kept.trajectory_length != kernel.trajectory_length
 
 
+def test_a_dense_metric_of_ones_own_is_the_first_where_one_is_learned():
+    own = gm.DenseMetric.of_covariances(ORIGIN, np.diag(SCALE**2))
+    kernel, warmup = gm.HMC(TARGET, 0.5, 3, own), gm.WindowAdaptation(metric=gm.Dense())
+    options = {"kernel": kernel, "warmup": warmup, "num_samples": 0}
+    held = sample(num_warmup=10, **options).kernel  # too few steps to learn a metric
+    assert tree_equal(held.inverse_mass_matrix, own) and held.step_size > 0.5
+    with pytest.raises(ValueError, match="the kernel has one of another kind than DenseBlock"):
+        sample(**options | {"warmup": gm.WindowAdaptation(metric=gm.DenseBlock())})
+
+
+def test_a_warm_up_is_no_function_of_a_kernel():
+    with pytest.raises(
+        TypeError, match=r"WindowAdaptation: it takes settings.*sample\(rng_key, target"
+    ):
+        gm.WindowAdaptation(gm.NUTS, TARGET)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("own", [None, {"x": jnp.array([1.0, 4.0, 0.25])}])
+def test_a_metric_is_left_alone_while_many_chains_tune_the_length(own):
+    kernel = gm.JitteredHMC(TARGET, 0.1, 1.0, inverse_mass_matrix=own)
+    warmup = gm.ChEESAdaptation(adapt_mass_matrix=False)
+    kept = sample(kernel=kernel, warmup=warmup, num_chains=32, num_warmup=40, num_samples=0).kernel
+    assert tree_equal(kept.inverse_mass_matrix, own)
+    assert kept.step_size != kernel.step_size and kept.trajectory_length != kernel.trajectory_length
+
+
 def tree_equal(a, b):
     return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(
         jax.tree.map(np.array_equal, a, b)
     )
+
+
+def correlated(x, precision):
+    return -0.5 * x @ precision @ x
+
+
+COVARIANCE = np.array([[10.0, 0.8], [0.8, 0.1]])  # of NumPyro's own test of a dense metric
+PAIRED = gm.LogDensity(correlated, jnp.asarray(np.linalg.inv(COVARIANCE), jnp.float32))
+
+
+@pytest.mark.statistical
+def test_a_dense_metric_becomes_the_covariance():
+    """Within a tenth, as NumPyro asks of its own after as many steps of one chain."""
+    options = {"num_chains": 1, "num_warmup": 20_000, "num_samples": 0}
+    warmup = gm.WindowAdaptation(metric=gm.Dense())
+    kernel = gm.JitteredHMC(PAIRED, 0.1, 2.0)
+    metric = sample(PAIRED, jnp.zeros(2), kernel=kernel, warmup=warmup, **options).kernel
+    learned = jax.vmap(metric.velocity)(jnp.eye(2))
+    within(np.abs(learned / COVARIANCE - 1).max(), 0.1, "error of the metric")
+
+
+@pytest.mark.statistical
+def test_lengths_that_are_all_half_a_period_teach_no_variances():
+    """Three leapfrogs of step 1 bring a Gaussian to minus its start; so lengths have jitter."""
+    normals = np.random.default_rng(0).normal(size=(4, 2))
+    start = gm.per_chain(jnp.asarray(normals @ np.linalg.cholesky(COVARIANCE).T, jnp.float32))
+    own = gm.DenseMetric.of_covariances(jnp.zeros(2), COVARIANCE)
+    squares = []
+    for jitter in (0.0, 0.75):
+        kernel = gm.JitteredHMC(PAIRED, 1.0, 3.0, own, jitter=jitter)
+        draws = sample(PAIRED, start, kernel=kernel, num_warmup=0, num_samples=2000)
+        squares.append(np.asarray(draws.position[..., 0]) ** 2)
+    np.testing.assert_allclose(squares[0], np.tile(squares[0][:, :1], 2000), rtol=0.02)
+    assert gm.ess_bulk(squares[1]) > 2000
 
 
 def test_few_chains_take_nuts_with_a_dense_metric():

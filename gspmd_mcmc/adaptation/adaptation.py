@@ -127,7 +127,7 @@ class Adaptation(ABC):
         if own is None:
             return kernel.with_inverse_mass_matrix(self.metric.identity(states.position))
         identity = jax.eval_shape(self.metric.identity, states.position)
-        if jax.tree.map(jnp.shape, own) != jax.tree.map(jnp.shape, identity):
+        if _structure_and_shapes(own) != _structure_and_shapes(identity):
             raise ValueError(
                 f"inverse_mass_matrix: the kernel has one of another kind than {self.metric} learns; "
                 "leave the kernel's out, learn another kind, or keep it by adapt_mass_matrix=False"
@@ -169,6 +169,10 @@ class Adaptation(ABC):
     def update_moments(self, moments: PyTree, states: Any) -> PyTree:
         """Take one draw of every chain into the moments."""
         return self.metric.update(moments, states.position) if self.learns_metric else moments
+
+
+def _structure_and_shapes(metric: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
+    return jax.tree.structure(metric), [jnp.shape(leaf) for leaf in jax.tree.leaves(metric)]
 
 
 @pytree

@@ -159,8 +159,9 @@ class ChEESAdaptation(Adaptation):
         step, 1 the change per leapfrog. With 0 the criterion is so flat beyond its first maximum that
         some runs settle on trajectories several times as long as others.
     metric
-        The kind of metric that is learned (`Diagonal`, ...). None leaves the choice to `sample`; a
-        warm-up without one keeps the metric of the kernel.
+        The kind of metric that is learned (`Diagonal`, ...). None leaves the choice to `sample`.
+    adapt_mass_matrix
+        Whether a metric is learned; otherwise the kernel keeps its own, or the identity.
     criterion
         The function that trajectories should change: `ChangeOfSquares` by default.
     """
@@ -169,6 +170,7 @@ class ChEESAdaptation(Adaptation):
     learning_rate: float = 0.05
     length_cost: float = 0.35
     metric: Any = None
+    adapt_mass_matrix: bool = static(default=True)
     criterion: Criterion = static(default=ChangeOfSquares())
 
     kernel_type: ClassVar[type[JitteredHMC]] = JitteredHMC
@@ -312,7 +314,7 @@ class ChEESAdaptation(Adaptation):
     @property
     def _is_diagonal(self) -> bool:
         """Whether the metric itself is the variances that are the units of the criterion."""
-        return isinstance(self.metric, Diagonal)
+        return self.learns_metric and isinstance(self.metric, Diagonal)
 
     def _init_spread(self, states: Any) -> PyTree:
         return () if self._is_diagonal else Diagonal().init(states.position)

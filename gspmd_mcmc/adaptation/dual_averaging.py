@@ -92,8 +92,13 @@ def final_step_size(state: DualAveragingState) -> jax.Array:
 
 def check_target(settings: Any) -> None:
     """Raise unless the ``target_acceptance_rate`` of a warm-up is a rate."""
-    if not 0 < settings.target_acceptance_rate < 1:
+    name, rate = type(settings).__name__, settings.target_acceptance_rate
+    if callable(rate):
+        raise TypeError(
+            f"{name}: it takes settings, and no kernel or log density, got {rate!r}; sample brings them "
+            f"together: sample(rng_key, target, position, kernel=NUTS(target, 0.1), warmup={name}())"
+        )
+    if not 0 < rate < 1:
         raise ValueError(
-            f"{type(settings).__name__}: target_acceptance_rate: expected a number between 0 and 1, "
-            f"got {settings.target_acceptance_rate}"
+            f"{name}: target_acceptance_rate: expected a number between 0 and 1, got {rate}"
         )

@@ -70,15 +70,17 @@ class WindowAdaptation(Adaptation):
         return replace(self, first_step_factor=self.first_step_factor / 4)
 
     def windows(self, num_warmup: int) -> list[Window]:
-        """Cut warm-up into windows: fast, slow ones that double, fast; scaled down in short runs."""
+        """Cut warm-up into windows: fast, slow ones that double, fast; in short runs 15, 75, 10 %."""
         if not self.adapt_mass_matrix or num_warmup < 20:
             return super().windows(num_warmup)
-        fast_start, fast_end = FAST_START, FAST_END
-        if num_warmup < FAST_START + FAST_END + FIRST_SLOW:
-            fast_start, fast_end = int(0.15 * num_warmup), int(0.1 * num_warmup)
-        slow_ends = _doubling_ends(fast_start, num_warmup - fast_end)
+        if num_warmup < FAST_START + FIRST_SLOW + FAST_END:
+            slow_start = int(0.15 * num_warmup)
+            slow_ends = [num_warmup - int(0.1 * num_warmup)]
+        else:
+            slow_start = FAST_START
+            slow_ends = _doubling_ends(slow_start, num_warmup - FAST_END)
         learn_metric = [False, *[True] * len(slow_ends), False]
-        return Window.cut([fast_start, *slow_ends, num_warmup], learn_metric)
+        return Window.cut([slow_start, *slow_ends, num_warmup], learn_metric)
 
     def prepare(self, kernel: AnyKernel, states: Any) -> AnyKernel:
         """Return the kernel with a first metric; raise a TypeError if it has no Metropolis test."""
@@ -157,7 +159,7 @@ def _mean_rate(rates: jax.Array, recent: jax.Array) -> jax.Array:
 
 def _doubling_ends(start: int, stop: int) -> list[int]:
     """Return the ends of windows of 25, 50, 100, ... steps; the last one takes a short remainder."""
-    ends, length = [], min(FIRST_SLOW, stop - start)
+    ends, length = [], FIRST_SLOW
     while start < stop:
         end = start + length
         if end + 2 * length > stop:

@@ -92,6 +92,8 @@ class HMC(HamiltonianKernel):
     jitter
         Between 0 and 1. `sample` draws the number of leapfrogs of each step, the same for all chains,
         uniformly from (1 ± jitter) times ``num_integration_steps``; `step` itself never does.
+    trajectory_length
+        Not a setting of this kernel; the error names `JitteredHMC`, which has one.
     """
 
     target: Target
@@ -105,10 +107,17 @@ class HMC(HamiltonianKernel):
         self,
         target: Target,
         step_size: float | jax.Array,
-        num_integration_steps: int | jax.Array,
+        num_integration_steps: int | jax.Array | None = None,
         inverse_mass_matrix: PyTree | None = None,
         jitter: float | jax.Array = 0.0,
+        trajectory_length: None = None,
     ):
+        if trajectory_length is not None:
+            raise TypeError(
+                "HMC: it takes num_integration_steps. A length is a setting of gspmd_mcmc.JitteredHMC("
+                f"target, step_size, trajectory_length={trajectory_length}), which keeps it with "
+                "sample(warmup=gspmd_mcmc.WindowAdaptation())"
+            )
         set_fields(
             self,
             target=target_of("HMC", target),

@@ -269,6 +269,6 @@ def _blocks_of_process(mesh: Mesh, spec: P, process: int) -> tuple[int, int]:
     if sum(b - a for a, b in found) != stop - start:
         raise ValueError(
             f"process {process} holds rows that do not lie side by side under {spec} on mesh "
-            f"{dict(mesh.shape)}; make the mesh of jax.devices() in their order"
+            f"{dict(mesh.shape)}; make_mesh() lays the devices of a process side by side"
         )
     return start, stop

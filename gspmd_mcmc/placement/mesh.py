@@ -1,11 +1,13 @@
 """Meshes of devices, with axes named for what they carry."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from gspmd_mcmc.tree import is_traced
@@ -27,7 +29,9 @@ def make_mesh(
         order. At most one may be -1: it takes the devices that are left. None leaves an axis out;
         with all three left out, the mesh is ``data=-1``.
     devices
-        The devices to lay out; all of ``jax.devices()`` when None.
+        The devices to lay out; all of ``jax.devices()`` when None. A list is laid out as TPU chips are
+        joined: neighbors on an axis are neighbors on the chips, and the first axes go over slices and
+        processes. An array, or nested lists, is a grid of the mesh's shape, taken as it is.
 
     Returns
     -------
@@ -37,19 +41,54 @@ def make_mesh(
     Raises
     ------
     ValueError
-        If the sizes do not multiply to the number of devices.
+        If the sizes do not multiply to the number of devices, or a grid has another shape.
     """
     given = jax.devices() if devices is None else devices
-    flat = list(np.ravel(given)) if isinstance(given, list | tuple | np.ndarray) else [given]
-    if not flat or not all(isinstance(device, jax.Device) for device in flat):
+    grid = np.asarray(given, object)
+    if not grid.size or not all(isinstance(device, jax.Device) for device in grid.flat):
         raise ValueError(
             "make_mesh: expected devices, at least one, such as jax.devices()[:4], got "
             f"devices={given!r}"
         )
     sizes = _given({"chains": chains, "data": data, "model": model}) or {"data": -1}
-    sizes = _fill_in(sizes, len(flat))
-    grid = np.asarray(flat).reshape(tuple(sizes.values()))
+    sizes = _fill_in(sizes, grid.size)
+    shape = tuple(map(int, sizes.values()))
+    if grid.ndim < 2 and not isinstance(given, np.ndarray):
+        grid = joined_on_chips(grid.ravel().tolist(), shape)
+    if grid.shape != shape:
+        raise ValueError(
+            f"make_mesh({_shown(sizes)}): an array of devices is a grid that is taken as it is: "
+            f"expected shape {shape}, got {grid.shape}. Reshape it, or pass a list, "
+            "devices.ravel().tolist(), which is laid out as the chips are joined"
+        )
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def joined_on_chips(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """Lay devices out so that neighbors on the mesh are neighbors on the chips; CPUs as they come.
+
+    The devices of a slice, and in it those of a process, stay side by side: links between slices are
+    slow, and a process holds rows that follow each other (`local_rows`). The first axes go over them.
+    """
+    groups: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    for device in devices:
+        groups[getattr(device, "slice_index", 0), device.process_index].append(device)
+    among, rest = [], len(groups)
+    for size in shape:
+        among.append(math.gcd(size, rest))
+        rest //= among[-1]
+    within = [size // parts for size, parts in zip(shape, among, strict=True)]
+    try:
+        blocks = [
+            mesh_utils.create_device_mesh(within, group, allow_split_physical_axes=True)
+            for _, group in sorted(groups.items())
+        ]
+    except (AssertionError, NotImplementedError, ValueError):  # They are no box of chips.
+        return np.asarray(devices, object).reshape(shape)
+    # [*among, *within] -> an axis of the mesh for each pair
+    grid = np.asarray(blocks, object).reshape(*among, *within)
+    order = [axis + part for axis in range(len(shape)) for part in (0, len(shape))]
+    return grid.transpose(order).reshape(shape)
 
 
 def make_abstract_mesh(

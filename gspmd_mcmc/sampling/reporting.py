@@ -19,12 +19,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.errors import SamplingWarning
 from gspmd_mcmc.storage.draws import Draws
+from gspmd_mcmc.targets.checks import on_small_data
 from gspmd_mcmc.targets.resolution import on_coarse_terms, on_rounded_bijections
 from gspmd_mcmc.targets.target import Target
 
-# A logistic regression of 0.8 MB took 2.1 times as long on 2 virtual CPU devices as on one, and 2.5 on
-# 8; of 8 MB as long, of 8 kB 3.6 and 14.5 times.
-LEAST_BYTES = 1 << 20
 LOGGER = logging.getLogger("gspmd_mcmc")
 LOGGER.addHandler(logging.NullHandler())
 
@@ -219,21 +217,9 @@ class Report:
 
 
 def warn_of_small_data(target: Target) -> None:
-    """Warn where rows on several devices are so few that one of them would be faster.
-
-    A large plate pays for small ones beside it.
-    """
-    spread = [plate for plate in target.plates if plate.rows.num_blocks > 1]
-    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves([p.data for p in spread]))
-    if spread and num_bytes < LEAST_BYTES:
-        warnings.warn(
-            f"small data on many devices: {' and '.join(map(str, spread))}, {num_bytes / 1e6:.2f} MB "
-            f"of rows on {spread[0].rows.num_blocks} devices. If their terms are as cheap as a "
-            "regression's, each gradient waits for the devices longer than one of them takes for all "
-            "rows. Lay chains over the mesh, make_mesh(chains=...), or take one device",
-            SamplingWarning,
-            stacklevel=4,
-        )
+    """Warn where one device would be faster than the many that the data lie on."""
+    if message := on_small_data(target):
+        warnings.warn(message, SamplingWarning, stacklevel=4)
 
 
 def warn_of_run(draws: Draws, num_samples: int, *, keeps_positions: bool) -> None:

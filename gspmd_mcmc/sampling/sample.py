@@ -19,6 +19,7 @@ from gspmd_mcmc.multihost.processes import spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.layout import Layout, read_layout
 from gspmd_mcmc.placement.mesh import auto_mesh
+from gspmd_mcmc.placement.padding import refuse_padded
 from gspmd_mcmc.sampling import defaults, identity, resumption
 from gspmd_mcmc.sampling import start as starts
 from gspmd_mcmc.sampling.memory import explained
@@ -132,7 +133,8 @@ def sample(
         you pass a kernel, set it there.
     collect
         ``collect(position, info)`` of one chain: what to keep instead of the position. A function at
-        module level, or a ``Partial`` of one whose arrays enter the program as arguments.
+        module level, or a ``Partial`` of one, whose arrays, such as data laid over the mesh, enter the
+        program as arguments.
     to
         A `ZarrSink` that draws are written to as they are made; the result reads them from there.
         Without one they are kept in memory.
@@ -207,6 +209,7 @@ def sample(
     adaptation = defaults.chosen_warmup(warmup, kernel, num_warmup, tuning)
     initial_position = _origin(target) if initial_position is None else initial_position
     collect = as_partial(collect)
+    refuse_padded(collect, "collect", "bind its .values, and leave the last rows out of sums")
     is_multiprocess = spans_processes(mesh)
     if mesh is not None and is_multiprocess:
         given = {"initial_position": initial_position, "kernel": kernel, "warmup": adaptation}

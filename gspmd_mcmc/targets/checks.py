@@ -17,10 +17,14 @@ from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, is_staging, is_traced, path_str
 
 CONSTANT_BYTES = 1 << 20
+# A logistic regression of 0.8 MB took 2.1 times as long on 2 virtual CPU devices as on one, and 2.5 on
+# 8; of 8 MB as long, of 8 kB 3.6 and 14.5 times.
+LEAST_BYTES = 1 << 20
 # What there is instead of calls that cannot be traced.
 IN_PROGRAMS = {
-    "sample": "num_chains= makes chains, a loop goes over data sets; a program of your own has "
-    "type(kernel).step",
+    "sample": "num_chains= makes chains, and a loop goes over data sets. A program of your own takes "
+    "the kernel as an argument and loops over steps: jax.jit(lambda kernel, keys, state: "
+    "jax.lax.scan(lambda state, key: kernel.step(key, state), state, keys))",
     "find_mode": "A loop goes over starts",
 }
 
@@ -176,6 +180,26 @@ def check_not_baked(target: Target) -> None:
             "argument: step = jax.jit(type(kernel).step); step(kernel, rng_key, state). In a function "
             "of your own, pass the kernel in: def train(kernel, rng_key, state): ..."
         )
+
+
+def on_small_data(target: Target) -> str | None:
+    """Say that one device would be faster than the many that a target's arrays are cut over, or None.
+
+    Large arrays pay for small ones beside them.
+    """
+    found = [(x, named_sharding(x)) for x in jax.tree.leaves(target)]
+    cut = [(x, s.shard_shape(x.shape)) for x, s in found if s is not None and not s.is_fully_replicated]
+    num_bytes = sum(x.size * x.dtype.itemsize for x, _ in cut)
+    if not cut or num_bytes >= LEAST_BYTES:
+        return None
+    num_blocks = max(x.size // np.prod(shape, dtype=int) for x, shape in cut)
+    where = " and ".join(map(str, target.plates)) or repr(target)
+    return (
+        f"small data on many devices: {where}, {num_bytes / 1e6:.2f} MB of rows on {num_blocks} "
+        "devices. If their terms are as cheap as a regression's, each gradient waits for the devices "
+        "longer than one of them takes for all rows. Lay chains over the mesh, make_mesh(chains=...), "
+        "or take one device"
+    )
 
 
 # The start.

@@ -18,6 +18,8 @@ from rich.text import Text
 
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
 from gspmd_mcmc.placement.padding import is_padded
+from gspmd_mcmc.targets.checks import on_small_data
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import path_str
 from gspmd_mcmc.views import chips
 from gspmd_mcmc.views.chips import Accelerator
@@ -88,6 +90,8 @@ class MeshPlan(JupyterMixin):
         How the report was extrapolated; None if the program was compiled for the whole mesh.
     seconds
         Time that tracing and compiling took.
+    small_data
+        That one device would be faster, in words, where the targets' data are that small; else None.
     """
 
     mesh: AbstractMesh
@@ -96,6 +100,7 @@ class MeshPlan(JupyterMixin):
     accelerator: Accelerator | None
     rule: Rule | None
     seconds: float
+    small_data: str | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -115,7 +120,8 @@ class MeshPlan(JupyterMixin):
             verdict = f"{fits}: {needed} of the {bytes_text(usable)} {device}"
         compiled = f"compiled in {self.seconds:.1f} s, for virtual CPU devices"
         how = Text(str(self.rule or compiled), style="dim")
-        return Group(self.layout, draw_report(self.report), Text(verdict), how)
+        small_data = [Text(self.small_data)] if self.small_data else []
+        return Group(self.layout, draw_report(self.report), Text(verdict), *small_data, how)
 
     def __str__(self) -> str:
         return plain(self)
@@ -174,7 +180,10 @@ def plan(
         report = on_whole_mesh(report, args, mesh)
     report = report.with_trips(**trips) if trips else report
     seconds = time.perf_counter() - began
-    return MeshPlan(mesh, report, visualize(_drawn(report, args, mesh)), device, rule, seconds)
+    layout = visualize(_drawn(report, args, mesh))
+    nodes = jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, Target))
+    small = [on_small_data(node) for node in nodes if isinstance(node, Target)]
+    return MeshPlan(mesh, report, layout, device, rule, seconds, next(filter(None, small), None))
 
 
 def _drawn(report: Communication, args: tuple, mesh: AbstractMesh) -> Any:

@@ -59,23 +59,27 @@ class DenseMetric(Metric):
 
     @classmethod
     def of_covariances(
-        cls, variances: PyTree, covariances: Mapping[tuple[str, ...], Any]
+        cls, variances: PyTree, covariances: Mapping[tuple[str, ...], Any] | Any
     ) -> "DenseMetric":
-        """Return the metric of given covariances [d, d] of groups, factored in float64.
+        """Return the metric of given covariances, factored in float64.
 
         Parameters
         ----------
         variances
-            A tree like the position, of arrays; for the leaves of a group, the diagonal of the group's
-            covariance takes their place.
+            A tree like the position, of arrays. Leaves of a group take the diagonal of its covariance
+            instead, so that for a metric of the whole position any position will do.
         covariances
-            ``{("w", "b"): covariance}``.
+            The covariance [d, d] of the whole position, in the order of its flattened leaves; or one
+            for each group of leaves, ``{("w", "b"): covariance}``.
 
         Raises
         ------
         ValueError
             If a covariance is not symmetric and positive definite, or has another size than its group.
         """
+        if not isinstance(covariances, Mapping):
+            covariances = {tuple(dict.fromkeys(names_of(variances))): covariances}
+        variances = jax.tree.map(jnp.asarray, variances)
         groups = read_groups("DenseMetric", list(covariances))
         blocks = Groups.of("DenseMetric", variances, groups)
         factors, diagonals = [], []

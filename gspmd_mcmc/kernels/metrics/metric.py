@@ -26,8 +26,8 @@ from gspmd_mcmc.tree import PyTree
 product = partial(jnp.tensordot, precision=jax.lax.Precision.HIGHEST)
 NO_MATRIX = (
     "A tree like the position holds a variance for each number. A covariance matrix becomes a metric "
-    "by DenseMetric.of_covariances(variances, {names: matrix}), of "
-    "gspmd_mcmc.kernels.metrics.dense_metric; one such as Dense() is learned: sample(metric=Dense())"
+    "by gspmd_mcmc.DenseMetric.of_covariances(position, matrix); one such as Dense() is learned: "
+    "sample(metric=Dense())"
 )
 
 

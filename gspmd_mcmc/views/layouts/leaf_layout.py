@@ -31,6 +31,7 @@ class Devices:
     is_addressable: tuple[bool, ...]  # whether this process can reach the memory of each
     kind: str  # "cpu", "NVIDIA H200", ...; "abstract" for a mesh without devices
     axes: tuple[tuple[str, int], ...] = ()  # names and sizes of the mesh axes, if there is a mesh
+    on_chip: tuple[str, ...] = ()  # of TPUs: "6 at (1, 1, 0)", the coordinates of its chip
 
     @classmethod
     def of(cls, devices: Iterable, axes: tuple[tuple[str, int], ...] = ()) -> "Devices":
@@ -42,6 +43,7 @@ class Devices:
             is_addressable=tuple(d.process_index == d.client.process_index() for d in devices),
             kind=" and ".join(dict.fromkeys(d.device_kind for d in devices)),
             axes=axes,
+            on_chip=tuple(f"{d.id} at {tuple(d.coords)}" for d in devices if hasattr(d, "coords")),
         )
 
     @property
