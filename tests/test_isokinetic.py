@@ -72,7 +72,9 @@ def numpy_trajectory(z, u, splitting, step_size, num_steps, scale):
 def integrate(data, metric, splitting, x, p, step_size, num_steps):
     target = gm.LogDensity(quartic, data)
     point = PhasePoint(x, p, target.grad(x))
-    return isokinetic.integrate(target, metric, splitting, point, step_size, num_steps)
+    return isokinetic.integrate(
+        target, metric, splitting, point, step_size, num_steps, len(jnp.hstack(jax.tree.leaves(x)))
+    )
 
 
 @pytree

@@ -58,12 +58,14 @@ class BurnInHMC(Kernel):
     target: Target
     step_size: jax.Array
     inverse_mass_matrix: PyTree = like_position()
+    gradient_precision: str = static()
     is_per_chain: bool = static(default=False)
 
     @classmethod
     def of(cls, kernel: Kernel) -> Self:
-        """Return the kernel with the target, the step size and the metric of another one."""
-        return cls(kernel.target, kernel.step_size, kernel.inverse_mass_matrix)
+        """Return the kernel with the target, the step size, the metric and the precision of another."""
+        metric, precision = kernel.inverse_mass_matrix, kernel.gradient_precision
+        return cls(kernel.target, kernel.step_size, metric, precision)
 
     def one_leapfrog(self) -> HMCOnStates:
         """Return the kernel whose steps are one leapfrog; it tries first step sizes."""
@@ -73,6 +75,7 @@ class BurnInHMC(Kernel):
         """Return the kernel of one step, its number of leapfrogs drawn for all chains at once."""
         length, most = MEAN_LEAPFROGS * self.step_size, 2 * MEAN_LEAPFROGS
         hmc = JitteredHMC(self.target, self.step_size, length, self.inverse_mass_matrix, most, 1.0)
+        hmc = tree.replace(hmc, gradient_precision=self.gradient_precision)
         return HMCOnStates(hmc.with_jitter(rng_key, step))
 
     def init(self, position: PyTree) -> HMCState:

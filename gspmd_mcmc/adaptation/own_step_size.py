@@ -70,6 +70,7 @@ def walk(
 
 
 def _hmc(kernel: Kernel, count: jax.Array) -> HMC:
-    values = {name: getattr(kernel, name) for name in ("target", "step_size", "inverse_mass_matrix")}
+    names = ("target", "step_size", "inverse_mass_matrix", "gradient_precision")
+    values = {name: getattr(kernel, name) for name in names}
     no_jitter = jnp.zeros((), kernel.step_size.dtype)
     return tree.fill(HMC, values | {"num_integration_steps": count, "jitter": no_jitter})

@@ -16,6 +16,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.kernels.integrators import PhasePoint, integrate, velocity_verlet_with_terms
 from gspmd_mcmc.kernels.kernel import Info, Kernel, count, fraction, positive, target_of
 from gspmd_mcmc.kernels.metrics import metric as metrics
+from gspmd_mcmc.kernels.product_precision import gradient_precision_of
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
 from gspmd_mcmc.targets.target import Target
@@ -94,6 +95,11 @@ class HMC(HamiltonianKernel):
         uniformly from (1 ± jitter) times ``num_integration_steps``; `step` itself never does.
     trajectory_length
         Not a setting of this kernel; the error names `JitteredHMC`, which has one.
+    gradient_precision
+        The precision of matrix products in gradients, one that the device has: "float32"; on GPUs
+        "tensorfloat32" too; on TPUs "bfloat16_3x" (three products of two bfloat16 terms) and
+        "bfloat16". None: "tensorfloat32" on GPUs, "bfloat16_3x" on TPUs. The Metropolis test is always
+        in float32, so that draws are exact. Static.
     """
 
     target: Target
@@ -101,6 +107,7 @@ class HMC(HamiltonianKernel):
     num_integration_steps: jax.Array
     inverse_mass_matrix: PyTree | None = like_position()
     jitter: jax.Array
+    gradient_precision: str = static()
     is_per_chain: bool = static(default=False)
 
     def __init__(
@@ -111,6 +118,7 @@ class HMC(HamiltonianKernel):
         inverse_mass_matrix: PyTree | None = None,
         jitter: float | jax.Array = 0.0,
         trajectory_length: None = None,
+        gradient_precision: str | None = None,
     ):
         if trajectory_length is not None:
             raise TypeError(
@@ -125,6 +133,7 @@ class HMC(HamiltonianKernel):
             num_integration_steps=count("HMC", "num_integration_steps", num_integration_steps),
             inverse_mass_matrix=metrics.laid_out("HMC", target, inverse_mass_matrix),
             jitter=fraction("HMC", "jitter", jitter),
+            gradient_precision=gradient_precision_of("HMC", target, gradient_precision),
         )
 
     def with_num_integration_steps(self, num_integration_steps: int | jax.Array) -> "HMC":
@@ -165,7 +174,7 @@ class HMC(HamiltonianKernel):
 
     def trajectory(self, start: PhasePoint) -> tuple[PhasePoint, PyTree]:
         """Integrate Hamilton's equations from a point of phase space; return the end and its terms."""
-        return integrate(start, self.step_size, self.num_integration_steps, self.target, self.velocity)
+        return integrate(start, self.step_size, self.num_integration_steps, self, self.velocity)
 
     def _energy_error(
         self, state: HMCState, momentum: PyTree, end: PhasePoint, terms: PyTree
@@ -181,7 +190,7 @@ class OneLeapfrog(HMC):
 
     @classmethod
     def of(cls, kernel: Kernel) -> Self:
-        """Return the one with the target, the step size and the metric of another kernel."""
+        """Return the one with the target and the settings of another kernel that they share."""
         return tree.fill(
             cls,
             {
@@ -190,6 +199,7 @@ class OneLeapfrog(HMC):
                 "num_integration_steps": jnp.ones((), int),
                 "inverse_mass_matrix": kernel.inverse_mass_matrix,
                 "jitter": jnp.zeros((), kernel.step_size.dtype),
+                "gradient_precision": kernel.gradient_precision,
                 "is_per_chain": kernel.is_per_chain,
             },
         )
@@ -200,8 +210,7 @@ class OneLeapfrog(HMC):
 
     def trajectory(self, start: PhasePoint) -> tuple[PhasePoint, PyTree]:
         """Take the leapfrog; return its end and the terms there."""
-        terms_and_grad = self.target.terms_and_grad
-        return velocity_verlet_with_terms(start, self.step_size, terms_and_grad, self.velocity)
+        return velocity_verlet_with_terms(start, self.step_size, self.terms_and_grad, self.velocity)
 
 
 def init(kernel: Kernel, position: PyTree) -> HMCState:
@@ -209,7 +218,7 @@ def init(kernel: Kernel, position: PyTree) -> HMCState:
     checks.check_not_baked(kernel.target)
     position = checks.admit(kernel.target, position)
     metrics.check_fits(type(kernel).__name__, kernel.inverse_mass_matrix, position)
-    terms, log_density_grad = kernel.target.terms_and_grad(position)
+    terms, log_density_grad = kernel.terms_and_grad(position)
     state = HMCState.at(position, terms, log_density_grad)
     checks.check_finite_start(kernel.target, position, state.log_density, log_density_grad)
     independence.check_rows(kernel.target, position)

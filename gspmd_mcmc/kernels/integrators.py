@@ -2,12 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, pytree
+
+
+class Differentiable(Protocol):
+    """A target, or a kernel, which has gradients of its own precision."""
+
+    def grad(self, position: PyTree) -> PyTree:
+        """Return the gradient of the log density."""
+        ...
+
+    def terms_and_grad(self, position: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the terms of the log density, and the same gradient."""
+        ...
 
 
 @pytree
@@ -49,18 +61,19 @@ def integrate(
     point: PhasePoint,
     step_size: jax.Array,
     num_integration_steps: jax.Array,
-    target: Target,
+    density: Differentiable,
     velocity: Callable,
 ) -> tuple[PhasePoint, PyTree]:
     """Take a number of leapfrogs, at least one; return their end, and the target's terms there.
 
-    The number may be traced; the program is the same for any number. The terms come from the pass of
-    the last gradient: L leapfrogs are L passes over the data, and L reductions over a mesh.
+    The number may be traced; the program is the same for any number. The terms come with
+    the last gradient: L leapfrogs are L reductions over a mesh, and L passes over the data, or one more
+    if terms have another precision than gradients.
     """
 
     def leapfrog(_, point):
-        return velocity_verlet(point, step_size, target.grad, velocity)
+        return velocity_verlet(point, step_size, density.grad, velocity)
 
     with jax.named_scope("leapfrog"):  # reports of a program's communication name the loop so
         point = jax.lax.fori_loop(0, num_integration_steps - 1, leapfrog, point)
-    return velocity_verlet_with_terms(point, step_size, target.terms_and_grad, velocity)
+    return velocity_verlet_with_terms(point, step_size, density.terms_and_grad, velocity)

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels.integrators import PhasePoint
+from gspmd_mcmc.kernels.integrators import Differentiable, PhasePoint
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.targets.target import Target
@@ -174,20 +174,20 @@ def drift(inverse_mass_matrix: PyTree, point: PhasePoint, time: jax.Array) -> Py
 
 
 def integrate(
-    target: Target,
+    density: Differentiable,
     inverse_mass_matrix: PyTree,
     splitting: Splitting,
     point: PhasePoint,
     step_size: jax.Array,
     num_steps: jax.Array,
+    dimension: int,
 ) -> tuple[PhasePoint, PyTree, jax.Array]:
     """Take a number of steps, at least one; return their end, the terms there, and ΔK of all of them.
 
     Where one step ends and the next begins, two kicks at one position are one kick of both times. So an
     iteration of the loop is a drift, a gradient and a kick. The last iteration is separate: its kick is
-    shorter, and its gradient also gives the target's terms.
+    shorter, and the target's terms come with its gradient.
     """
-    count = dimension("integrate", target, point.position)
     num_drifts = len(splitting.drifts)
     drifts = jnp.asarray(splitting.drifts, step_size.dtype)
     kicks = jnp.asarray((*splitting.kicks[1:-1], 2 * splitting.kicks[-1]), step_size.dtype)
@@ -197,19 +197,19 @@ def integrate(
 
     def kicked(position, momentum, grad, share):
         point = PhasePoint(position, momentum, grad)
-        return kick(inverse_mass_matrix, point, step_size * share, count)
+        return kick(inverse_mass_matrix, point, step_size * share, dimension)
 
     def turn(i, carry):
         point, gain = carry
         position = moved(point, drifts[i % num_drifts])
-        grad = target.grad(position)
+        grad = density.grad(position)
         point, more = kicked(position, point.momentum, grad, kicks[i % num_drifts])
         return point, gain + more
 
-    start = kick(inverse_mass_matrix, point, step_size * splitting.kicks[0], count)
+    start = kick(inverse_mass_matrix, point, step_size * splitting.kicks[0], dimension)
     with jax.named_scope("leapfrog"):  # reports of a program's communication name the loop so
         point, gain = jax.lax.fori_loop(0, num_steps * num_drifts - 1, turn, start)
     position = moved(point, splitting.drifts[-1])
-    terms, grad = target.terms_and_grad(position)
+    terms, grad = density.terms_and_grad(position)
     point, more = kicked(position, point.momentum, grad, splitting.kicks[-1])
     return point, terms, gain + more

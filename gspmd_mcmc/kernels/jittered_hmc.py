@@ -18,6 +18,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.kernels.hmc import HMC, HamiltonianKernel, HMCInfo, HMCState
 from gspmd_mcmc.kernels.kernel import count, fraction, positive, target_of
 from gspmd_mcmc.kernels.metrics import metric as metrics
+from gspmd_mcmc.kernels.product_precision import gradient_precision_of
 from gspmd_mcmc.targets.anywhere import step_anywhere
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, like_position, pytree, set_fields, static
@@ -58,6 +59,8 @@ class JitteredHMC(HamiltonianKernel):
     jitter
         Between 0 and 1. With 1, as in the papers, every fourth step is shorter than half of T and
         hardly moves; with less than 1/2 there are directions in which every step returns.
+    gradient_precision
+        As in `HMC`. Static.
     """
 
     target: Target
@@ -66,6 +69,7 @@ class JitteredHMC(HamiltonianKernel):
     inverse_mass_matrix: PyTree | None = like_position()
     max_leapfrogs: jax.Array
     jitter: jax.Array
+    gradient_precision: str = static()
     is_per_chain: bool = static(default=False)
 
     def __init__(
@@ -76,6 +80,7 @@ class JitteredHMC(HamiltonianKernel):
         inverse_mass_matrix: PyTree | None = None,
         max_leapfrogs: int | jax.Array = 1000,
         jitter: float | jax.Array = JITTER,
+        gradient_precision: str | None = None,
     ):
         set_fields(
             self,
@@ -85,6 +90,7 @@ class JitteredHMC(HamiltonianKernel):
             inverse_mass_matrix=metrics.laid_out("JitteredHMC", target, inverse_mass_matrix),
             max_leapfrogs=count("JitteredHMC", "max_leapfrogs", max_leapfrogs),
             jitter=fraction("JitteredHMC", "jitter", jitter),
+            gradient_precision=gradient_precision_of("JitteredHMC", target, gradient_precision),
         )
 
     def with_trajectory_length(self, trajectory_length: float | jax.Array) -> "JitteredHMC":
@@ -107,7 +113,8 @@ class JitteredHMC(HamiltonianKernel):
             self.inverse_mass_matrix,
             jnp.zeros_like(self.step_size),
         )
-        return tree.replace(kernel, is_per_chain=self.is_per_chain)
+        precision = self.gradient_precision
+        return tree.replace(kernel, gradient_precision=precision, is_per_chain=self.is_per_chain)
 
     @step_anywhere
     def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, HMCInfo]:

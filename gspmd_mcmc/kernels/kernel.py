@@ -11,6 +11,7 @@ import numpy as np
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels.metrics import metric as metrics
+from gspmd_mcmc.kernels.product_precision import FULL, products_in
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.targets.anywhere import no_context_mesh
 from gspmd_mcmc.targets.target import Target
@@ -57,6 +58,8 @@ class Kernel(ABC):
         What the kernel samples, and what warm-up tunes. The last two are None where a kernel has none.
     is_per_chain
         Whether step size and metric have a first axis of chains. Static.
+    gradient_precision
+        The precision of matrix products in gradients: full, unless a kernel has the setting. Static.
     draws_momenta
         Whether each transition draws its momentum anew, so that E-BFMI judges its energies.
     is_adjusted
@@ -76,6 +79,7 @@ class Kernel(ABC):
     step_size: jax.Array
     inverse_mass_matrix: PyTree
     is_per_chain: bool = False
+    gradient_precision: str = FULL
 
     @abstractmethod
     def init(self, position: PyTree) -> Any:
@@ -113,6 +117,19 @@ class Kernel(ABC):
         """Return the kernel with another metric; one of another structure is another program."""
         metric = metrics.laid_out(type(self).__name__, self.target, inverse_mass_matrix)
         return tree.replace(self, inverse_mass_matrix=metric)
+
+    def grad(self, position: PyTree) -> PyTree:
+        """Return the gradient of the log density, its products in `gradient_precision`."""
+        with products_in(self.gradient_precision):
+            return self.target.grad(position)
+
+    def terms_and_grad(self, position: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the target's terms, in full precision, and `grad`; if all is full, from one pass."""
+        with products_in(FULL):
+            if self.gradient_precision == FULL:
+                return self.target.terms_and_grad(position)
+            terms = self.target.terms(position)
+        return terms, self.grad(position)
 
     def velocity(self, momentum: PyTree) -> PyTree:
         """Return M⁻¹ p."""

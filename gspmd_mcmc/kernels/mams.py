@@ -19,6 +19,7 @@ from gspmd_mcmc.kernels.isokinetic import MINIMAL_NORM, Span, Splitting
 from gspmd_mcmc.kernels.jittered_hmc import spread
 from gspmd_mcmc.kernels.kernel import Info, Kernel, fraction, positive, target_of
 from gspmd_mcmc.kernels.metrics import metric as metrics
+from gspmd_mcmc.kernels.product_precision import gradient_precision_of
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
 from gspmd_mcmc.targets.target import Target
@@ -62,6 +63,8 @@ class MAMS(Kernel):
         over (1 ± jitter) times ``trajectory_length``; `step` itself never does.
     splitting
         `MINIMAL_NORM`, two gradients a step of the integrator, or `LEAPFROG`, one. Static.
+    gradient_precision
+        As in `HMC`. Static.
     """
 
     target: Target
@@ -70,6 +73,7 @@ class MAMS(Kernel):
     inverse_mass_matrix: PyTree | None = like_position()
     jitter: jax.Array
     splitting: Splitting = static()
+    gradient_precision: str = static()
     is_per_chain: bool = static(default=False)
 
     def __init__(
@@ -80,6 +84,7 @@ class MAMS(Kernel):
         inverse_mass_matrix: PyTree | None = None,
         jitter: float | jax.Array = 1.0,
         splitting: Splitting = MINIMAL_NORM,
+        gradient_precision: str | None = None,
     ):
         set_fields(
             self,
@@ -89,6 +94,7 @@ class MAMS(Kernel):
             inverse_mass_matrix=metrics.laid_out("MAMS", target, inverse_mass_matrix),
             jitter=fraction("MAMS", "jitter", jitter),
             splitting=splitting,
+            gradient_precision=gradient_precision_of("MAMS", target, gradient_precision),
         )
 
     def with_trajectory_length(self, trajectory_length: float | jax.Array) -> "MAMS":
@@ -152,8 +158,9 @@ class MAMS(Kernel):
     ) -> tuple[PhasePoint, PyTree, jax.Array]:
         """Integrate isokinetic dynamics from a unit momentum; return the end, its terms, and ΔK."""
         metric = self.inverse_mass_matrix
+        dimension = isokinetic.dimension("MAMS", self.target, start.position)
         return isokinetic.integrate(
-            self.target, metric, self.splitting, start, self.step_size, num_steps
+            self, metric, self.splitting, start, self.step_size, num_steps, dimension
         )
 
     def _num_steps(self) -> jax.Array:

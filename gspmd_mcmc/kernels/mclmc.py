@@ -165,11 +165,11 @@ class MCLMC(Kernel):
         gain = jnp.zeros_like(self.step_size)
         for drift, kick in zip(drifts[:-1], kicks, strict=True):
             position = isokinetic.drift(metric, point, self.step_size * drift)
-            moved = PhasePoint(position, point.momentum, self.target.grad(position))
+            moved = PhasePoint(position, point.momentum, self.grad(position))
             point, more = isokinetic.kick(metric, moved, self.step_size * kick, count)
             gain = gain + more
         position = isokinetic.drift(metric, point, self.step_size * drifts[-1])
-        terms, grad = self.target.terms_and_grad(position)
+        terms, grad = self.terms_and_grad(position)
         return PhasePoint(position, point.momentum, grad), terms, gain
 
     def _arrive(self, rng_key: jax.Array, point: PhasePoint) -> tuple[PyTree, PyTree, jax.Array]:

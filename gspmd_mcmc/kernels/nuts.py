@@ -27,6 +27,7 @@ from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR, HamiltonianKernel, HM
 from gspmd_mcmc.kernels.integrators import PhasePoint, velocity_verlet_with_terms
 from gspmd_mcmc.kernels.kernel import Info, positive, target_of
 from gspmd_mcmc.kernels.metrics import metric as metrics
+from gspmd_mcmc.kernels.product_precision import FULL, gradient_precision_of
 from gspmd_mcmc.kernels.u_turns import BLOCK, Path
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.anywhere import step_anywhere
@@ -147,12 +148,16 @@ class NUTS(HamiltonianKernel):
     max_tree_depth
         The largest number of doublings of a trajectory, 1 to 20: at most 2^max_tree_depth - 1
         leapfrogs. A step holds 3 max_tree_depth momenta. Static: another depth is another program.
+    gradient_precision
+        As in `HMC`, but "float32" by default: the tree needs the terms at each leapfrog, so that less
+        precise gradients are a second pass over the data. Static.
     """
 
     target: Target
     step_size: jax.Array
     inverse_mass_matrix: PyTree | None = like_position()
     max_tree_depth: int = static()
+    gradient_precision: str = static()
     is_per_chain: bool = static(default=False)
 
     def __init__(
@@ -161,6 +166,7 @@ class NUTS(HamiltonianKernel):
         step_size: float | jax.Array,
         inverse_mass_matrix: PyTree | None = None,
         max_tree_depth: int = 10,
+        gradient_precision: str | None = FULL,
     ):
         is_whole = isinstance(max_tree_depth, int | np.integer) and not isinstance(max_tree_depth, bool)
         if not is_whole or not 1 <= max_tree_depth <= MOST_DOUBLINGS:
@@ -174,6 +180,7 @@ class NUTS(HamiltonianKernel):
             step_size=positive("NUTS", "step_size", step_size),
             inverse_mass_matrix=metrics.laid_out("NUTS", target, inverse_mass_matrix),
             max_tree_depth=int(max_tree_depth),
+            gradient_precision=gradient_precision_of("NUTS", target, gradient_precision),
         )
 
     @step_anywhere
@@ -291,8 +298,7 @@ class NUTS(HamiltonianKernel):
         self, start: Start, step_size: jax.Array, near: PhasePoint
     ) -> tuple[PhasePoint, PyTree, Sample]:
         """Return the next point, its velocity and the leaf there, of weight exp(-ΔH) from the start."""
-        terms_and_grad = self.target.terms_and_grad
-        near, terms = velocity_verlet_with_terms(near, step_size, terms_and_grad, self.velocity)
+        near, terms = velocity_verlet_with_terms(near, step_size, self.terms_and_grad, self.velocity)
         velocity = self.velocity(near.momentum)
         velocities = tree.add(velocity, start.velocity)
         kinetic = 0.5 * tree.dot(tree.sub(near.momentum, start.momentum), velocities)

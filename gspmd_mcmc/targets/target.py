@@ -10,10 +10,11 @@ from jax.tree_util import KeyPath, Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.explicit import SameObject, on_any_mesh, whole
+from gspmd_mcmc.placement.mesh import named_sharding
 from gspmd_mcmc.placement.numbers import nonfinite
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections as bijective
-from gspmd_mcmc.targets.streaming.rows import HasLocalRows, Rows
+from gspmd_mcmc.targets.streaming.rows import HasLocalRows, Rows, platform_of
 from gspmd_mcmc.tree import PyTree
 
 
@@ -74,6 +75,17 @@ class Target(SameObject, ABC):
     def grad(self, position: PyTree) -> PyTree:
         """Gradient of the log density, shaped like the position."""
         return self.terms_and_grad(position)[1]
+
+    @property
+    def platform(self) -> str:
+        """What computes with the data: "cpu", "gpu", "tpu", or "abstract" if it is not there yet."""
+        for plate in self.plates:
+            return plate.rows.platform
+        for leaf in jax.tree.leaves(self):
+            if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+                sharding = named_sharding(leaf)
+                return platform_of(leaf, sharding and sharding.mesh)
+        return jax.default_backend()
 
     # The latents.
 

@@ -144,7 +144,7 @@ def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
     num_rows, num_padded = _counts(arrays, [num_real_rows(node) for _, node in nodes])
     mesh, axes = _mesh_and_axes(arrays)
     specs = tuple(map(_rest_of_spec, arrays.values()))
-    platform = _platform(next(iter(arrays.values())), mesh)
+    platform = platform_of(next(iter(arrays.values())), mesh)
     rows = Rows(num_rows, num_padded, mesh, axes, specs, platform)
     if num_padded % rows.num_blocks:
         raise ValueError(
@@ -211,7 +211,8 @@ def _rest_of_spec(array: Any) -> tuple:
     return tuple(sharding.spec[1:]) if sharding else ()
 
 
-def _platform(array: Any, mesh: Mesh | AbstractMesh | None) -> str:
+def platform_of(array: Any, mesh: Mesh | AbstractMesh | None) -> str:
+    """Tell what computes with an array that a mesh, or none, has placed: "cpu", "gpu", "tpu"."""
     if isinstance(mesh, AbstractMesh):
         return "abstract"  # devices that are not there: accelerators, not this machine's cores
     if mesh is not None:
