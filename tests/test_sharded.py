@@ -242,7 +242,7 @@ TWICE = ("data", "data")
 WRONG = [
     (Sharded, NO_DISTRIBUTIONS, TypeError, "expected a distribution"),
     (lambda n: Sharded(NORMAL, num_rows=n), [0, -1, 2.5, "8", True], ValueError, "num_rows"),
-    (lambda axis: Sharded(NORMAL, axis), [0, None, (), ("data", 1)], TypeError, "axis"),
+    (lambda axis: Sharded(NORMAL, axis), [0, None, P(), ("data", 1)], TypeError, "axis"),
     (lambda axis: Sharded(NORMAL, axis), [TWICE], ValueError, "axis: expected each mesh axis once"),
     (
         lambda axis: Sharded(NORMAL, axis, **ON_8),

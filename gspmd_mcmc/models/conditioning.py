@@ -12,7 +12,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc.models import numpyro_sites, sharded
 from gspmd_mcmc.models.joint_parts import run, trace
-from gspmd_mcmc.models.sharded import Sharded, plain, shown
+from gspmd_mcmc.models.sharded import Sharded, plain, shown, with_rows_apart
 from gspmd_mcmc.models.site_model import (
     CannotStream,
     Site,
@@ -38,7 +38,12 @@ from gspmd_mcmc.targets.local import lay_out
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.streaming.rows import row_axes
 
-Rows = tuple  # number of rows, mesh axes and mesh of a `Sharded` part
+Rows = tuple  # number of rows, mesh axes, mesh and spec of a `Sharded` part
+CURE = (
+    "In a Sharded part rows stand apart: give rows that are drawn alike by num_rows=, pass arrays that "
+    "have rows as arguments of the model, placed, and leave a part whose rows depend on each other out "
+    "of Sharded"
+)
 
 
 def condition(joint: Any, observed: dict[str, Any]) -> Posterior:
@@ -50,12 +55,16 @@ def condition(joint: Any, observed: dict[str, Any]) -> Posterior:
         what = f"there is no part {unknown[0]!r}" if unknown else "no part is left to sample"
         raise ValueError(f"condition: {what}; the parts are {list(facts)}")
     model = _model(joint, observed, facts)
-    target = model.posterior()
+    try:
+        target = model.posterior()
+    except CannotStream as error:
+        raise CannotStream(error.plate, f"{error.reason.rstrip('.')}. {CURE}") from error
     for which, name in enumerate(model.num_rows):
         # A row's term may depend on how many rows its block has, say.
         coupling = coupling_of(target, which, lay_out(target, target.origin()))
         if coupling is not None:
-            raise CannotStream(name, f"{coupling}: it depends on the other rows of its block")
+            reason = f"{coupling}: it depends on the other rows of its block. {CURE}"
+            raise CannotStream(name, reason)
     return target
 
 
@@ -65,13 +74,14 @@ def _fact(observed: dict, name: str, part: Any, value: jax.Array) -> tuple[Site,
     if isinstance(part, Sharded):
         if not value.ndim:
             raise ValueError(f"part {name!r} is Sharded and not observed: give it num_rows=")
-        rows = (value.shape[0], part.axes, part.mesh)
-        plate = f"{'x'.join(part.axes)}[{value.shape[0]}]"
+        rows = (value.shape[0], part.axes, part.mesh if any(part.spec) else None, part.spec)
+        plate = f"{'x'.join(part.axes) or 'rows'}[{value.shape[0]}]"
     if name in observed:
         return Site(name, plate), rows
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise must_be_continuous(f"part {name!r} is discrete")
-    bijection, shape = bijection_for(name, f"part {name!r}", plain(part), value.shape)
+    distribution = plain(with_rows_apart(part, value.ndim))
+    bijection, shape = bijection_for(name, f"part {name!r}", distribution, value.shape)
     return Site(name, plate, jax.ShapeDtypeStruct(shape, value.dtype), bijection), rows
 
 
@@ -82,8 +92,8 @@ def _model(joint: Any, observed: dict, facts: dict) -> "JointModel":
     of rows from outside.
     """
     plates = {site.plate: rows for site, rows in facts.values() if site.plate is not None}
-    num_rows = {name: rows for name, (rows, _, _) in plates.items()}
-    axes = {name: over for name, (_, over, _) in plates.items()}
+    num_rows = {name: rows[0] for name, rows in plates.items()}
+    axes = {name: rows[1] for name, rows in plates.items()}
     owners: list[str | None] = []
     for x in jax.tree.leaves(joint, is_leaf=lambda x: is_padded(x) or isinstance(x, Partial)):
         owners += rows_of_plates(x, num_rows, axes) if isinstance(x, Partial) else [None]
@@ -113,7 +123,7 @@ def _placed(value: Any, rows: Rows | None) -> Any:
     """Place an array on the mesh of its rows, if there is one and none has it yet."""
     if rows is None or rows[2] is None or is_padded(value) or row_axes(value) is not None:
         return value if is_padded(value) else as_array("observed", value)
-    return place(value, rows[2], P(rows[1]))
+    return place(value, rows[2], P(*rows[3][: np.ndim(value)]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +135,7 @@ class JointModel(SiteModel):
 
         def visit(index: int, name: str, part: Any) -> Any:
             x = given[name]
+            part = with_rows_apart(part, x.ndim)
             bijection = bijection_of(f"part {name!r}", plain(part)) if name in by_model else None
             y = constrained(bijection, x)
             if name in wanted:
@@ -143,6 +154,7 @@ class JointModel(SiteModel):
 
         def visit(index: int, name: str, part: Any) -> Any:
             if name in self.derived_names:
+                part = with_rows_apart(part, given[name].ndim)
                 bijection = bijection_of(f"part {name!r}", plain(part))
                 given[name] = out[name] = constrained(bijection, given[name])
             return given[name]
@@ -162,6 +174,7 @@ class JointModel(SiteModel):
                 y = sharded.draw_part(part, jax.random.fold_in(rng_key, index))
             except NotImplementedError as error:
                 raise cannot_draw(f"part {name!r}", plain(part)) from error
+            part = with_rows_apart(part, y.ndim)
             out[name] = unconstrained(f"part {name!r}", plain(part), y)
             return y
 

@@ -33,7 +33,8 @@ from gspmd_mcmc.models.joint_parts import (
     taken_by,
     trace,
 )
-from gspmd_mcmc.models.sharded import Sharded, check_value, is_distribution, shown
+from gspmd_mcmc.models.sharded import Sharded, check_value, is_distribution, shape_of, shown
+from gspmd_mcmc.models.tfp import answers, without_root
 from gspmd_mcmc.placement.explicit import OnMesh, on_any_mesh
 from gspmd_mcmc.placement.padding import is_padded, real_rows, refuse_padded
 from gspmd_mcmc.targets.checks import check_key, constant_megabytes
@@ -41,6 +42,8 @@ from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.tree import is_staging, pytree, set_fields, static
 
 Visit = Callable[[str, Any], Any]  # gives a part's value, of its name and distribution
+ONE_VALUE = "Call it with one value of all parts, as sample returns it: {}([a, b])"
+ONE_SAMPLE = "A joint takes parts and mesh=; values are always checked, and jax.vmap makes many samples"
 
 
 class _Joint(OnMesh, ABC):
@@ -65,9 +68,12 @@ class _Joint(OnMesh, ABC):
         """Names of the parts, in the order they are drawn."""
         return tuple(trace(self, {}, lambda name, part, value: None))
 
+    @answers("Call it as sample(rng_key, sample_shape, value=value)", seed="the key comes first here")
     @on_any_mesh
-    def sample(self, rng_key: jax.Array, sample_shape: int | tuple[int, ...] = ()) -> Any:
-        """Draw all parts.
+    def sample(
+        self, rng_key: jax.Array, sample_shape: int | tuple[int, ...] = (), *, value: Any = None
+    ) -> Any:
+        """Draw all parts, or those that are not given.
 
         The i-th part drawn uses the key ``fold_in(rng_key, i)``. With a ``sample_shape``, the j-th
         sample uses ``fold_in(rng_key, j)`` in place of ``rng_key``.
@@ -78,6 +84,10 @@ class _Joint(OnMesh, ABC):
             A typed key, ``jax.random.key(seed)``.
         sample_shape
             Independent samples, in front of every part.
+        value
+            A value, as `log_prob` takes it, with None for the parts to draw: ``(w, b, None)`` draws the
+            third from its distribution given the first two, which are returned as they are. Parts
+            before a given one do not depend on it: that is what `condition` does.
 
         Returns
         -------
@@ -89,20 +99,23 @@ class _Joint(OnMesh, ABC):
         ------
         TypeError, ValueError
             If the key is not a typed key, a `Sharded` part has no mesh, a part is not a distribution,
-            or there is a ``sample_shape`` and the mesh does not divide the rows.
+            there is a ``sample_shape`` and the mesh does not divide the rows, or a given part has
+            another shape than one sample.
         """
         check_key(rng_key)
-        shape = (sample_shape,) if isinstance(sample_shape, int) else tuple(sample_shape)
+        shape = shape_of(sample_shape)
+        given = None if value is None else self._given(value)
         if not shape:
-            return self._sample(rng_key)
+            return self._sample(given, rng_key)
         keys = jax.vmap(partial(jax.random.fold_in, rng_key))(jnp.arange(prod(shape))).reshape(shape)
-        one = self._sample
+        one = partial(self._sample, given)
         for _ in shape:
             one = jax.vmap(one)
         values = one(keys)
         refuse_padded(values, "sample", "draw samples one by one, or choose a mesh that divides them")
         return values
 
+    @answers(ONE_VALUE.format("log_prob"))
     @on_any_mesh
     def log_prob(self, value: Any) -> jax.Array:
         """Sum the log probabilities of all parts, over all rows: one scalar.
@@ -126,6 +139,7 @@ class _Joint(OnMesh, ABC):
         function = _log_prob if is_staging() else _jit_log_prob
         return function(self, self._arrays(value))
 
+    @answers(ONE_VALUE.format("log_prob_parts"))
     @on_any_mesh
     def log_prob_parts(self, value: Any) -> Any:
         """Log probability of each part, summed over its rows, in the structure of the value."""
@@ -151,8 +165,8 @@ class _Joint(OnMesh, ABC):
         -------
         Posterior
             Its position is a dict of the other parts by name; ``origin()`` is a position to start
-            around. NumPyro's distributions are sampled on the whole real line, through the bijection of
-            their support.
+            around. NumPyro's and TFP's distributions are sampled on the whole real line, through the
+            bijection of their support.
 
         Raises
         ------
@@ -171,14 +185,21 @@ class _Joint(OnMesh, ABC):
             )
         return {k: x if is_padded(x) else jnp.asarray(x) for k, x in self._given(value).items()}
 
-    def _sample(self, rng_key: jax.Array) -> Any:
+    def _sample(self, given: dict[Any, Any] | None, rng_key: jax.Array) -> Any:
         def visit(index: int, name: str, part: Any) -> Any:
+            out[name] = None if values is None else values.of(index, name)
+            if out[name] is not None:
+                check_value(f"part {name!r}", part, out[name])
+                return real_rows(out[name])
             key = jax.random.fold_in(rng_key, index)
             out[name] = part.sample(key) if isinstance(part, Sharded) else sharded.draw_part(part, key)
             return real_rows(out[name])
 
+        values = None if given is None else _Values(given)
         out: dict[str, Any] = {}
         run(self, visit)
+        if values is not None:
+            values.check_all_read(list(out))
         return self._pack(out)
 
     def __repr__(self) -> str:
@@ -208,6 +229,7 @@ class JointDistributionSequential(_Joint):
     parts: tuple[Any, ...]
     mesh: Mesh | None = static()
 
+    @answers(ONE_SAMPLE)
     def __init__(self, parts: Any, *, mesh: Mesh | None = None):
         if not isinstance(parts, list | tuple):
             raise TypeError(
@@ -260,6 +282,7 @@ class JointDistributionNamed(_Joint):
     written: tuple[str, ...] = static()  # as in the dict
     mesh: Mesh | None = static()
 
+    @answers(ONE_SAMPLE)
     def __init__(self, parts: dict[str, Any], *, mesh: Mesh | None = None):
         if not isinstance(parts, dict):
             raise TypeError(f"JointDistributionNamed: expected a dict of parts, got {shown(parts)}")
@@ -334,6 +357,7 @@ class JointDistributionCoroutine(_Joint):
     mesh: Mesh | None = static()
     Root = Root
 
+    @answers(ONE_SAMPLE)
     def __init__(self, model: Callable, *args: Any, mesh: Mesh | None = None):
         bound = as_partial(model)
         bound = Function(bound.reading, *bound.args, *args, **bound.keywords)
@@ -353,7 +377,7 @@ class JointDistributionCoroutine(_Joint):
                 part = generator.send(value)  # pyright: ignore[reportArgumentType]
             except StopIteration:
                 return
-            root = part if isinstance(part, Root) else Root(part)
+            root = part if isinstance(part, Root) else Root(without_root(part))
             name = name_of_part(root.distribution, index) if root.name is None else root.name
             value, index = visit(name, root.distribution), index + 1
 
@@ -361,29 +385,43 @@ class JointDistributionCoroutine(_Joint):
         return _value_class(tuple(by_name))(*by_name.values())
 
 
+class _Values:
+    """The entries of a value, each to be read by its part."""
+
+    def __init__(self, given: dict[Any, Any]):
+        self.given, self.unread = given, set(given)
+
+    def of(self, index: int, name: str) -> Any:
+        """Return the entry of a part, by its name or its place."""
+        key = name if name in self.given else index
+        if key not in self.given:
+            raise ValueError(f"value: expected one of part {name!r} too, got {self}")
+        self.unread.discard(key)
+        return self.given[key]
+
+    def check_all_read(self, names: list[str]) -> None:
+        """Raise where an entry is of no part."""
+        if self.unread:
+            raise ValueError(f"value: expected the parts {names}, got {self}")
+
+    def __str__(self) -> str:
+        names = [name for name in self.given if isinstance(name, str)]
+        return f"those of {names}" if names else f"{len(self.given)} values"
+
+
 def _log_prob_each(joint: _Joint, given: dict[Any, Any]) -> dict[str, jax.Array]:
     def visit(index: int, name: str, part: Any) -> Any:
-        key = name if name in given else index
-        if key not in given:
-            raise ValueError(f"value: expected one of part {name!r} too, got {_counted(given)}")
-        rest.discard(key)
-        value = given[key]
+        value = values.of(index, name)
         check_value(f"part {name!r}", part, value)
         is_sharded = isinstance(part, Sharded)
         out[name] = part.log_prob(value) if is_sharded else jnp.sum(sharded.log_prob(part, value))
         return real_rows(value)
 
+    values = _Values(given)
     out: dict[str, jax.Array] = {}
-    rest = set(given)
     run(joint, visit)
-    if rest:
-        raise ValueError(f"value: expected the parts {list(out)}, got {_counted(given)}")
+    values.check_all_read(list(out))
     return out
-
-
-def _counted(given: dict[Any, Any]) -> str:
-    names = [name for name in given if isinstance(name, str)]
-    return f"those of {names}" if names else f"{len(given)} values"
 
 
 def _log_prob(joint: _Joint, given: dict[Any, Any]) -> jax.Array:

@@ -3,6 +3,7 @@
 import inspect
 import keyword
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,9 +12,10 @@ from jax.sharding import Mesh
 from gspmd_mcmc import tree
 from gspmd_mcmc.functions.function import as_partial
 from gspmd_mcmc.functions.modules import hold, release
-from gspmd_mcmc.models.sharded import Sharded, check_value, draw_part, is_distribution, shown
+from gspmd_mcmc.models.sharded import Sharded, check_value, draw_part, is_distribution, plain, shown
+from gspmd_mcmc.models.tfp import name_of, refuse_its_sharded
 from gspmd_mcmc.placement.mesh import auto_mesh
-from gspmd_mcmc.placement.padding import real_rows
+from gspmd_mcmc.placement.padding import is_padded, real_rows
 
 
 def run(joint: Any, visit: Callable[[int, str, Any], Any]) -> None:
@@ -26,6 +28,7 @@ def run(joint: Any, visit: Callable[[int, str, Any], Any]) -> None:
                 f"part {name!r}: expected a distribution, Sharded(distribution) or (of a coroutine) "
                 f"Root(distribution), got {shown(part)}"
             )
+        refuse_its_sharded(f"part {name!r}", part)
         if name in seen:
             raise ValueError(f"two parts are called {name!r}; give them names: Sharded(..., name=...)")
         if isinstance(part, Sharded) and part.mesh is None:
@@ -34,7 +37,7 @@ def run(joint: Any, visit: Callable[[int, str, Any], Any]) -> None:
         return visit(len(seen) - 1, name, part)
 
     seen: list[str] = []
-    release(joint).visit_parts(checked)
+    _released(joint).visit_parts(checked)
     if not seen:
         raise ValueError("the joint distribution has no parts")
 
@@ -67,9 +70,32 @@ def checked_mesh(mesh: Mesh | None) -> Mesh | None:
     return mesh
 
 
+@tree.pytree
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A distribution taken apart: TFP's, put together again, compute with what stands for arrays."""
+
+    leaves: list[Any]
+    treedef: Any = tree.static()
+
+
 def held_part(part: Any) -> Any:
     """Return a part as a pytree whose leaves are its arrays."""
-    return hold(part if is_distribution(part) else as_partial(part))
+
+    def held(node: Any) -> Any:
+        return _Held(*jax.tree.flatten(node, is_leaf=is_padded)) if is_distribution(node) else node
+
+    function_or_distribution = part if is_distribution(part) else as_partial(part)
+    return hold(jax.tree.map(held, function_or_distribution, is_leaf=is_distribution))
+
+
+def _released(joint: Any) -> Any:
+    """Undo `held_part` of all parts."""
+
+    def released(node: Any) -> Any:
+        return node.treedef.unflatten(node.leaves) if isinstance(node, _Held) else node
+
+    return jax.tree.map(released, release(joint), is_leaf=lambda node: isinstance(node, _Held))
 
 
 def check_part(what: str, part: Any) -> None:
@@ -88,8 +114,9 @@ def check_name(name: Any) -> None:
 
 
 def name_of_part(distribution: Any, index: int) -> str:
-    """Return the name that a part was given, or its number's."""
+    """Return the name that a part or its distribution was given, or its number's."""
     name = distribution.name if isinstance(distribution, Sharded) else None
+    name = name_of(plain(distribution)) if name is None else name
     return f"var{index}" if name is None else name
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc.models.tfp import answers, refuse_its_sharded, rows_of_event
 from gspmd_mcmc.placement.explicit import OnMesh, on_any_mesh
 from gspmd_mcmc.placement.mesh import auto_mesh, axes_of
 from gspmd_mcmc.placement.padding import (
@@ -26,8 +27,9 @@ from gspmd_mcmc.placement.padding import (
     real_rows,
     values_of,
 )
+from gspmd_mcmc.placement.place import check_spec
 from gspmd_mcmc.targets.checks import check_key
-from gspmd_mcmc.tree import PyTree, is_staging, pytree, set_fields, static
+from gspmd_mcmc.tree import PyTree, is_staging, pytree, replace, set_fields, static
 
 
 @pytree
@@ -44,7 +46,9 @@ class Sharded(OnMesh):
         Anything with ``sample(rng_key, sample_shape)`` (or ``sample(sample_shape, seed=rng_key)``) and
         ``log_prob(value)``: NumPyro's, TFP's on JAX, your own class. On every device, and of all rows.
     axis
-        Name of the mesh axis that the rows lie over, or names.
+        Name of the mesh axis that the rows lie over, or names: ``("data", "model")`` lays rows over
+        both. ``P("data", "model")`` lays rows over the first and the axis after them over the second.
+        ``()`` lays nothing and needs no mesh, for code that runs with and without one.
     mesh
         The mesh, needed for sampling. Parts of a joint distribution use that of the joint.
     num_rows
@@ -62,38 +66,54 @@ class Sharded(OnMesh):
     """
 
     distribution: Any
-    axis: str | tuple[str, ...] = static()
+    axis: str | tuple[str, ...] | P = static()
     mesh: Mesh | None = static()
     num_rows: int | None = static()
     name: str | None = static()
 
+    @answers(
+        "Call it as Sharded(distribution, axis, mesh=mesh, num_rows=rows, name=name), outside pmap",
+        shard_axis_name="it is axis= here, an axis of the mesh",
+    )
     def __init__(
         self,
         distribution: Any,
-        axis: str | tuple[str, ...] = "data",
+        axis: str | tuple[str, ...] | P = "data",
         *,
         mesh: Mesh | None = None,
         num_rows: int | None = None,
         name: str | None = None,
     ):
+        _check_axis(axis, mesh)
         if not is_distribution(distribution) or isinstance(distribution, Sharded):
+            cure = ""
+            if isinstance(distribution, Sharded):
+                both = (*distribution.axes, *axes_of(axis))
+                cure = f". Rows over the axes of both are Sharded(distribution, axis={both})"
             raise TypeError(
-                f"Sharded: expected a distribution, with sample and log_prob, got {shown(distribution)}"
+                "Sharded: expected a distribution, with sample and log_prob, got "
+                f"{shown(distribution)}{cure}"
             )
+        refuse_its_sharded("Sharded", distribution)
         if num_rows is not None and (
             isinstance(num_rows, bool) or not isinstance(num_rows, int | np.integer) or num_rows < 1
         ):
             raise ValueError(f"Sharded: num_rows: expected an integer of at least 1, got {num_rows!r}")
-        _check_axis(axis, mesh)
-        axis = axis if isinstance(axis, str) else tuple(axis)
+        axis = axis if isinstance(axis, str | P) else tuple(axis)
         num_rows = None if num_rows is None else int(num_rows)
         set_fields(self, distribution=distribution, axis=axis, mesh=mesh, num_rows=num_rows, name=name)
 
     @property
+    def spec(self) -> P:
+        """How a sample lies: the mesh axes of its rows, and of the axes after them."""
+        return self.axis if isinstance(self.axis, P) else P(axes_of(self.axis))
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """Names of the mesh axes that the rows lie over."""
-        return axes_of(self.axis)
+        return axes_of(self.spec[0])
 
+    @answers("Call it as sample(rng_key, sample_shape)", seed="the key comes first here")
     @on_any_mesh
     def sample(self, rng_key: jax.Array, sample_shape: int | tuple[int, ...] = ()) -> Any:
         """Draw one global sample, laid over the mesh.
@@ -120,11 +140,11 @@ class Sharded(OnMesh):
             ``sample_shape`` and the mesh does not divide the rows (use `jax.vmap` over keys).
         """
         check_key(rng_key)
-        shape = (sample_shape,) if isinstance(sample_shape, int) else tuple(sample_shape)
-        if self.mesh is None:
+        shape = shape_of(sample_shape)
+        if self.mesh is None and any(self.spec):
             raise ValueError(
                 "Sharded: to sample takes a mesh: Sharded(..., mesh=gm.make_mesh(...)), or that of a "
-                "joint distribution"
+                "joint distribution; axis=() lays rows over none"
             )
         _check_axis(self.axis, self.mesh)
         return (_draw_laid if _is_plain(self) else _jit_draw)(self, rng_key, shape)
@@ -149,6 +169,17 @@ class Sharded(OnMesh):
         return (_total if _is_plain(self, value) else _jit_total)(self, value)
 
 
+def shape_of(sample_shape: Any) -> tuple[int, ...]:
+    """Return a sample shape as integers: of an integer, a whole number such as 1e5, or several."""
+    given = np.asarray(sample_shape)
+    is_number = given.ndim < 2 and given.dtype.kind in "iuf" and bool(np.all(np.isfinite(given)))
+    if not is_number or np.any(given < 0) or np.any(given != np.round(given)):
+        raise ValueError(
+            f"sample_shape: expected a whole number of at least 0, or several, got {sample_shape!r}"
+        )
+    return tuple(int(n) for n in np.ravel(given))
+
+
 def is_distribution(thing: Any) -> bool:
     """Tell whether something can be sampled and has a log probability; a class does not count."""
     has_both = callable(getattr(thing, "sample", None)) and callable(getattr(thing, "log_prob", None))
@@ -165,10 +196,34 @@ def draw_part(part: Any, rng_key: jax.Array, sample_shape: tuple[int, ...] = ())
     if isinstance(part, Sharded) and part.num_rows is not None:
         sample_shape = (*sample_shape, part.num_rows)
     distribution = plain(part)
+    is_tfps_way = "seed" in inspect.signature(distribution.sample).parameters
     with jax.numpy_rank_promotion("allow"):  # NumPyro's own code relies on it
-        if "seed" in inspect.signature(distribution.sample).parameters:  # TFP's way
-            return jnp.asarray(distribution.sample(sample_shape, seed=rng_key))
-        return jnp.asarray(distribution.sample(rng_key, sample_shape))
+        if is_tfps_way:
+            value = distribution.sample(sample_shape, seed=rng_key)
+        else:
+            value = distribution.sample(rng_key, sample_shape)
+    if not jax.tree_util.all_leaves([value]):  # arrays in a list would be stacked
+        raise TypeError(
+            f"{shown(distribution)} draws a {type(value).__name__}, not an array: a joint distribution "
+            "is no part of another one. Make its parts parts of the outer one"
+        )
+    return jnp.asarray(value)
+
+
+def with_rows_apart(part: Any, ndim: int) -> Any:
+    """Return a part that has a log probability for each row of its values, of ``ndim`` axes.
+
+    A `Sharded` whose distribution has the rows in its event, as ``Sample(d, [rows, columns])``, has one
+    for all of them together.
+    """
+    if not isinstance(part, Sharded) or part.num_rows is not None:
+        return part
+    shapes = (getattr(part.distribution, name, ()) for name in ("batch_shape", "event_shape"))
+    batch, event = map(tuple, shapes)
+    if batch or not event or ndim != len(event):
+        return part
+    distribution, num_rows = rows_of_event(part.distribution)
+    return replace(part, distribution=distribution, num_rows=num_rows)
 
 
 def log_prob(distribution: Any, value: jax.Array) -> jax.Array:
@@ -232,8 +287,13 @@ def _shape_str(pattern: tuple) -> str:
 def _check_axis(axis: Any, mesh: Mesh | None) -> None:
     """Raise unless this is a name or names, of axes that the mesh has if there is one."""
     axes = (axis,) if isinstance(axis, str) else axis
-    if not isinstance(axes, tuple | list) or not axes or not all(isinstance(a, str) for a in axes):
-        raise TypeError(f"Sharded: axis: expected the name of a mesh axis, or names, got {axis!r}")
+    if isinstance(axis, P) and len(axis):
+        axes = [name for entry in axis for name in axes_of(entry)]
+    if not isinstance(axes, tuple | list) or not all(isinstance(a, str) for a in axes):
+        raise TypeError(
+            "Sharded: axis: expected the name of a mesh axis, names, P(...) that begins with the rows, "
+            f"or () to lay rows over none, got {axis!r}"
+        )
     if len(set(axes)) < len(axes):
         raise ValueError(f"Sharded: axis: expected each mesh axis once, got {axis!r}")
     if mesh is None:
@@ -263,16 +323,24 @@ def _draw_laid(sharded: Sharded, rng_key: jax.Array, sample_shape: tuple[int, ..
     row_axis = len(sample_shape) if has_rows else 0
     if values.ndim <= row_axis:
         raise ValueError("Sharded: a scalar has no rows to lay over the mesh: give num_rows=")
+    if not any(sharded.spec):
+        return values
     assert sharded.mesh is not None
     num_blocks = math.prod(sharded.mesh.shape[a] for a in sharded.axes)
     num_rows = values.shape[row_axis]
     num_pad = padded_rows(num_rows, num_blocks) - num_rows
+    check_spec("Sharded", values.shape[row_axis:], sharded.mesh, sharded.spec)
+    if len(sharded.axes) > 1 and num_rows < num_blocks and values.ndim > row_axis + 1:
+        raise ValueError(
+            f"Sharded: axis={sharded.axes} lays rows over both axes, {num_rows} rows over {num_blocks} "
+            f"devices. To lay the axis after the rows over the last, axis=P{sharded.axes}"
+        )
     if num_pad and row_axis:
         raise ValueError(
             f"Sharded: {num_rows} rows behind sample_shape {values.shape[:row_axis]} do not divide "
             f"over {num_blocks} devices; draw each sample by itself, jax.vmap(sharded.sample)(keys)"
         )
-    spec = P(*(None,) * row_axis, sharded.axes)
+    spec = P(*(None,) * row_axis, *sharded.spec)
     constrain = partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(sharded.mesh, spec))
     if not num_pad:
         return constrain(values)

@@ -38,13 +38,13 @@ class CannotStream(ValueError):
 
     Attributes
     ----------
-    plate
-        Its name.
+    plate, reason
+        Its name, and what couples them.
     """
 
     def __init__(self, plate: str, reason: str):
         super().__init__(f"plate {plate!r} cannot be streamed: {reason}")
-        self.plate = plate
+        self.plate, self.reason = plate, reason
 
 
 @dataclass(frozen=True)

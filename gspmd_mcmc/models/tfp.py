@@ -1,0 +1,95 @@
+"""What TFP's users bring: its distributions, known by their methods, and its spelling of our calls.
+
+TensorFlow Probability is never imported. Its distributions have the methods that are asked for here;
+another library's, or a class of your own, may have them too.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from gspmd_mcmc.models.supports import is_of_numpyro, is_of_tfp
+
+F = TypeVar("F", bound=Callable)
+
+
+def answers(call_as: str, **cures: str) -> Callable[[F], F]:
+    """Let a call answer arguments that it does not have with today's spelling.
+
+    Parameters
+    ----------
+    call_as
+        How it is called.
+    cures
+        TFP's keywords, and what to write for each.
+    """
+
+    def of(function: F) -> F:
+        signature = inspect.signature(function)
+        *_, owner, name = function.__qualname__.split(".")
+        what = owner if name == "__init__" else name
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                found = [f"{name}=: {cures[name]}" for name in kwargs if name in cures]
+                raise TypeError(f"{what}: {'; '.join(found) or error}. {call_as}") from None
+            return function(*args, **kwargs)
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return of
+
+
+def name_of(distribution: Any) -> str | None:
+    """Return the name that a distribution of TFP's was given; None where it has its class's."""
+    name = _given(distribution).get("name")
+    return None if name is None or type(distribution).__name__ in name else name
+
+
+def without_root(part: Any) -> Any:
+    """Return what TFP's ``Root`` marks, or the part itself where it is none."""
+    return part.distribution if type(part).__name__ == "Root" else part
+
+
+def refuse_its_sharded(what: str, distribution: Any) -> None:
+    """Raise where a distribution is TFP's ``Sharded``: it is a device's part, inside ``pmap``."""
+    if axes := tuple(jax.tree.leaves(getattr(distribution, "experimental_shard_axis_names", ()))):
+        raise TypeError(
+            f"{what}: TFP's Sharded is one device's part of a distribution, inside pmap over {axes}. "
+            "Take gspmd_mcmc.Sharded(distribution, axis) of the whole distribution, outside pmap"
+        )
+
+
+def rows_of_event(distribution: Any) -> tuple[Any, int | None]:
+    """Take the first axis of an event apart: the rows, where they do not depend on each other.
+
+    Returns
+    -------
+    distribution, num_rows
+        Of ``Sample(d, [rows, ...])`` ``Sample(d, [...])`` and the rows, to be drawn alike. Of
+        ``Independent(d, n)`` (NumPyro's ``to_event(n)``) ``Independent(d, n - 1)`` and None: ``d`` has
+        the rows. Of all others the distribution itself, and None: the event may couple its rows.
+    """
+    if is_of_numpyro(distribution) and type(distribution).__name__ == "Independent":
+        num_axes = distribution.reinterpreted_batch_ndims - 1
+        return distribution.base_dist.to_event(num_axes), None
+    given = _given(distribution)
+    if "sample_shape" in given:
+        num_rows, *rest = np.ravel(distribution.sample_shape).tolist()
+        return distribution.copy(sample_shape=rest), num_rows
+    if "reinterpreted_batch_ndims" in given:
+        num_axes = int(distribution.reinterpreted_batch_ndims) - 1
+        return distribution.copy(reinterpreted_batch_ndims=num_axes), None
+    return distribution, None
+
+
+def _given(distribution: Any) -> dict[str, Any]:
+    """Return what a distribution of TFP's was made with."""
+    return getattr(distribution, "parameters", {}) if is_of_tfp(distribution) else {}
