@@ -73,6 +73,7 @@ class Stopwatch:
         self.compile_seconds = self._union()
 
     def __call__(self, chunk: Any) -> None:
+        """Add the leapfrogs of a `ChunkReport`."""
         self.leapfrogs += chunk.leapfrogs
 
     @property

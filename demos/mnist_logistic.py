@@ -94,7 +94,7 @@ console.print(f"mesh {dict(mesh.shape)}, {plate}")
 # %%
 @jax.jit
 def predict(positions, target, plate):
-    """Accuracy of each draw, and probabilities [rows, classes] averaged over draws; leaves [draws, ...].
+    """Accuracy of each draw [draws], and probabilities averaged over draws [rows, classes].
 
     Every device predicts its own rows, for all draws, and only then are hits added over devices.
     """
