@@ -462,7 +462,7 @@ def plot_entropy(axis):
 
 
 def plot_hits(axis):
-    """Draw how often choices of hidden cells were right against their entropy, and what was expected."""
+    """Draw how often choices of hidden cells were right, and what was expected, against entropy."""
     seen = [(np.mean(entropy[g]), hit) for g, hit in zip(by_entropy, hits, strict=True) if hit["count"]]
     places = [x for x, _ in seen]
     observed, expected, errors = (
