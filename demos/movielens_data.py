@@ -34,8 +34,9 @@ _SYNTHETIC_SEED = 0
 _BLOCK_ROWS = 256
 # Fields this short fit int64 two by two. Possessive (*+): a million lines need no way back.
 _RATING_LINES = re.compile(rb"(?:\d{1,9}::\d{1,9}::\d{1,9}::\d{1,18}(?:\r?\n|\Z))*+")
-# A title may hold "::", a genre may not. A catalogue may lack titles, genres, or the last field.
-_MOVIE_LINE = re.compile(r"(\d{1,9})::(.*?)(?:::([^:]*))?")
+# Titles and genres may be empty. A catalogue without genres may lack their field, in all of its lines.
+_MOVIE_LINE = re.compile(r"(\d{1,9})::(.*)::(.*)")
+_MOVIE_LINE_WITHOUT_GENRES = re.compile(r"(\d{1,9})::((?:(?!::).)*)()")
 
 
 class Sizes(NamedTuple):
@@ -288,16 +289,23 @@ def _check_pairs(ratings: np.ndarray, path: str) -> None:
 
 
 def _parse_movies(content: bytes, path: str) -> dict[int, tuple[str, tuple[str, ...]]]:
-    """Read lines ``movie::title::genre|genre`` into titles and genres by movie."""
+    """Read lines ``movie::title::genre|genre`` into titles and genres by movie.
+
+    Either may be empty, and a catalogue whose first line has no genres' field has none in any.
+    """
     movies = {}
     # Not splitlines(), which would also cut at bytes that are letters or blanks of latin-1.
     lines = content.decode("latin-1").removesuffix("\n").split("\n")
+    is_bare = _MOVIE_LINE_WITHOUT_GENRES.fullmatch(lines[0].removesuffix("\r"))
+    pattern, form = _MOVIE_LINE, "id::title::genres"
+    if is_bare:
+        pattern, form = _MOVIE_LINE_WITHOUT_GENRES, "id::title, as in line 1"
     for number, line in enumerate(lines, start=1):
-        fields = _MOVIE_LINE.fullmatch(line.removesuffix("\r"))
+        fields = pattern.fullmatch(line.removesuffix("\r"))
         if fields is None:
-            raise ValueError(f"{path}, line {number}: expected id::title::genres, got {line[:80]!r}")
+            raise ValueError(f"{path}, line {number}: expected {form}, got {line[:80]!r}")
         movie = int(fields[1])
         if movie in movies:
             raise ValueError(f"{path}, line {number}: expected each movie once, got {movie} again")
-        movies[movie] = fields[2].strip(), tuple(filter(None, (fields[3] or "").strip().split("|")))
+        movies[movie] = fields[2].strip(), tuple(filter(None, fields[3].split("|")))
     return movies
