@@ -1,10 +1,12 @@
 """What all demos share: options, devices, and the summary that they write."""
 
 import argparse
+import dataclasses
 import json
 import math
 import resource
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,60 @@ def start_devices(asked: int | None) -> list[Any]:
     if asked and asked > len(devices):
         raise SystemExit(f"--devices {asked}: there are {len(devices)} {devices[0].platform} devices")
     return list(devices[:asked])
+
+
+class Stopwatch:
+    """Times a run in a ``with`` block: seconds in all, and seconds that JAX traced and compiled.
+
+    It is a callback for `gm.sample`, which tells it the leapfrogs: a run that continues from a
+    checkpoint is timed by those of this process.
+
+    Attributes
+    ----------
+    seconds, compile_seconds
+        Wall-clock time of the block, and the part of it in which a program was traced or compiled.
+    leapfrogs
+        Those that chains took in the block, of all chains.
+    """
+
+    def __enter__(self):
+        self.leapfrogs, self._intervals = 0, []
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object):
+        self.seconds = time.perf_counter() - self._began
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+        self.compile_seconds = self._union()
+
+    def __call__(self, chunk: Any) -> None:
+        """Add the leapfrogs of a `ChunkReport`."""
+        self.leapfrogs += chunk.leapfrogs
+
+    @property
+    def leapfrogs_per_second(self) -> float:
+        """Leapfrogs in a second in which nothing was compiled."""
+        return self.leapfrogs / max(self.seconds - self.compile_seconds, 1e-9)
+
+    def _listen(self, event: str, duration: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            end = time.perf_counter()
+            self._intervals.append((end - duration, end))
+
+    def _union(self) -> float:
+        """Length of the union of the intervals: tracing a program includes tracing its parts."""
+        total, reached = 0.0, self._began
+        for start, end in sorted(self._intervals):
+            total += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        return total
+
+
+def without_first(draws: Any, count: int) -> Any:
+    """Drop the first draws of all chains."""
+    position, stats = jax.tree.map(lambda x: x[:, count:], (draws.position, draws.stats))
+    return dataclasses.replace(draws, position=position, stats=stats)
 
 
 def peak_rss_mb() -> float:

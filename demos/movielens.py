@@ -6,17 +6,26 @@ movie embeddings V ~ N(0, 1), 20 dimensions each, biases u, v ~ N(0, 1), and eve
 cells W_ij ~ Bernoulli(sigmoid(U_i . V_j + u_i + v_j)). Cells stay uint8; users are sharded
 over the devices.
 
-    python demos/movielens.py [--devices N] [--data-dir DIR] [--out DIR] [--quick] [--paper]
+    python demos/movielens.py [--devices N] [--data-dir DIR] [--any-size]
+                              [--out DIR] [--quick] [--paper]
 
 A fifth of all cells, watched or not, is held out. On these cells the posterior mean of the watch
 probability is compared with popularity, with the mode and with single draws. By default 2 chains start
-around the mode; `--paper` uses the settings of the notebook: 100 leapfrogs, 1000 + 500 steps. U and V
-are identified only up to rotations, so convergence is judged by logits and by the log density.
+around the mode.
+
+`--paper` is the notebook's own run: no cell is held out, 2 chains start at draws of the prior, 100
+leapfrogs a step, 800 steps that tune the step size to an acceptance rate of 0.75, 200 more that are
+thrown away, 500 draws. It is saved every minute in the folder `run` under `--out`; start it again and
+it continues. U and V are identified only up to rotations, so convergence is judged by logits and by
+the log density.
 """
 
 # %%
 import dataclasses
 import time
+from collections import Counter
+from functools import partial
+from textwrap import shorten
 
 import common
 import jax
@@ -24,9 +33,11 @@ import jax.numpy as jnp
 import matplotlib
 import movielens_data
 import numpy as np
+import numpyro.distributions as dist
 from arviz_stats.base.array import array_stats
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from movielens_choices import deciles, entropies, hit_rates, is_hidden, is_watched, logits, predict
 from rich.console import Console
 from rich.table import Table
 
@@ -35,7 +46,7 @@ import gspmd_mcmc as gm
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-DIMENSIONS, HIDDEN_SHARE, TOP = 20, 0.2, 20
+DIMENSIONS, TOP = 20, 20
 NUM_SINGLES = 8  # single draws that are looked at one by one
 
 BEGAN = time.perf_counter()
@@ -43,10 +54,13 @@ console = Console()
 options = common.parse(
     "Matrix factorization of MovieLens 1M",
     "out/movielens",
-    ("--paper", "the notebook's setting: 100 leapfrogs, 1000 + 500 steps (hours on a CPU)"),
+    ("--paper", "the notebook's own run: 150,000 leapfrogs from draws of the prior (hours on a CPU)"),
+    ("--any-size", "accept files of any size, such as your own in the format of MovieLens 1M"),
 )
 devices = common.start_devices(options.devices)
-dataset = movielens_data.load_movielens(options.data_dir)
+sizes = None if options.any_size else movielens_data.MOVIELENS_SIZES
+dataset = movielens_data.load_movielens(options.data_dir, sizes=sizes)
+hidden_share = 0.0 if options.paper else 0.2
 if options.quick:
     dataset = dataclasses.replace(dataset, watched=dataset.watched[:1001, :600])
 num_users, num_movies = dataset.watched.shape
@@ -58,22 +72,12 @@ console.print(f"data: {dataset.source}")
 
 # %%
 def hide(watched):
-    """Mark a random fifth of all cells as hidden, by adding 2 to their bytes."""
+    """Mark a random share of all cells as hidden, by adding 2 to their bytes."""
     rng = np.random.default_rng(0)
     cells = watched.copy()
     for row in cells:
-        row += 2 * (rng.random(num_movies, np.float32) < HIDDEN_SHARE).astype(np.uint8)
+        row += 2 * (rng.random(num_movies, np.float32) < hidden_share).astype(np.uint8)
     return cells
-
-
-def is_watched(cells):
-    """Tell for each cell whether the user has watched the movie."""
-    return cells & 1
-
-
-def is_hidden(cells):
-    """Tell for each cell whether it is hidden from the likelihood."""
-    return cells >= 2
 
 
 # %% [markdown]
@@ -84,11 +88,6 @@ def is_hidden(cells):
 def log_prior(params):
     """Movies, which all users share: N(0, 1), up to a constant, element by element."""
     return -0.5 * params["V"] ** 2, -0.5 * params["v"] ** 2
-
-
-def logits(params):
-    """Log odds of watching, [users, movies], of any block of users."""
-    return gm.inner_products(params["U"], params["V"], params["u"], params["v"])
 
 
 def log_likelihood(params, cells):
@@ -140,62 +139,90 @@ def curvature(params, cells):
     }
 
 
-num_chains = 2
-with console.status("climbing to the mode"):
-    mode = gm.find_mode(
-        jax.random.key(1),
-        target,
-        start(jax.random.key(2)),
-        max_steps=5 if options.quick else 250,
-        tolerance=2.0,
-        num_probes=0,
-    )
-mode = dataclasses.replace(mode, curvature=curvature(mode.position, plate.data[:num_users]))
-console.print(f"mode: log density {float(mode.log_density):.0f} after {mode.num_steps} steps")
-if options.paper:
-    num_warmup, num_samples, initial = 1000, 500, start
-    kernel = gm.HMC(target, 1e-3, 100)
-else:
-    num_warmup, num_samples, initial = 30, 100, mode.laplace_start()
-    kernel = gm.HMC(target, 0.1, 20, inverse_mass_matrix=mode.inverse_mass_matrix, jitter=0.2)
-if options.quick:
-    num_warmup, num_samples = 2, 4
+def climb():
+    """Find the mode, and its curvature."""
+    with console.status("climbing to the mode"):
+        mode = gm.find_mode(
+            jax.random.key(1),
+            target,
+            start(jax.random.key(2)),
+            max_steps=5 if options.quick else 250,
+            tolerance=2.0,
+            num_probes=0,
+        )
+    console.print(f"mode: log density {float(mode.log_density):.0f} after {mode.num_steps} steps")
+    visible = plate.data[:num_users]
+    return dataclasses.replace(mode, curvature=curvature(mode.position, visible))
 
-console.print(f"sampling: {num_chains} chains, {num_warmup} warm-up steps, {num_samples} draws each")
-sampling_began = time.perf_counter()
-draws = gm.sample(
-    jax.random.key(0),
-    target,
-    initial,
-    mesh=mesh,
-    num_chains=num_chains,
-    num_warmup=num_warmup,
-    num_samples=num_samples,
-    kernel=kernel,
-    warmup=gm.WindowAdaptation(adapt_mass_matrix=False),
-)
-sampling_seconds = time.perf_counter() - sampling_began
 
 # %% [markdown]
-# ## Predictions for every cell, averaged over all draws, in one program
+# The notebook's model as it is written there, its parts in turn: a joint distribution knows its prior,
+# so chains can start at draws from it. `Sharded` marks the parts that have the rows of users.
 
 
 # %%
-def by_rows(array):
-    """Keep an array of users with the users' devices."""
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P("data")))
+def joint_model():
+    """Yield movies, users, and for each user which movies are watched."""
+    V = yield Root(dist.Normal(jnp.zeros((num_movies, DIMENSIONS)), 1.0), name="V")
+    v = yield Root(dist.Normal(jnp.zeros(num_movies), 1.0), name="v")
+    embedding = dist.Normal(jnp.zeros(DIMENSIONS), 1.0).to_event(1)
+    U = yield Root(gm.Sharded(embedding, num_rows=num_users), name="U")
+    u = yield Root(gm.Sharded(dist.Normal(0.0, 1.0), num_rows=num_users), name="u")
+    is_watched = dist.Bernoulli(logits=logits({"U": U, "V": V, "u": u, "v": v}))
+    yield gm.Sharded(is_watched.to_event(1), name="watched")
 
 
-@jax.jit
-def watch_probabilities(positions):
-    """Average watch probability of every cell over positions [draws, ...]: [users, movies]."""
+Root = gm.JointDistributionCoroutine.Root
+num_chains, num_dropped, target_rate, checkpoint, mode = 2, 0, 0.8, None, None
+if options.paper:
+    num_warmup, num_dropped, num_samples = 800, 200, 500
+    target_rate, checkpoint = 0.75, options.out / "run"
+    target = gm.JointDistributionCoroutine(joint_model, mesh=mesh).condition(watched=cells)
+    initial = gm.prior_start(target)
+    kernel = gm.HMC(target, 1e-2, 100)
+else:
+    mode = climb()
+    num_warmup, num_samples, initial = 30, 100, mode.laplace_start()
+    kernel = gm.HMC(target, 0.1, 20, inverse_mass_matrix=mode.inverse_mass_matrix, jitter=0.2)
+if options.quick:
+    num_warmup, num_dropped, num_samples = 2, num_dropped and 2, 4
 
-    def add(total, position):
-        return by_rows(total + jax.nn.sigmoid(logits(position)) / num), None
+console.print(f"sampling: {num_chains} chains, {num_warmup} warm-up steps, {num_samples} draws each")
+with common.Stopwatch() as watch:
+    draws = gm.sample(
+        jax.random.key(0),
+        target,
+        initial,
+        mesh=mesh,
+        num_chains=num_chains,
+        num_warmup=num_warmup,
+        num_samples=num_dropped + num_samples,
+        kernel=kernel,
+        warmup=gm.WindowAdaptation(target_acceptance_rate=target_rate, adapt_mass_matrix=False),
+        checkpoint=checkpoint,
+        callback=watch,
+    )
+whole, draws = draws, common.without_first(draws, num_dropped)
 
-    num = len(positions["u"])
-    zeros = by_rows(jnp.zeros((positions["u"].shape[1], num_movies)))
-    return jax.lax.scan(add, zeros, positions)[0]
+# %% [markdown]
+# ## Predictions of every cell, and each draw's choice for every user, in one program
+#
+# A draw ranks a user's movies on the user's device, so nothing is sent: only the choices and the
+# averages leave it.
+
+
+# %%
+def by_users(positions):
+    """Lay out [draws, ...] of a position like the cells, padded with copies of the last user."""
+
+    def lay_out(name, x):
+        x = jnp.asarray(x)
+        if name in "Vv":
+            return jax.device_put(x, NamedSharding(mesh, P()))
+        pad = [(0, 0), (0, len(plate.data) - num_users)] + [(0, 0)] * (x.ndim - 2)
+        return jax.device_put(jnp.pad(x, pad, mode="edge"), NamedSharding(mesh, P(None, "data")))
+
+    return {name: lay_out(name, x) for name, x in positions.items()}
 
 
 @jax.jit
@@ -223,36 +250,47 @@ def popularity(cells):
     seen = ~is_hidden(cells)
     counts = jnp.sum(is_watched(cells) * seen, axis=0, dtype=jnp.int32)
     share = (counts + 1) / (jnp.sum(seen, axis=0) + 2)
-    return by_rows(jnp.broadcast_to(share, cells.shape))
+    share = jnp.broadcast_to(share, cells.shape)
+    return jax.lax.with_sharding_constraint(share, NamedSharding(mesh, P("data")))
 
 
 def score(probabilities):
     """Return recall and log likelihood as numbers."""
-    return [float(x) for x in scores(probabilities, all_cells)]
+    return [float(x) for x in scores(probabilities[:num_users], all_cells)]
+
+
+def compare(draws, averaged):
+    """Score four predictions of the hidden cells: recall and log likelihood of each."""
+
+    def of_one(position):
+        return score(predict(by_users(jax.tree.map(lambda x: x[None], position)), plate.data)[0])
+
+    chosen = np.linspace(0, num_draws - 1, min(NUM_SINGLES, num_draws)).astype(int)
+    singles = [of_one(jax.tree.map(lambda x, i=i: x[i], draws)) for i in chosen]
+    return {
+        "bma": score(averaged),
+        "single": [float(x) for x in np.mean(singles, axis=0)],
+        "mode": of_one(mode.position),
+        "popularity": score(popularity(all_cells)),
+    }
 
 
 all_cells = plate.data[:num_users]  # less users that only pad the mesh
-flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), draws.position)
+flat = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), draws.position)
 num_draws = num_chains * draws.num_draws
 with console.status(f"averaging {num_draws} draws"):
-    averaged = watch_probabilities(flat)
-    chosen = np.linspace(0, num_draws - 1, min(NUM_SINGLES, num_draws)).astype(int)
-    singles = [
-        score(watch_probabilities(jax.tree.map(lambda x, i=i: x[i][None], flat))) for i in chosen
-    ]
-    results = {
-        "bma": score(averaged),
-        "single": [float(x) for x in np.mean(singles, axis=0)],
-        "mode": score(watch_probabilities(jax.tree.map(lambda x: x[None], mode.position))),
-        "popularity": score(popularity(all_cells)),
-    }
+    positions = by_users(flat)
+    averaged, choices = predict(positions, plate.data)
+    choices_report = gm.communication(predict, positions, plate.data)
+    results = compare(flat, averaged) if hidden_share else {}
+    averaged, choices = np.asarray(averaged)[:num_users], np.asarray(choices)[:, :num_users]
 
 table = Table(title="on the hidden cells")
 for column in ("prediction", f"recall@{TOP}", "log likelihood a cell"):
     table.add_column(column)
 for name, (recall, log_lik) in results.items():
     table.add_row(name, f"{recall:.4f}", f"{log_lik:.5f}")
-console.print(table)
+console.print(table if results else "no cell is hidden, so there is nothing to score")
 
 # %% [markdown]
 # ## Convergence, judged by logits of random cells, never by U or V themselves
@@ -283,41 +321,75 @@ if worst > 1.05:
     )
 
 # %% [markdown]
-# ## Recommendations for who watched most, and who watched least
-
+# ## What uncertainty is for: how much the choice varies from draw to draw
+#
+# The notebook compares two users, who watched most and who watched least, and finds more variety in
+# what draws recommend to the second. Here are all users: the entropy of a user's choice over draws, by
+# how many movies the user watched, and how often a choice of a hidden cell was right, by that entropy.
 
 # %%
-def recommend(user):
-    """Return the movies that a user most probably watches, of those not known to be watched."""
-    probability = np.asarray(averaged[user])
-    is_known = (cells[user] & 1).astype(bool) & (cells[user] < 2)
-    return [int(m) for m in np.argsort(np.where(is_known, 1.0, -probability))[:TOP]]
+counts = dataset.watched.sum(axis=1)
+most, least = int(counts.argmax()), int(counts.argmin())
+entropy = entropies(choices)
+by_watched, by_entropy = deciles(counts), deciles(entropy)
+entropy_by_watched = [float(entropy[group].mean()) for group in by_watched]
+hits = hit_rates(choices, cells, averaged, by_entropy)
+distinct = {user: len(np.unique(choices[:, user])) for user in (most, least)}
+
+table = Table(title="users by movies watched, and by entropy of their choice")
+columns = ["decile", "watched (median)", "entropy (mean)"]
+columns += ["entropy (median)", "hit rate", "expected"] if hidden_share else []
+for column in columns:
+    table.add_column(column)
+for i, (group, other, hit) in enumerate(zip(by_watched, by_entropy, hits, strict=True)):
+    row = [f"{i + 1}", f"{np.median(counts[group]):.0f}", f"{entropy_by_watched[i]:.2f}"]
+    row += [f"{np.median(entropy[other]):.2f}"]
+    row += [f"{x:.3f}" if x is not None else "none" for x in (hit["observed"], hit["expected"])]
+    table.add_row(*row[: len(columns)])
+console.print(table)
+
+# %% [markdown]
+# ## Recommendations for who watched most, and who watched least
+
+# %%
+has_titles, has_genres = any(dataset.titles), any(dataset.genres)
+if not has_titles:
+    console.print("The catalogue has no titles: movies go by their column, and are not named.")
+if not has_genres:
+    console.print("The catalogue has no genres: the figure goes without them.")
 
 
-def listed(user, best):
-    """Return titles, genres and probabilities, for the summary."""
-    probability = np.asarray(averaged[user])
+def title(movie):
+    """Return a movie's title, or its column if it has none."""
+    return dataset.titles[movie] or f"movie {movie}"
+
+
+def listed(user):
+    """List the movies that a user most probably watches, of those not known to be watched."""
+    best = np.argsort(np.where(cells[user] == 1, 1.0, -averaged[user]))[:TOP]
     return [
         {
-            "title": dataset.titles[m],
+            "title": title(m),
             "genres": list(dataset.genres[m]),
-            "probability": float(probability[m]),
-            "hidden_and_watched": bool(dataset.watched[user, m]),
+            "probability": float(averaged[user, m]),
+            "share_of_draws": float(np.mean(choices[:, user] == m)),
+            "hidden_and_watched": bool(cells[user, m] == 3),
         }
         for m in best
     ]
 
 
-counts = dataset.watched.sum(axis=1)
-most, least = int(counts.argmax()), int(counts.argmin())
-best = {user: recommend(user) for user in (most, least)}
+best = {user: listed(user) for user in (most, least)}
 for user in (most, least):
-    rows = Table(title=f"for the user who watched {counts[user]} movies")
-    for column in ("probability", "movie", "genres", "hidden, and watched"):
+    rows = Table(
+        title=f"for the user who watched {counts[user]} movies; draws choose {distinct[user]} movies"
+    )
+    for column in ("probability", "chosen by", "movie", "genres", "hidden, and watched"):
         rows.add_column(column)
-    for item in listed(user, best[user])[:10]:
+    for item in best[user][:10]:
         mark = "yes" if item["hidden_and_watched"] else ""
-        rows.add_row(f"{item['probability']:.3f}", item["title"], ", ".join(item["genres"]), mark)
+        numbers = f"{item['probability']:.3f}", f"{item['share_of_draws']:.1%}"
+        rows.add_row(*numbers, item["title"], ", ".join(item["genres"]), mark)
     console.print(rows)
 
 # %% [markdown]
@@ -345,61 +417,109 @@ in_loop = [c for c in report.collectives if c.kind == "all-reduce" and c.loops]
 
 
 # %%
-def plot_traces(axes):
-    """Draw log density and log acceptance ratio over iterations, warm-up shaded."""
-    before = np.asarray(draws.warmup["log_density"])
-    trace = np.concatenate([before, np.asarray(draws.stats["log_density"])], axis=1)
-    axes[0].plot(trace.T, lw=0.9)
-    axes[0].set(title="log density", xlabel="iteration (grey: warm-up)")
-    axes[0].axvspan(0, before.shape[1], color="0.92")
-    axes[1].plot(-np.asarray(draws.stats["energy_error"]).T, lw=0.9)
-    axes[1].axhline(0, color="black", lw=0.6)
-    axes[1].set(title="log acceptance ratio", xlabel="draw")
+COLORS = {most: "tab:blue", least: "tab:orange"}
 
 
-def plot_scores(axes):
-    """Draw recall and log likelihood of the four predictions."""
-    names = ["popularity", "single", "mode", "bma"]
-    labels = ["popularity", "one draw", "mode", "all draws"]
+def plot_density(axis):
+    """Draw log density over iterations, warm-up shaded."""
+    traces = [np.asarray(x) for x in (whole.warmup["log_density"], whole.stats["log_density"])]
+    axis.plot(np.concatenate(traces, axis=1).T, lw=0.9)
+    kept = np.asarray(draws.stats["log_density"])
+    reach = max(np.ptp(kept), 1.0)
+    axis.set(title="log density", xlabel="iteration (grey: warm-up)")
+    axis.set_ylim(kept.min() - 2 * reach, kept.max() + reach)
+    axis.axvspan(0, num_warmup + num_dropped, color="0.92")
+
+
+def plot_ratio(axis):
+    """Draw the log acceptance ratio over draws."""
+    axis.plot(-np.asarray(draws.stats["energy_error"]).T, lw=0.9)
+    axis.axhline(0, color="black", lw=0.6)
+    axis.set(title="log acceptance ratio", xlabel="draw")
+
+
+def plot_score(k, form, axis):
+    """Draw recall or log likelihood of the four predictions."""
+    labels = {"popularity": "popularity", "single": "one draw", "mode": "mode", "bma": "all draws"}
+    values = [results[name][k] for name in labels]
     colors = ["0.6", "tab:blue", "tab:orange", "tab:green"]
-    for axis, k, title in zip(axes, (0, 1), (f"recall@{TOP}", "log likelihood a cell"), strict=True):
-        values = [results[name][k] for name in names]
-        bars = axis.barh(labels, values, color=colors)
-        axis.bar_label(bars, fmt="%.3f" if k == 0 else "%.4f", padding=3)
-        axis.margins(x=0.35)
-        axis.set(title=f"{title}, hidden cells")
+    bars = axis.barh(list(labels.values()), values, color=colors)
+    axis.bar_label(bars, fmt=form, padding=3)
+    axis.margins(x=0.35)
+    axis.set(title=f"{(f'recall@{TOP}', 'log likelihood a cell')[k]}, hidden cells")
 
 
-def plot_genres(axis, user):
-    """Draw the shares of genres among a user's watched movies and the recommended ones."""
-    groups = {"watched": np.flatnonzero(dataset.watched[user]), "recommended": best[user]}
-    genres = sorted({g for m in groups["watched"] for g in dataset.genres[m]})
-    genres = sorted(set(genres) | {g for m in best[user] for g in dataset.genres[m]})
-    for i, (name, group) in enumerate(groups.items()):
-        shares = [np.mean([g in dataset.genres[m] for m in group]) for g in genres]
-        axis.bar(np.arange(len(genres)) + 0.4 * i, shares, width=0.4, label=name)
-    axis.set_xticks(np.arange(len(genres)) + 0.2, genres, rotation=60, ha="right", fontsize=8)
-    axis.set(title=f"genres, the user who watched {counts[user]}", ylabel="share of movies")
+def plot_entropy(axis):
+    """Draw the entropy of each user's choice against movies watched, and means of deciles."""
+    axis.plot(counts, entropy, ".", ms=2, color="0.75", label="a user")
+    middle = [np.median(counts[group]) for group in by_watched]
+    axis.plot(middle, entropy_by_watched, "o-", color="tab:green", label="mean of a tenth of users")
+    for user, color in COLORS.items():
+        axis.plot(counts[user], entropy[user], "s", color=color, label=f"watched {counts[user]}")
+    axis.set(title=f"how much the choice varies over {num_draws} draws", xscale="log")
+    axis.set(xlabel="movies watched", ylabel="entropy of the choice (nats)")
+    axis.legend(loc="lower left")
+
+
+def plot_hits(axis):
+    """Draw how often choices of hidden cells were right, and what was expected, against entropy."""
+    seen = [(np.mean(entropy[g]), hit) for g, hit in zip(by_entropy, hits, strict=True) if hit["count"]]
+    places = [x for x, _ in seen]
+    observed, expected, errors = (
+        [hit[name] for _, hit in seen] for name in ("observed", "expected", "error")
+    )
+    axis.errorbar(
+        places, observed, yerr=errors, fmt="o-", color="tab:green", label="were right", capsize=3
+    )
+    axis.plot(places, expected, "s--", color="black", label="expected: average over draws")
+    axis.set(title="choices of hidden cells that were right, by tenths of users", ylim=(0, 1))
+    axis.set(xlabel="entropy of the choice (nats)", ylabel="share")
     axis.legend()
 
 
-figure = plt.figure(figsize=(15, 9), layout="constrained")
-axes = figure.subplots(2, 4, gridspec_kw={"height_ratios": [1, 1.2]})
-plot_traces(axes[0, :2])
-plot_scores(axes[0, 2:])
-for axis in axes[1]:
-    axis.remove()
-lower = axes[1, 0].get_gridspec()
-plot_genres(figure.add_subplot(lower[1, :2]), most)
-plot_genres(figure.add_subplot(lower[1, 2:]), least)
+def plot_choices(user, axis):
+    """Draw the movies that most draws choose for a user."""
+    movies, times = np.unique(choices[:, user], return_counts=True)
+    order = np.argsort(-times, kind="stable")[:12]
+    axis.barh([shorten(title(m), 34) for m in movies[order]], times[order], color=COLORS[user])
+    axis.invert_yaxis()
+    axis.tick_params(axis="y", labelsize=8)
+    rest = f", {len(movies) - 12} more not shown" if len(movies) > 12 else ""
+    axis.set(title=f"who watched {counts[user]}: {len(movies)} movies{rest}")
+    axis.set(xlabel=f"draws of {num_draws} that choose it")
+
+
+def plot_genres(axis):
+    """Draw how many draws choose a movie of each genre, for both users."""
+    found = {u: Counter(g for m in choices[:, u] for g in dataset.genres[m]) for u in COLORS}
+    genres = sorted(set().union(*found.values()))
+    for i, (user, color) in enumerate(COLORS.items()):
+        heights = [found[user][g] for g in genres]
+        label = f"watched {counts[user]}"
+        axis.bar(np.arange(len(genres)) + 0.4 * i, heights, width=0.4, color=color, label=label)
+    axis.set_xticks(np.arange(len(genres)) + 0.2, genres, rotation=60, ha="right", fontsize=8)
+    axis.set(title="genres of what draws choose", ylabel=f"draws of {num_draws}")
+    axis.legend()
+
+
+scored = [partial(plot_score, 0, "%.3f"), partial(plot_score, 1, "%.4f")] if hidden_share else []
+panels = [
+    [plot_density, plot_ratio, *scored],
+    [plot_entropy, *([plot_hits] if hidden_share else [])],
+    [partial(plot_choices, most), partial(plot_choices, least), *([plot_genres] if has_genres else [])],
+]
+figure = plt.figure(figsize=(15, 13), layout="constrained")
+lines = figure.add_gridspec(3, 1, height_ratios=[1, 1.2, 1.2])
+for line, plots in zip(lines, panels, strict=True):
+    axes = figure.add_subfigure(line).subplots(1, len(plots), squeeze=False)
+    for axis, plot in zip(axes[0], plots, strict=True):
+        plot(axis)
 size = f"{num_users} x {num_movies} cells on {len(devices)} devices"
 figure.suptitle(f"{dataset.name}: {size}, {num_chains} chains x {draws.num_draws} draws")
 figure.savefig(options.out / "movielens.png", dpi=110)
 gm.plots.overview(draws, ["u[0]", "v[0]"]).savefig(options.out / "movielens_run.png", dpi=110)
 
 # %%
-leapfrogs = int(np.asarray(draws.stats["num_integration_steps"])[0].sum())
-leapfrogs += draws.warmup["leapfrogs"] // num_chains  # a leapfrog moves all chains
 summary = {
     "devices": len(devices),
     "mesh": dict(mesh.shape),
@@ -412,8 +532,10 @@ summary = {
     "acceptance_rate": float(draws.acceptance_rate.mean()),
     "num_divergent": int(draws.num_divergent.sum()),
     "energy_error_sd": float(np.std(np.asarray(draws.stats["energy_error"], np.float64))),
-    "leapfrogs": leapfrogs,
-    "leapfrogs_per_second": leapfrogs / sampling_seconds,
+    "step_size": float(draws.kernel.step_size),
+    "leapfrogs": watch.leapfrogs // num_chains,  # a leapfrog moves all chains
+    "leapfrogs_per_second": watch.leapfrogs_per_second / num_chains,
+    "compile_seconds": watch.compile_seconds,
     "all_reduces_per_leapfrog": report.runs("all-reduce", within="leapfrog"),
     "all_reduce_bytes_per_leapfrog": sum(c.num_bytes for c in in_loop),
     "all_gathers": report.count("all-gather"),
@@ -425,8 +547,17 @@ summary = {
     "rhat_bias_max": float(rhat_biases.max()),
     **{f"recall_at_20_{name}": recall for name, (recall, _) in results.items()},
     **{f"heldout_log_lik_{name}": log_lik for name, (_, log_lik) in results.items()},
-    "recommendations_most": listed(most, best[most]),
-    "recommendations_least": listed(least, best[least]),
+    "collectives_of_choices": len(choices_report.collectives),
+    "distinct_recommended_most": distinct[most],
+    "distinct_recommended_least": distinct[least],
+    "watched_by_decile": [float(np.median(counts[group])) for group in by_watched],
+    "entropy_by_watched": entropy_by_watched,
+    "entropy_by_decile": [float(np.mean(entropy[group])) for group in by_entropy],
+    "hit_rate_by_entropy": [hit["observed"] for hit in hits],
+    "expected_hit_rate_by_entropy": [hit["expected"] for hit in hits],
+    "hit_rate_error_by_entropy": [hit["error"] for hit in hits],
+    "recommendations_most": best[most],
+    "recommendations_least": best[least],
     "wall_seconds": time.perf_counter() - BEGAN,
 }
 common.write_summary(console, options.out, summary)

@@ -34,7 +34,9 @@ _SYNTHETIC_SEED = 0
 _BLOCK_ROWS = 256
 # Fields this short fit int64 two by two. Possessive (*+): a million lines need no way back.
 _RATING_LINES = re.compile(rb"(?:\d{1,9}::\d{1,9}::\d{1,9}::\d{1,18}(?:\r?\n|\Z))*+")
-_MOVIE_LINE = re.compile(r"(\d{1,9})::(.+)::(.+)")
+# Titles and genres may be empty. A catalogue without genres may lack their field, in all of its lines.
+_MOVIE_LINE = re.compile(r"(\d{1,9})::(.*)::(.*)")
+_MOVIE_LINE_WITHOUT_GENRES = re.compile(r"(\d{1,9})::((?:(?!::).)*)()")
 
 
 class Sizes(NamedTuple):
@@ -63,9 +65,9 @@ class Watched:
         1 where a user rated a movie, else 0, as uint8, shape [users, movies]. Users stand by their
         number, rated movies by theirs.
     titles : list of str
-        Title of each column.
+        Title of each column; empty where the catalogue has none.
     genres : list of tuple of str
-        Genres of each column; empty tuples for synthetic movies.
+        Genres of each column; empty tuples for synthetic movies, and where the catalogue has none.
     source : str
         Where the data came from, in words.
     """
@@ -82,7 +84,7 @@ def load_movielens(
     *,
     mirrors: Sequence[str] = MOVIELENS_MIRRORS,
     md5: str = MOVIELENS_MD5,
-    sizes: Sizes = MOVIELENS_SIZES,
+    sizes: Sizes | None = MOVIELENS_SIZES,
 ) -> Watched:
     """Load MovieLens 1M, or a synthetic matrix of its shape with a message that says so.
 
@@ -102,7 +104,8 @@ def load_movielens(
         Checksum of a zip that is downloaded or cached. Files in `data_dir` have none, as some copies
         leave out the timestamps: their structure is checked.
     sizes : Sizes, optional
-        How much there must be in the files; also gives the synthetic matrix its shape.
+        How much there must be in the files; also gives the synthetic matrix its shape. None takes
+        files of any size.
 
     Returns
     -------
@@ -123,7 +126,7 @@ def load_movielens(
     try:
         return _load_cached(datasets.cache_folder(_SUBFOLDER), mirrors, md5, sizes)
     except OSError as error:
-        return _stand_in(str(error), sizes)
+        return _stand_in(str(error), sizes or MOVIELENS_SIZES)
 
 
 def draw_synthetic(num_users: int, num_movies: int, seed: int = _SYNTHETIC_SEED) -> np.ndarray:
@@ -160,7 +163,7 @@ def draw_synthetic(num_users: int, num_movies: int, seed: int = _SYNTHETIC_SEED)
     return watched
 
 
-def _load_given(root: Path, origin: str, sizes: Sizes) -> Watched:
+def _load_given(root: Path, origin: str, sizes: Sizes | None) -> Watched:
     if not root.is_dir():
         error = NotADirectoryError if root.exists() else FileNotFoundError
         raise error(f"{origin}: expected a folder with MovieLens 1M, {root} is none")
@@ -178,7 +181,7 @@ def _load_given(root: Path, origin: str, sizes: Sizes) -> Watched:
     )
 
 
-def _load_cached(folder: Path, mirrors: Sequence[str], md5: str, sizes: Sizes) -> Watched:
+def _load_cached(folder: Path, mirrors: Sequence[str], md5: str, sizes: Sizes | None) -> Watched:
     path = folder / _ZIP
     source = f"MovieLens 1M from the cache {path}"
     if not _is_cached(path, md5):
@@ -238,7 +241,7 @@ def _read_place(place: Path | zipfile.Path, sizes: Sizes, source: str) -> Watche
     user_ids, rows = np.unique(ratings[:, 0], return_inverse=True)
     movie_ids, columns = np.unique(ratings[:, 1], return_inverse=True)
     got = Sizes(len(ratings), len(user_ids), len(movie_ids))
-    if got != sizes:
+    if sizes is not None and got != sizes:
         raise ValueError(f"{ratings_path}: expected {sizes}, got {got}")
     if unknown := [int(i) for i in movie_ids if i not in movies]:
         raise ValueError(f"{movies_path}: expected every rated movie, got none of {unknown[:5]}")
@@ -286,16 +289,23 @@ def _check_pairs(ratings: np.ndarray, path: str) -> None:
 
 
 def _parse_movies(content: bytes, path: str) -> dict[int, tuple[str, tuple[str, ...]]]:
-    """Read lines ``movie::title::genre|genre`` into titles and genres by movie."""
+    """Read lines ``movie::title::genre|genre`` into titles and genres by movie.
+
+    Either may be empty, and a catalogue whose first line has no genres' field has none in any.
+    """
     movies = {}
     # Not splitlines(), which would also cut at bytes that are letters or blanks of latin-1.
     lines = content.decode("latin-1").removesuffix("\n").split("\n")
+    is_bare = _MOVIE_LINE_WITHOUT_GENRES.fullmatch(lines[0].removesuffix("\r"))
+    pattern, form = _MOVIE_LINE, "id::title::genres"
+    if is_bare:
+        pattern, form = _MOVIE_LINE_WITHOUT_GENRES, "id::title, as in line 1"
     for number, line in enumerate(lines, start=1):
-        fields = _MOVIE_LINE.fullmatch(line.removesuffix("\r"))
+        fields = pattern.fullmatch(line.removesuffix("\r"))
         if fields is None:
-            raise ValueError(f"{path}, line {number}: expected id::title::genres, got {line[:80]!r}")
+            raise ValueError(f"{path}, line {number}: expected {form}, got {line[:80]!r}")
         movie = int(fields[1])
         if movie in movies:
             raise ValueError(f"{path}, line {number}: expected each movie once, got {movie} again")
-        movies[movie] = fields[2], tuple(fields[3].split("|"))
+        movies[movie] = fields[2].strip(), tuple(filter(None, fields[3].split("|")))
     return movies

@@ -26,13 +26,17 @@ def pmap(function, **how):
 
 @dataclass(frozen=True)
 class Pair:
-    """Two programs for the same numbers, their arguments, and the numbers by NumPy or one device."""
+    """Two programs for the same numbers, their arguments, and the numbers by NumPy or one device.
+
+    The new program also runs on one device, unless it names a mesh (``names_mesh``).
+    """
 
     old: Callable
     old_args: tuple
     new: Callable
     new_args: tuple
     truth: Any
+    names_mesh: bool = False
 
 
 def lines(case: Callable) -> dict[str, str]:
@@ -58,16 +62,18 @@ def seconds(function: Callable, args: tuple, calls: int) -> float:
 
 
 def race(pair: Pair, num_rounds: int) -> dict[str, Any]:
-    """Time both programs of a pair in alternating rounds, after a round of warming up."""
+    """Time the programs of a pair in alternating rounds, after a round of warming up."""
     programs = {"old": (pair.old, pair.old_args), "new": (pair.new, pair.new_args)}
+    if not pair.names_mesh:
+        programs["one"] = (pair.new, jax.device_put(pair.new_args, jax.devices()[0]))
     calls = max(1, round(0.005 / seconds(*programs["new"], calls=3)))
-    rounds: dict[str, list[float]] = {"old": [], "new": []}
+    rounds: dict[str, list[float]] = {name: [] for name in programs}
     for number in range(num_rounds + 1):
         for name in sorted(programs, reverse=bool(number % 2)):
             rounds[name].append(seconds(*programs[name], calls=calls))
     old, new = np.array(rounds["old"][1:]), np.array(rounds["new"][1:])
     low, middle, high = np.quantile(new / old, [0.25, 0.5, 0.75]).tolist()
-    medians = {"old_ms": 1e3 * float(np.median(old)), "new_ms": 1e3 * float(np.median(new))}
+    medians = {f"{name}_ms": 1e3 * float(np.median(times[1:])) for name, times in rounds.items()}
     return medians | {"ratio": middle, "ratio_low": low, "ratio_high": high, "calls": calls}
 
 
@@ -118,15 +124,17 @@ def draw_table(found: list[dict[str, Any]], num_devices: int) -> Table:
     title = f"pmap of JAX {jax.__version__} and placement, {num_devices} devices"
     table = Table(title=title, show_lines=True, expand=True)
     table.add_column("old line, new line", ratio=1, overflow="fold")
-    table.add_column("same values", width=9)
-    table.add_column("new ÷ pmap", width=9)
-    table.add_column("new sends", width=18)
+    table.add_column("same values", width=6)
+    table.add_column("new ÷ pmap", width=6)
+    table.add_column("one device vmap", width=8)
+    table.add_column("new sends", width=11)
     for row in found:
         lines_of = f"[dim]old[/dim] {escape(row['old'])}\n[dim]new[/dim] {escape(row['new'])}"
         sends = [f"{runs} {name}" for name, runs in row["collectives"].items()]
         table.add_row(
             f"[bold]{row['what']}[/bold]\n{lines_of}\n[dim]on[/dim]  {escape(row['placed'])}",
             *(_outcome(row) if "ratio" in row else ("as NumPy", "pmap\nrefuses")),
+            _on_one(row),
             "\n".join(sends) or "nothing",
         )
     return table
@@ -135,7 +143,14 @@ def draw_table(found: list[dict[str, Any]], num_devices: int) -> Table:
 def _outcome(row: dict[str, Any]) -> tuple[str, str]:
     """Say how far values are from pmap's, and the ratio of times with its quartiles."""
     same = f"to {row['difference']:.0e}" if row["difference"] else "identical"
-    return same, f"{row['ratio']:.2f}\n{row['ratio_low']:.2f}–{row['ratio_high']:.2f}"
+    return same, f"{row['ratio']:.2f}\n{row['ratio_low']:.2f}–\n{row['ratio_high']:.2f}"
+
+
+def _on_one(row: dict[str, Any]) -> str:
+    """Say how long the new program takes on one device, and how many times as long on all."""
+    if "one_ms" not in row:
+        return "fixed\nmesh" if "ratio" in row else ""
+    return f"{row['one_ms']:.3g} ms\n× {row['new_ms'] / row['one_ms']:.2g}"
 
 
 def plot_ratios(axis: Any, raced: list[dict[str, Any]]) -> None:

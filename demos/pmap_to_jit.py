@@ -22,7 +22,8 @@ import matplotlib
 import numpy as np
 from jax import grad, jit, lax, vmap
 from jax.sharding import PartitionSpec as P
-from pmap_race import Pair, compare, draw_table, plot_ratios, pmap
+from pmap_crossover import crossover, measure, plot_crossover
+from pmap_race import Pair, compare, draw_table, largest_difference, plot_ratios, pmap
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
@@ -236,7 +237,7 @@ def kept_body():
 
     old = pmap(body, axis_name="data")
     new = jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
-    return Pair(old, args, new, args, table / table.sum())
+    return Pair(old, args, new, args, table / table.sum(), names_mesh=True)
 
 
 # %% [markdown]
@@ -393,8 +394,9 @@ def plane():
 #
 # A round calls one program, then the other, each often enough to last five milliseconds; the order
 # alternates. The ratio is the new program's time divided by the old one's in the same round; the table
-# has the median over rounds and the quartiles. Virtual devices share the machine's cores: the ratios
-# compare the overhead of the two ways, not their time on a pod.
+# has the median over rounds and the quartiles. The last column but one has the new program on one
+# device. Virtual devices share the machine's cores: the ratios compare the overhead of the ways, not
+# their time on a pod.
 
 
 # %%
@@ -420,6 +422,51 @@ for row in found:
 small_dots = np.asarray(trees_of_axes().new(*trees_of_axes().new_args)).tolist()
 console.print(f"{n} dot products:", ", ".join(f"{x:.4f}" for x in small_dots))
 console.print(f"{num_dots:,} dot products:", ", ".join(f"{x:.4f}" for x in true_dots[:3]), "…")
+
+# %% [markdown]
+# ## A pitfall of `pmap`: it returns sums that nobody asked for
+#
+# `vdot` flattens its arguments. Over a new axis of devices, `pmap(jnp.vdot)` without the `vmap` inside
+# takes each device's whole block for one vector: it returns one sum per device, without a warning, in
+# the shape that one would expect of a map over devices. Placed arrays have no such axis: without
+# `vmap`, `jit(jnp.vdot)` returns a single number, which nobody takes for a dot product per row.
+
+# %%
+blocks = first.reshape(n, -1, 3), second.reshape(n, -1, 3)
+wrong = np.asarray(pmap(jnp.vdot)(*blocks))
+right = np.asarray(jit(vmap(jnp.vdot))(*place(P("data"), first, second)))
+pitfall = {
+    "rows": num_dots,
+    "pmap_of_dot_shape": list(wrong.shape),
+    "placed_shape": list(right.shape),
+    "distance_from_sums_of_blocks": largest_difference(wrong, true_dots.reshape(n, -1).sum(axis=1)),
+    "distance_from_dot_products": largest_difference(right, true_dots),
+}
+console.print(
+    f"pmap(jnp.vdot) of two arrays {blocks[0].shape} has shape {wrong.shape}: each number sums "
+    f"over all {num_dots // n:,} rows of a device. jit(vmap(jnp.vdot)) of placed arrays {first.shape} "
+    f"has shape {right.shape}, a dot product for each row."
+)
+
+# %% [markdown]
+# ## When one device is better
+#
+# A call on several devices costs a fixed time per device, whatever the size. The tutorial's last cells
+# take 8 dot products: one device needs 2.33 ms, the three forms of `pmap` 24.5 to 47.4 ms, 10 to 20
+# times as long. Here all ways compute the same dot products, from 8 rows to millions.
+
+# %%
+ROWS = [n * 4**k for k in ((0, 4) if options.quick else range(11))]
+times = measure(devices, ROWS, 3 if options.quick else 9)
+for way in ("pmap(vmap)", "placed, jit(vmap)"):
+    least = [row for row in times if row["rows"] == ROWS[0] and row["devices"] in (1, n)]
+    one = next(row["ms"] for row in least if row["devices"] == 1)
+    here = next(row["ms"] for row in least if row["way"] == way)
+    begins = crossover(times, way, n)
+    console.print(
+        f"{way} on {n} devices: {here / one:.1f} times the time of one device for {ROWS[0]} rows; "
+        + (f"faster than one device from {begins:,} rows on" if begins else "never faster, up to here")
+    )
 
 # %% [markdown]
 # ## The figure
@@ -458,11 +505,12 @@ def plot_rule(axis):
     axis.set(title=f"rule 30 on {n} devices: {trips} collective-permutes", xlabel="cell", ylabel="step")
 
 
-figure = plt.figure(figsize=(15, 9.5), layout="constrained")
-panels = figure.subplot_mosaic("PR;CR", width_ratios=[1, 1.05], height_ratios=[1.9, 1])
+figure = plt.figure(figsize=(15, 13), layout="constrained")
+panels = figure.subplot_mosaic("PR;CR;XX", width_ratios=[1, 1.05], height_ratios=[1.9, 1, 1.4])
 plot_plane(figure, panels["P"])
 plot_ratios(panels["R"], raced)
 plot_rule(panels["C"])
+plot_crossover(panels["X"], times)
 figure.suptitle(f"pmap's cases by placement on {n} devices")
 figure.savefig(options.out / "pmap_to_jit.png", dpi=110)
 plt.close(figure)
@@ -481,6 +529,10 @@ summary = {
     "largest_error": max(row["error"] for row in found),
     "small_dots": small_dots,
     "first_dots": true_dots[:3].tolist(),
+    "pitfall": [pitfall],
+    "crossover_rows_pmap": crossover(times, "pmap(vmap)", n),
+    "crossover_rows_placed": crossover(times, "placed, jit(vmap)", n),
+    "crossover": times,
     "cases": found,
     "peak_rss_mb": common.peak_rss_mb(),
     "wall_seconds": time.perf_counter() - BEGAN,

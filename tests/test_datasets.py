@@ -431,6 +431,31 @@ def test_lines_may_end_otherwise(tmp_path, name, change):
     assert_is_movielens(load_ratings(write_tables(tmp_path, TABLES | {name: change(TABLES[name])})))
 
 
+FIELDS = [line.split(b"::") for line in MOVIES.replace(b"A::B", b"A B").splitlines()]
+CATALOGUES = {
+    "no titles": (b"\n".join(b"::".join([i, b"", genres]) for i, _, genres in FIELDS), False, True),
+    "no genres": (b"\n".join(b"::".join([i, title, b""]) for i, title, _ in FIELDS), True, False),
+    "no field": (b"\n".join(b"::".join([i, title]) for i, title, _ in FIELDS), True, False),
+    "neither": (b"\n".join(b"::".join([i, b"", b""]) for i, _, _ in FIELDS), False, False),
+}
+
+
+@pytest.mark.parametrize(("content", "titles", "genres"), CATALOGUES.values(), ids=CATALOGUES)
+def test_a_catalogue_may_lack_titles_or_genres(tmp_path, content, titles, genres):
+    data = load_ratings(write_tables(tmp_path, TABLES | {"movies.dat": content}))
+    np.testing.assert_array_equal(data.watched, WATCHED)
+    assert [len(x) > 0 for x in data.titles] == [titles] * SIZES.movies
+    assert [len(x) > 0 for x in data.genres] == [genres] * SIZES.movies
+
+
+def test_files_of_any_size_are_read_if_asked(tmp_path):
+    ratings = RATINGS + b"9::10::4::0\n"
+    folder = write_tables(tmp_path, TABLES | {"ratings.dat": ratings})
+    assert load_ratings(folder, sizes=None).watched.shape == (4, 3)
+    with pytest.raises(ValueError, match="expected 6 ratings"):
+        load_ratings(folder)
+
+
 NUMBERS, LINE = "expected four whole numbers", "expected id::title::genres"
 BROKEN_TABLES = [
     ("ratings.dat", b"", f"expected {SIZES}", "got 0 ratings"),

@@ -1,6 +1,8 @@
 """The demo of pmap's cases by placement, and that its comparison would notice a wrong program."""
 
 import json
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
+
+# The demos import each other as scripts of one folder do.
+sys.path.append(str(Path(__file__).resolve().parent.parent / "demos"))
+
 from demos import pmap_race
+from demos.pmap_crossover import crossover
 from demos.pmap_race import Pair, compare, pmap
 
 # What each new program must send on 8 devices: a sum that crosses them is one all-reduce, a step of
@@ -84,6 +91,39 @@ def test_many_dot_products_are_numpys(results):
     pairs = zip(vectors[:3].tolist(), vectors[summary["num_dots"] :][:3].tolist(), strict=True)
     dots = [sum(a * b for a, b in zip(one, other, strict=True)) for one, other in pairs]
     np.testing.assert_allclose(summary["first_dots"], dots, rtol=1e-12)
+
+
+def test_pmap_of_dot_returns_sums_of_blocks(results):
+    (pitfall,) = results[1]["pitfall"]
+    assert pitfall["pmap_of_dot_shape"] == [8]
+    assert pitfall["placed_shape"] == [pitfall["rows"]] == [results[1]["num_dots"]]
+    assert pitfall["distance_from_sums_of_blocks"] < 1e-4
+    assert pitfall["distance_from_dot_products"] < 1e-6
+
+
+def test_one_device_is_timed_beside_the_others(results, cases):
+    """Except where the new program names its mesh, or pmap refuses."""
+    without = {name for name, case in cases.items() if "one_ms" not in case}
+    assert without == REFUSED | {"kept_body"}
+    rows = results[1]["crossover"]
+    assert {(row["way"], row["devices"]) for row in rows} == {
+        ("one device, jit(vmap)", 1),
+        *((way, num) for way in ("pmap(vmap)", "placed, jit(vmap)") for num in (2, 4, 8)),
+    }
+    assert all(row["ms"] > 0 for row in rows)
+    assert "times the time of one device for 8 rows" in " ".join(results[2].split())
+
+
+@pytest.mark.parametrize(
+    ("faster_from", "expected"), [((8, 32, 128), 8), ((32, 128), 32), ((8, 128), 128), ((8, 32), None)]
+)
+def test_a_crossover_is_where_a_way_stays_faster(faster_from, expected):
+    one = [{"way": "one", "devices": 1, "rows": rows, "ms": 1.0} for rows in (8, 32, 128)]
+    way = [
+        {"way": "w", "devices": 4, "rows": r, "ms": 0.5 if r in faster_from else 2.0}
+        for r in (8, 32, 128)
+    ]
+    assert crossover(one + way, "w", 4) == expected
 
 
 # Negative control
