@@ -67,7 +67,7 @@ class PerChainAdaptation(Adaptation):
 
     def begin(self, state: WindowState, kernel: Kernel, states: Any, start: WindowStart) -> WindowState:
         """Begin a window: search for the step sizes of all chains at once, each independently."""
-        found = self.adaptation.first_step_size(self.final(kernel, state), start)
+        found = self.adaptation.searched_step_size(self.final(kernel, state), start)
         return jax.vmap(lambda s, x, e: self.adaptation.restarted(s, _one(x), e))(state, states, found)
 
     def tuned(self, kernel: Kernel, state: WindowState) -> Kernel:

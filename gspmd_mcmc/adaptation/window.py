@@ -100,9 +100,9 @@ class WindowAdaptation(Adaptation):
 
     def begin(self, state: WindowState, kernel: Kernel, states: Any, start: WindowStart) -> WindowState:
         """Begin a window: search for a step size with its metric, and reset the moments."""
-        return self.restarted(state, states, self.first_step_size(self.final(kernel, state), start))
+        return self.restarted(state, states, self.searched_step_size(self.final(kernel, state), start))
 
-    def first_step_size(self, kernel: Kernel, start: WindowStart) -> jax.Array:
+    def searched_step_size(self, kernel: Kernel, start: WindowStart) -> jax.Array:
         """Return the step size that a window begins with, of a kernel with its metric."""
         if not self.adapt_step_size:
             return kernel.step_size

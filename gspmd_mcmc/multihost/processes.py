@@ -128,7 +128,7 @@ def _end(error: str) -> None:
 
 
 def spans_processes(mesh: Mesh | AbstractMesh | None) -> bool:
-    """Tell whether a mesh has devices of several processes; those of some, but not all, raise."""
+    """Tell whether a mesh has devices of several processes; raise if of some, but not of all."""
     if not isinstance(mesh, Mesh) or jax.process_count() == 1:
         return False
     found = {device.process_index for device in mesh.devices.flat}

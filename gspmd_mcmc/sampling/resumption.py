@@ -163,7 +163,10 @@ def _placement(run: Run) -> dict[str, Any]:
 
 
 def resume(run: Run, checkpoints: Checkpoints, facts: Facts) -> None:
-    """Bring a run that has taken no step to where its newest checkpoint is that is not damaged."""
+    """Bring a run that has taken no step to its newest checkpoint that is not damaged.
+
+    Damaged checkpoints are put aside, with a warning.
+    """
     failures: dict[int, Exception] = {}
     for number in checkpoints.numbers():
         try:

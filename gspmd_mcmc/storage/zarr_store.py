@@ -160,10 +160,8 @@ class ZarrSink(Sink):
             self.reserve(first_draw > 0)
         steps, self._treedef = jax.tree_util.tree_flatten_with_path(buffers[0], is_leaf=is_row_values)
         names = list(named_leaves(buffers[0], is_leaf=is_row_values))
-        kept, arrays = (
-            chosen("leaves", self.leaves, names),
-            dict(zip(names, disk_names(names), strict=True)),
-        )
+        kept = chosen("leaves", self.leaves, names)
+        arrays = dict(zip(names, disk_names(names), strict=True))
         # Of each leaf its path in the store; None of one that is not kept.
         self._paths = {name: f"{POSTERIOR}/{arrays[name]}" if name in kept else None for name in names}
         position = [
