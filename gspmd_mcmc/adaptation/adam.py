@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc import tree
 from gspmd_mcmc.tree import pytree
 
 DECAY = 0.95
@@ -43,11 +42,8 @@ def update(state: AdamState, gradient: jax.Array) -> tuple[AdamState, jax.Array]
     largest = float(jnp.finfo(gradient.dtype).max) ** 0.49  # its square is finite
     most = jnp.where(size > 0, MOST * size, largest)
     gradient = jnp.clip(gradient, -most, most)
-    state = tree.replace(
-        state,
-        num_updates=state.num_updates + 1,
-        square_average=DECAY * state.square_average + (1 - DECAY) * gradient**2,
-    )
+    average = DECAY * state.square_average + (1 - DECAY) * gradient**2
+    state = AdamState(num_updates=state.num_updates + 1, square_average=average)
     size = _size(state)
     step = jnp.where(size > 0, gradient / jnp.where(size > 0, size, 1), 0)
     return state, jnp.round(step * RESOLUTION) / RESOLUTION

@@ -140,7 +140,7 @@ class Length:
         return tree.replace(self, batches=update(self.batches, positions))
 
     def ended(self, measured: jax.Array) -> "Length":
-        """End a window that held the metric: the first that is long enough, so not NaN, counts."""
+        """End a window that held the metric; the first one fixes the length, unless it is NaN."""
         keeps = self.is_measured | jnp.isnan(measured)
         value = jnp.where(keeps, self.value, measured).astype(self.value.dtype)
         return tree.replace(self, value=value, is_measured=jnp.ones_like(self.is_measured))

@@ -199,23 +199,29 @@ class ChEESAdaptation(Adaptation):
 
     def init(self, kernel: JitteredHMC, states: Any) -> ChEESState:
         """Return the state before any step."""
-        zero = jnp.zeros_like(kernel.step_size)
         return ChEESState(
-            step_size=dual_averaging.init(kernel.step_size),
-            log_trajectory_length=jnp.log(FIRST_LEAPFROGS * kernel.step_size),
-            log_trajectory_length_average=zero,
-            num_updates=zero,
-            ascent=adam.init(zero),
             max_leapfrogs=kernel.max_leapfrogs,
             jitter=kernel.jitter,
             inverse_mass_matrix=kernel.inverse_mass_matrix,
-            moments=self.init_moments(states),
             num_metrics=jnp.zeros((), jnp.int32),
             variances=Diagonal().identity(states.position),
-            spread=self._init_spread(states),
             criterion=self.criterion.init(kernel.target, states.position),
             rates=stuck_chains.no_rates(states.log_density),
+            **self._of_window(kernel.step_size, jnp.log(FIRST_LEAPFROGS * kernel.step_size), states),
         )
+
+    def _of_window(self, step_size: jax.Array, log_length: jax.Array, states: Any) -> dict[str, Any]:
+        """Return what a window begins with."""
+        zero = jnp.zeros_like(step_size)
+        return {
+            "step_size": dual_averaging.init(step_size),
+            "log_trajectory_length": log_length,
+            "log_trajectory_length_average": zero,
+            "num_updates": zero,
+            "ascent": adam.init(zero),
+            "moments": self.init_moments(states),
+            "spread": () if self._is_diagonal else Diagonal().init(states.position),
+        }
 
     def begin(
         self, state: ChEESState, kernel: JitteredHMC, states: Any, start: WindowStart
@@ -230,17 +236,7 @@ class ChEESAdaptation(Adaptation):
         is_early &= self.learns_metric  # the units of a kernel's own may be far from the scales
         length = jnp.where(is_early, jnp.log(FIRST_LENGTH), state.log_trajectory_length)
         length = jnp.where(start.is_first, jnp.log(FIRST_LEAPFROGS * found), length)
-        zero = jnp.zeros_like(found)
-        return tree.replace(
-            state,
-            step_size=dual_averaging.init(found),
-            log_trajectory_length=length,
-            log_trajectory_length_average=zero,
-            num_updates=zero,
-            ascent=adam.init(zero),
-            moments=self.init_moments(states),
-            spread=self._init_spread(states),
-        )
+        return tree.replace(state, **self._of_window(found, length, states))
 
     def tuned(self, kernel: JitteredHMC, state: ChEESState) -> JitteredHMC:
         """Return the kernel with the current step size and trajectory length."""
@@ -315,9 +311,6 @@ class ChEESAdaptation(Adaptation):
     def _is_diagonal(self) -> bool:
         """Whether the metric itself is the variances that are the units of the criterion."""
         return self.learns_metric and isinstance(self.metric, Diagonal)
-
-    def _init_spread(self, states: Any) -> PyTree:
-        return () if self._is_diagonal else Diagonal().init(states.position)
 
 
 def _with(

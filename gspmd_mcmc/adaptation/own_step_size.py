@@ -54,7 +54,11 @@ def walk(
             # One number for all chains, so that no leapfrog asks whether others continue.
             count = jax.random.randint(count_key, (), 1, MOST_LEAPFROGS + 1)
             sizes = step_sizes * jnp.asarray(PARTS, step_sizes.dtype)[part]
-            states, info = step(lambda k: _hmc(k, count), sizes, step_key, states)
+
+            def hmc_of(kernel):
+                return tree.fill(HMC, vars(OneLeapfrog.of(kernel)) | {"num_integration_steps": count})
+
+            states, info = step(hmc_of, sizes, step_key, states)
             leapfrogs += count * chains.size
             return (states, total + info.acceptance_rate, leapfrogs), None
 
@@ -67,10 +71,3 @@ def walk(
     carry = states, first, zeros, jnp.zeros((), jnp.int32)
     (states, _, total, leapfrogs), _ = jax.lax.scan(search_and_step, carry, jnp.arange(NUM_SEARCHES))
     return states, total / (NUM_SEARCHES * len(PARTS)), leapfrogs
-
-
-def _hmc(kernel: Kernel, count: jax.Array) -> HMC:
-    names = ("target", "step_size", "inverse_mass_matrix", "gradient_precision")
-    values = {name: getattr(kernel, name) for name in names}
-    no_jitter = jnp.zeros((), kernel.step_size.dtype)
-    return tree.fill(HMC, values | {"num_integration_steps": count, "jitter": no_jitter})

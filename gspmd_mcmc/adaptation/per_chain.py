@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, Window, WindowStart
-from gspmd_mcmc.adaptation.step_size_search import find_step_size
 from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.tree import PyTree, pytree
@@ -68,15 +67,12 @@ class PerChainAdaptation(Adaptation):
 
     def begin(self, state: WindowState, kernel: Kernel, states: Any, start: WindowStart) -> WindowState:
         """Begin a window: search for the step sizes of all chains at once, each independently."""
-        found = kernel.step_size
-        if self.adaptation.adapt_step_size:
-            found = find_step_size(self.final(kernel, state), start.rng_key, start.acceptance_rates)
-            found = found * jnp.where(start.is_first, self.adaptation.first_step_factor, 1.0)
+        found = self.adaptation.searched_step_size(self.final(kernel, state), start)
         return jax.vmap(lambda s, x, e: self.adaptation.restarted(s, _one(x), e))(state, states, found)
 
     def tuned(self, kernel: Kernel, state: WindowState) -> Kernel:
         """Return the kernel with the current step size of each chain."""
-        return self._settings(self.adaptation.tuned, kernel, state)
+        return self.adaptation.tuned(kernel, state)
 
     def update(self, state: WindowState, kernel: Kernel, transition: Transition) -> WindowState:
         """Take in one step of every chain."""
@@ -96,15 +92,7 @@ class PerChainAdaptation(Adaptation):
 
     def final(self, kernel: Kernel, state: WindowState) -> Kernel:
         """Return the kernel with the averaged step size of each chain."""
-        return self._settings(self.adaptation.final, kernel, state)
-
-    def _settings(self, function: Callable, kernel: Kernel, state: WindowState) -> Kernel:
-        def settings(kernel, state):
-            tuned = function(kernel, state)
-            return tuned.step_size, tuned.inverse_mass_matrix
-
-        step_size, metric = _map_chains(settings, kernel, state)
-        return tree.replace(kernel, step_size=step_size, inverse_mass_matrix=metric)
+        return self.adaptation.final(kernel, state)
 
 
 def _one(chain: PyTree) -> PyTree:

@@ -9,6 +9,7 @@ lets walk takes the state of another chain, which is recorded as a `Move`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -71,12 +72,8 @@ def moved(rng_key: jax.Array, states: Any, moves: jax.Array, are_sources: jax.Ar
     drawn = jax.vmap(lambda key: jax.random.categorical(key, logits))(keys)
     source = jnp.where(moves, drawn, chains)
     # States of other devices are sent only where a chain moves.
-    return jax.lax.cond(
-        jnp.any(moves),
-        lambda states: jax.tree.map(lambda x: jnp.take(x, source, axis=0), states),
-        lambda states: states,
-        states,
-    )
+    take = partial(jax.tree.map, lambda x: jnp.take(x, source, axis=0))
+    return jax.lax.cond(jnp.any(moves), take, lambda states: states, states)
 
 
 def helped(

@@ -102,11 +102,14 @@ class WindowAdaptation(Adaptation):
 
     def begin(self, state: WindowState, kernel: Kernel, states: Any, start: WindowStart) -> WindowState:
         """Begin a window: search for a step size with its metric, and reset the moments."""
+        return self.restarted(state, states, self.searched_step_size(self.final(kernel, state), start))
+
+    def searched_step_size(self, kernel: Kernel, start: WindowStart) -> jax.Array:
+        """Return the step size that a window begins with, of a kernel with its metric."""
         if not self.adapt_step_size:
-            return self.restarted(state, states, kernel.step_size)
-        found = find_step_size(self.final(kernel, state), start.rng_key, start.acceptance_rates)
-        factor = jnp.where(start.is_first, self.first_step_factor, 1.0).astype(found.dtype)
-        return self.restarted(state, states, found * factor)
+            return kernel.step_size
+        found = find_step_size(kernel, start.rng_key, start.acceptance_rates)
+        return found * jnp.where(start.is_first, self.first_step_factor, 1.0).astype(found.dtype)
 
     def restarted(self, state: WindowState, states: Any, step_size: jax.Array) -> WindowState:
         """Return the state of a window that begins with a step size."""

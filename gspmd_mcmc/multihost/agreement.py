@@ -33,7 +33,8 @@ def require_agreement(call: str, facts: dict[str, str]) -> None:
     digests = _exchange(hashlib.sha256(text).digest())
     if len(set(digests)) == 1:
         return
-    stated = [json.loads(x) for x in _exchange_text(text)]
+    longest = max(counts_of_all(len(text)))
+    stated = [json.loads(x) for x in _exchange(text.ljust(longest))]
     raise ProcessesDisagree(disagreement(call, stated))
 
 
@@ -91,16 +92,9 @@ def _numbers_of_all(*numbers: int) -> np.ndarray:
 
 
 def _exchange(message: bytes) -> list[bytes]:
-    """Give every process the messages of all, by process."""
+    """Give every process the messages of all, by process; they are of one size."""
     found = multihost_utils.process_allgather(np.frombuffer(message, np.uint8))
-    return [x.tobytes() for x in np.asarray(found).reshape(-1, MESSAGE_BYTES)]
-
-
-def _exchange_text(text: bytes) -> list[bytes]:
-    sizes = counts_of_all(len(text))
-    padded = np.frombuffer(text.ljust(max(sizes)), np.uint8)
-    found = np.asarray(multihost_utils.process_allgather(padded)).reshape(-1, max(sizes))
-    return [x.tobytes() for x in found]
+    return [x.tobytes() for x in np.asarray(found).reshape(-1, len(message))]
 
 
 def disagreement(call: str, stated: list[dict[str, Any]]) -> str:

@@ -67,8 +67,9 @@ def initialize(
     try:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=int(heartbeat_seconds))
     except (RuntimeError, ValueError) as error:
-        if _is_alone(given, error):
-            return
+        is_asking = isinstance(error, ValueError) and "coordinator_address" in str(error)
+        if is_asking and all(value is None for value in given.values()):
+            return  # Nothing was given, and JAX found nothing: the process is alone.
         raise _explained(given, error) from error
     _end_soon_after_errors(heartbeat_seconds)
 
@@ -78,8 +79,8 @@ def _check_arguments(given: dict[str, Any], heartbeat_seconds: Any) -> None:
         raise ValueError(
             f"initialize: heartbeat_seconds: expected 1 or more, got {heartbeat_seconds!r}"
         )
-    for name in ("num_processes", "process_id"):
-        least, value = (1, given[name]) if name == "num_processes" else (0, given[name])
+    for name, least in (("num_processes", 1), ("process_id", 0)):
+        value = given[name]
         if value is not None and (not isinstance(value, int) or value < least):
             raise ValueError(
                 f"initialize: {name}: expected an integer of at least {least}, got {value!r}"
@@ -90,12 +91,6 @@ def _check_arguments(given: dict[str, Any], heartbeat_seconds: Any) -> None:
     count, index = given["num_processes"], given["process_id"]
     if count is not None and index is not None and index >= count:
         raise ValueError(f"initialize: process_id={index} of num_processes={count}: they count from 0")
-
-
-def _is_alone(given: dict[str, Any], error: Exception) -> bool:
-    """Tell whether nothing was given and JAX found nothing; it then asks for an address."""
-    nothing = all(value is None for value in given.values())
-    return nothing and isinstance(error, ValueError) and "coordinator_address" in str(error)
 
 
 def _explained(given: dict[str, Any], error: Exception) -> Exception:
@@ -133,7 +128,7 @@ def _end(error: str) -> None:
 
 
 def spans_processes(mesh: Mesh | AbstractMesh | None) -> bool:
-    """Tell whether a mesh has devices of several processes; those of some, but not all, raise."""
+    """Tell whether a mesh has devices of several processes; raise if of some, but not of all."""
     if not isinstance(mesh, Mesh) or jax.process_count() == 1:
         return False
     found = {device.process_index for device in mesh.devices.flat}

@@ -82,7 +82,7 @@ def chosen_warmup(
 
 
 def kernel_for(target: Target, num_chains: int, max_tree_depth: int | None = None) -> Kernel:
-    """Return the kernel for a target and a number of chains; many have no trees that a depth suits."""
+    """Return the default kernel; raise if a depth is given, and so many chains build no trees."""
     depth = {} if max_tree_depth is None else {"max_tree_depth": max_tree_depth}
     if num_chains < MANY_CHAINS:
         return NUTS(target, 0.1, **depth)
@@ -95,7 +95,7 @@ def kernel_for(target: Target, num_chains: int, max_tree_depth: int | None = Non
 
 
 def warmup_for(kernel: Kernel) -> Adaptation:
-    """Return the warm-up that a kernel asks for, or that says it suits it; raise if none does."""
+    """Return the warm-up that a kernel asks for, or else its default; raise if there is none."""
     own = kernel.default_warmup()
     if own is not None:
         return own

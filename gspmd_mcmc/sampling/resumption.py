@@ -93,11 +93,8 @@ class Saver:
     def __init__(self, run: Run, checkpoints: Checkpoints, facts: Facts, every: float, stop: Stop):
         self.run, self.checkpoints, self.every, self.stop = run, checkpoints, every, stop
         self._saved_at = time.monotonic()
-        self._document = {
-            "versions": versions_of_libraries(),
-            "facts": facts,
-            "placement": _placement(run),
-        }
+        versions, placement = versions_of_libraries(), _placement(run)
+        self._document = {"versions": versions, "facts": facts, "placement": placement}
 
     def begin(self) -> None:
         """Save the run before its first step, and wait; raise CheckpointNotSaved if that fails."""
@@ -166,7 +163,10 @@ def _placement(run: Run) -> dict[str, Any]:
 
 
 def resume(run: Run, checkpoints: Checkpoints, facts: Facts) -> None:
-    """Bring a run that has taken no step to where its newest checkpoint is that is not damaged."""
+    """Bring a run that has taken no step to its newest checkpoint that is not damaged.
+
+    Damaged checkpoints are put aside, with a warning.
+    """
     failures: dict[int, Exception] = {}
     for number in checkpoints.numbers():
         try:
@@ -204,9 +204,8 @@ def _resume_from(run: Run, checkpoints: Checkpoints, number: int, facts: Facts) 
     adaptation = run.stages[stage].adaptation
     template = _template(run, stage)
     of_leaves = run_roles(adaptation, template, run.layout)
-    shapes = _shapes_to_read(
-        document["leaves"], run.layout, template, of_leaves, path, is_moved=is_moved
-    )
+    wanted = run.layout.templates(template, of_leaves)
+    shapes = _shapes_to_read(document["leaves"], wanted, of_leaves, path, is_moved)
     read = checkpoints.restore(number, shapes)
     state = jax.tree.unflatten(jax.tree.structure(template), read)
     full = _filled(adaptation, state, layout=run.layout) if is_moved else state
@@ -236,19 +235,13 @@ def _template(run: Run, last: int) -> RunState:
 
 
 def _shapes_to_read(
-    leaves: list[dict[str, Any]],
-    layout: Layout,
-    template: RunState,
-    of_leaves: RunState,
-    folder: Path,
-    *,
-    is_moved: bool,
+    leaves: list[dict[str, Any]], template: RunState, of_leaves: RunState, folder: Path, is_moved: bool
 ) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes and shardings to read a checkpoint's leaves in; raise if they do not fit.
 
     Terms that another mesh cuts otherwise are read as they were saved, whole: they are computed anew.
     """
-    wanted = jax.tree_util.tree_leaves_with_path(layout.templates(template, of_leaves))
+    wanted, shapes = jax.tree_util.tree_leaves_with_path(template), []
     theirs, ours = [x["path"] for x in leaves], [path_str(path) for path, _ in wanted]
     if theirs != ours:
         differs = sorted(set(theirs) ^ set(ours)) or ["their order"]
@@ -256,8 +249,6 @@ def _shapes_to_read(
             f"checkpoint: {folder} holds the arrays of another kind of run; what differs: "
             f"{', '.join(differs[:3])}. Give another folder"
         )
-    mesh, shapes = layout.mesh, []
-    whole = None if mesh is None else NamedSharding(mesh, P())
     for (path, x), role, saved in zip(wanted, jax.tree.leaves(of_leaves), leaves, strict=True):
         if saved["dtype"] != np.dtype(x.dtype).name:
             raise ValueError(
@@ -272,6 +263,7 @@ def _shapes_to_read(
                 f"{list(x.shape)}. Where an array of a kernel or a warm-up has the rows of the "
                 "position, its field says so by gspmd_mcmc.like_position()"
             )
+        whole = None if x.sharding is None else NamedSharding(x.sharding.mesh, P())
         as_saved = jax.ShapeDtypeStruct(tuple(saved["shape"]), x.dtype, sharding=whole)
         shapes.append(as_saved if is_cut else x)
     return shapes

@@ -148,10 +148,9 @@ class Run:
         self.sink, self.attributes = sink, attributes  # which the sink records
         self.fixed = Fixed(kernel.target, plan.rng_key, layout)
         self.moves: list[Move] = list(earlier.moves) if earlier else []
-        self.stages = (
-            plan.adaptation.stages(plan.num_warmup) if plan.num_warmup else [Stage(Untuned(), [])]
-        )
-        self.is_resumed = self.is_warm = False
+        warmup = plan.adaptation if plan.num_warmup else Untuned()
+        self.stages = warmup.stages(plan.num_warmup)
+        self.is_warm = False
         self.draw = DrawSpec.of(kernel, states, plan.collect, layout)
         collected = self.draw.one_draw[0]
         if not jax.tree.leaves(collected):
@@ -159,16 +158,9 @@ class Run:
         if sink is not None:
             sink.check(collected)
         self.capacity, self._chunk_size = self._capacity(), 1
-        first = self.stages[0].adaptation
-        self.state: RunState = set_up(
-            plan.adaptation if plan.num_warmup else first,
-            first,
-            self.fixed,
-            kernel,
-            states,
-            earlier.num_steps if earlier else 0,
-            size=bucket(plan.num_warmup),
-        )
+        first, first_step = self.stages[0].adaptation, earlier.num_steps if earlier else 0
+        size = bucket(plan.num_warmup)
+        self.state = set_up(warmup, first, self.fixed, kernel, states, first_step, size=size)
         self.done: Counters = to_host(self.state.counters)  # the state's, on the host
 
     def go(self, report: Report, stop: Stop, after: Callable[[], None]) -> Draws:
@@ -203,15 +195,9 @@ class Run:
 
     def chunk(self, count: int, *, slot: int = 0, thin: int = 1) -> None:
         """Take ``count`` steps of warm-up, or of ``thin`` steps a draw, and report them."""
+        is_warmup, steps = not self.is_warm, count * thin
         self.state, told = advance(
-            self.state,
-            self.adaptation,
-            self.fixed,
-            self.draw,
-            not self.is_warm,
-            slot,
-            count * thin,
-            thin,
+            self.state, self.adaptation, self.fixed, self.draw, is_warmup, slot, steps, thin
         )
         self.done, told = to_host((self.state.counters, told))
         self.report.advance(
@@ -241,7 +227,7 @@ class Run:
     def continue_from(self, state: RunState, moves: list[Move], *, is_warm: bool) -> None:
         """Continue from the state of another such run."""
         self.state, self.done = state, to_host(state.counters)
-        self.moves, self.is_warm, self.is_resumed = moves, is_warm, True
+        self.moves, self.is_warm = moves, is_warm
 
     def flush(self) -> None:
         """Wait until all draws that were made are on disk, where that is where they go."""
@@ -373,9 +359,7 @@ class Sampling:
         if run.sink is not None:
             self._spare = empty_buffers(run.draw, run.capacity)
             attributes = run.attributes | {"moves": json.dumps(run.moves)}
-            run.sink.begin(
-                run.state.draws, total, attributes, first_draw=done, is_resumed=run.is_resumed
-            )
+            run.sink.begin(run.state.draws, total, attributes, first_draw=done)
         elif run.capacity < total:
             self.host = HostDraws(run.state.draws, total)
         if total:

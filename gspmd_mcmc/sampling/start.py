@@ -178,10 +178,6 @@ def _shapes(position: PyTree) -> PyTree:
 @partial(jax.jit, static_argnames="layout")
 def init_chains(kernel: Kernel, positions: PyTree, *, layout: Layout) -> Any:
     """Evaluate the kernel's state at each chain's position."""
-    return _init(kernel, positions, layout)
-
-
-def _init(kernel: Kernel, positions: PyTree, layout: Layout) -> Any:
     positions = layout.vmap(lay_out, (None, 0))(kernel.target, positions)
     positions = layout.pin_positions(positions)
     states = layout.vmap(type(kernel).init, (None, 0))(kernel, positions)
@@ -200,7 +196,8 @@ def _draw(
         return lay_out(kernel.target, cut(kernel.target, position))
 
     key = jax.random.fold_in(jax.random.split(rng_key)[0], attempt)
-    states = _init(kernel, layout.vmap(draw, (0,))(jnp.arange(layout.num_chains)), layout)
+    positions = layout.vmap(draw, (0,))(jnp.arange(layout.num_chains))
+    states = init_chains(kernel, positions, layout=layout)
     return states, are_finite(states)
 
 

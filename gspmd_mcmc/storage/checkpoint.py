@@ -67,13 +67,9 @@ class Checkpoints:
         number = max(self.numbers(), default=0) + 1
         args = self._orbax.args
         written = {str(i): _to_write(x) for i, x in enumerate(arrays) if np.size(x)}
-        self._open().save(
-            number,
-            args=args.Composite(
-                arrays=args.StandardSave(written),
-                document=args.JsonSave(_with_sum(document | {"format": FORMAT})),
-            ),
-        )
+        document = _with_sum(document | {"format": FORMAT})
+        both = args.Composite(arrays=args.StandardSave(written), document=args.JsonSave(document))
+        self._open().save(number, args=both)
         self._without_sums = number
 
     def is_saving(self) -> bool:
@@ -141,9 +137,8 @@ class Checkpoints:
             if np.prod(s.shape)
         }
         try:
-            found = self._open().restore(
-                number, args=args.Composite(arrays=args.StandardRestore(wanted, strict=False))
-            )["arrays"]
+            arrays = args.Composite(arrays=args.StandardRestore(wanted, strict=False))
+            found = self._open().restore(number, args=arrays)["arrays"]
         except Exception as error:
             # Files that are as they were written cause no such error.
             if self._sums_of(number).exists():

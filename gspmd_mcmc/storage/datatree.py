@@ -22,7 +22,7 @@ def to_datatree(position: PyTree, stats: dict[str, Any], padded_rows: dict[str, 
     arviz_base = need("arviz_base", "arviz")
     stats = {ARVIZ_NAMES.get(name, name): np.asarray(x) for name, x in stats.items()}
     named = named_leaves(position)
-    names = dict(zip(named, tree_names(list(named)), strict=True))
+    names = dict(zip(named, free_names(list(named)), strict=True))
     posterior, coords = {names[name]: leaf for name, leaf in named.items()}, None
     if not all(is_local(leaf) for leaf in named.values()):
         padded_rows = {names[name]: count for name, count in padded_rows.items()}
@@ -55,20 +55,15 @@ def process_part(
     return posterior, {name: x[first:last] for name, x in stats.items()}, coords
 
 
-def tree_names(names: list[str]) -> list[str]:
-    """Name leaves in a ``DataTree``, which has coordinates ``chain``, ``draw`` and ``w_dim_0``."""
-    return _free_names(names, str)
-
-
 def disk_names(names: list[str]) -> list[str]:
-    """Return names as `tree_names` does that folders can have, also where case makes no difference."""
+    """Return a name on disk for each leaf; some file systems do not tell upper from lower case."""
     plain = [name.replace("/", "_").lstrip("._") or "x" for name in names]
-    return _free_names(plain, str.casefold)
+    return free_names(plain, str.casefold)
 
 
-def _free_names(names: list[str], key: Callable[[str], str]) -> list[str]:
-    """Lengthen names that a coordinate has, or another leaf as compared by the key."""
-    # ``w_dim_0`` is the name of an axis of a leaf ``w``.
+def free_names(names: list[str], key: Callable[[str], str] = str) -> list[str]:
+    """Lengthen names that a coordinate of a ``DataTree`` has, or another leaf by the same key."""
+    # Beside a leaf ``w``, ``w_dim_0`` is the coordinate of its axis.
     split = [(name, *name.rpartition("_dim_")) for name in names]
     of_axes = [key(name) for name, leaf, _, number in split if number.isdigit() and leaf in names]
     taken = {"chain", "draw", *of_axes}

@@ -38,13 +38,7 @@ class Sink(ABC):
 
     @abstractmethod
     def begin(
-        self,
-        buffers: PyTree,
-        num_samples: int,
-        attributes: dict[str, Any],
-        *,
-        first_draw: int = 0,
-        is_resumed: bool = False,
+        self, buffers: PyTree, num_samples: int, attributes: dict[str, Any], *, first_draw: int = 0
     ) -> None:
         """Make room for draws, or continue with those that are there.
 
@@ -58,8 +52,6 @@ class Sink(ABC):
             What the run is.
         first_draw
             Draws to keep; those beyond are written again.
-        is_resumed
-            Whether the run continues from a checkpoint.
         """
 
     def is_due(self) -> bool:

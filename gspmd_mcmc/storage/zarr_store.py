@@ -147,30 +147,21 @@ class ZarrSink(Sink):
         """Make the folder and lock it, and import the libraries that write in the background."""
         require("tensorstore", "zarr", extra="storage")
         self._on_first(lambda: self._reserve(is_resumed))
-        self._is_reserved = True
+        self._is_reserved, self._is_resumed = True, is_resumed
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="draws")
         for module in ("tensorstore", "zarr"):
             self._thread.submit(need, module, "storage")
 
     def begin(
-        self,
-        buffers: PyTree,
-        num_samples: int,
-        attributes: dict[str, Any],
-        *,
-        first_draw: int = 0,
-        is_resumed: bool = False,
+        self, buffers: PyTree, num_samples: int, attributes: dict[str, Any], *, first_draw: int = 0
     ) -> None:
         """Create the store, or cut that of the run that continues; one with another key is refused."""
-        is_resumed = is_resumed or first_draw > 0
         if not self._is_reserved:
-            self.reserve(is_resumed)
+            self.reserve(first_draw > 0)
         steps, self._treedef = jax.tree_util.tree_flatten_with_path(buffers[0], is_leaf=is_row_values)
         names = list(named_leaves(buffers[0], is_leaf=is_row_values))
-        kept, arrays = (
-            chosen("leaves", self.leaves, names),
-            dict(zip(names, disk_names(names), strict=True)),
-        )
+        kept = chosen("leaves", self.leaves, names)
+        arrays = dict(zip(names, disk_names(names), strict=True))
         # Of each leaf its path in the store; None of one that is not kept.
         self._paths = {name: f"{POSTERIOR}/{arrays[name]}" if name in kept else None for name in names}
         position = [
@@ -179,7 +170,7 @@ class ZarrSink(Sink):
             if name in kept
         ]
         about = attributes | {"position": json.dumps(position), "draws_format": VERSION}
-        self._on_first(lambda: self._prepare(buffers, num_samples, about, first_draw, is_resumed))
+        self._on_first(lambda: self._prepare(buffers, num_samples, about, first_draw))
         self._root = cut(read_root(self.path), num_samples)
         self.attributes = self._root["attributes"] = about
         self._arrays = {
@@ -269,12 +260,10 @@ class ZarrSink(Sink):
             cure += ", or remove that folder"
         raise DrawsNotSaved(f"{self.path} exists already and holds {found}; {cure}")
 
-    def _prepare(
-        self, buffers: PyTree, num_samples: int, about: dict, first_draw: int, is_resumed: bool
-    ) -> None:
+    def _prepare(self, buffers: PyTree, num_samples: int, about: dict, first_draw: int) -> None:
         """Create the store, or cut the one that is there."""
         root = self._plan(buffers, num_samples)
-        if is_resumed and (self.path / ROOT).exists():
+        if self._is_resumed and (self.path / ROOT).exists():
             there = _require_same_run(self.path, root, about, first_draw)
             root = cut(there, num_samples)
         elif first_draw:

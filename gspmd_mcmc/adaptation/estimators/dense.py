@@ -8,17 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import moments as streaming
-from gspmd_mcmc.adaptation.estimators.estimator import (
-    PRIOR_VARIANCE,
-    MetricEstimator,
-    agrees,
-    deviation,
-    like,
-    own_variance,
-    regularized_variance,
-    unit_variances,
-    weight_of_draws,
-)
+from gspmd_mcmc.adaptation.estimators import estimator
 from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric, Groups, read_groups
 from gspmd_mcmc.kernels.metrics.metric import names_of, product
 from gspmd_mcmc.moments import Moments
@@ -36,7 +26,7 @@ class DenseMoments:
 
 @pytree
 @dataclass(frozen=True, init=False)
-class DenseBlock(MetricEstimator):
+class DenseBlock(estimator.MetricEstimator):
     """Covariances within groups of leaves, variances of the others.
 
     ``DenseBlock("w", "b")`` couples two leaves, or all the leaves under these names at the top of the
@@ -77,7 +67,8 @@ class DenseBlock(MetricEstimator):
         """Return the metric that the draws of all chains give."""
         groups = self._groups(positions)
         means = groups.vectors(moments.moments.mean, batch=1)
-        keep, freedom = weight_of_draws(moments.moments), jnp.maximum(moments.moments.count - 1, 1)
+        keep = estimator.weight_of_draws(moments.moments)
+        freedom = jnp.maximum(moments.moments.count - 1, 1)
         pooled = [
             _pooled_covariance(sums / freedom.astype(sums.dtype), mean)
             for sums, mean in zip(moments.products, means, strict=True)
@@ -86,15 +77,15 @@ class DenseBlock(MetricEstimator):
             _factor(covariance, keep, freedom * len(mean)).astype(groups.dtype)
             for covariance, mean in zip(pooled, means, strict=True)
         ]
-        own = [own_variance(jnp.diagonal(covariance)) for covariance in pooled]
-        variances = groups.replace(regularized_variance(moments.moments), own)
-        return DenseMetric(like(variances, positions), factors, self._names(positions))
+        own = [estimator.own_variance(jnp.diagonal(covariance)) for covariance in pooled]
+        variances = groups.replace(estimator.regularized_variance(moments.moments), own)
+        return DenseMetric(estimator.like(variances, positions), factors, self._names(positions))
 
     def identity(self, positions: PyTree) -> DenseMetric:
         """Return the metric of unit variances and no correlations."""
         groups = self._groups(positions)
         factors = [jnp.eye(size, dtype=groups.dtype) for size in groups.sizes]
-        return DenseMetric(unit_variances(positions), factors, self._names(positions))
+        return DenseMetric(estimator.unit_variances(positions), factors, self._names(positions))
 
     def _names(self, positions: PyTree) -> tuple[tuple[str, ...], ...]:
         return self.groups
@@ -129,9 +120,9 @@ def _pooled_covariance(covariances: jax.Array, means: jax.Array) -> jax.Array:
     correlations than the whole, and so stretch stiff directions.
     """
     within, chains = jnp.mean(covariances, axis=0), means.shape[0]
-    spread = deviation(means)
+    spread = estimator.deviation(means)
     between = product(spread.T, spread, 1) / max(chains - 1, 1)
-    do_agree = jnp.all(agrees(jnp.diagonal(within), jnp.diagonal(between)))
+    do_agree = jnp.all(estimator.agrees(jnp.diagonal(within), jnp.diagonal(between)))
     return within + jnp.where(do_agree, between, 0)
 
 
@@ -140,7 +131,7 @@ def _factor(covariance: jax.Array, keep: jax.Array, num_draws: jax.Array) -> jax
     size, variances = len(covariance), jnp.diagonal(covariance)
     inverse = jnp.where(variances > 0, jax.lax.rsqrt(variances), 0)
     correlations = covariance * inverse[:, None] * inverse[None]
-    shortage = jnp.clip((size / num_draws) ** 4, PRIOR_VARIANCE, 1)
+    shortage = jnp.clip((size / num_draws) ** 4, estimator.PRIOR_VARIANCE, 1)
     rounding = 2 * math.sqrt(size) * jnp.finfo(covariance.dtype).eps
     shrink = jnp.maximum((1 - keep) * shortage, rounding).astype(covariance.dtype)
     shrunk = (1 - shrink) * correlations

@@ -21,15 +21,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import moments as streaming
 from gspmd_mcmc import tree
-from gspmd_mcmc.adaptation.estimators.estimator import (
-    MetricEstimator,
-    agrees,
-    deviation,
-    like,
-    own_variance,
-    pooled_variance,
-    unit_variances,
-)
+from gspmd_mcmc.adaptation.estimators import estimator
 from gspmd_mcmc.kernels.metrics.low_rank_metric import LowRankMetric
 from gspmd_mcmc.kernels.metrics.metric import product
 from gspmd_mcmc.moments import Moments
@@ -51,7 +43,7 @@ class LowRankMoments:
 
 @pytree
 @dataclass(frozen=True, init=False)
-class LowRank(MetricEstimator):
+class LowRank(estimator.MetricEstimator):
     """Variances of all elements and ``rank`` leading directions, for any layout.
 
     It finds directions in which the position varies more than its elements do separately: common
@@ -99,11 +91,11 @@ class LowRank(MetricEstimator):
         freedom = jnp.maximum(jax.tree.leaves(positions)[0].shape[0] * (count - 1), 1)
         whitened = _whiten(moments, count, freedom)
         residual, vectors, eigenvalues = fit_factors(whitened, freedom, self.rank)
-        own = own_variance(pooled_variance(moments.moments))
+        own = estimator.own_variance(estimator.pooled_variance(moments.moments))
         variances = jax.tree.map(jnp.multiply, own, residual)
         return LowRankMetric(
-            variances=like(variances, positions),
-            vectors=like(vectors, positions),
+            variances=estimator.like(variances, positions),
+            vectors=estimator.like(vectors, positions),
             eigenvalues=eigenvalues.astype(jnp.result_type(*jax.tree.leaves(positions))),
         )
 
@@ -111,7 +103,7 @@ class LowRank(MetricEstimator):
         """Return the metric of unit variances, with directions of zero length that do nothing."""
         nothing = jax.tree.map(lambda x: jnp.zeros((self.rank, *x.shape[1:]), x.dtype), positions)
         ones = jnp.ones(self.rank, jnp.result_type(*jax.tree.leaves(positions)))
-        return LowRankMetric(unit_variances(positions), vectors=nothing, eigenvalues=ones)
+        return LowRankMetric(estimator.unit_variances(positions), vectors=nothing, eigenvalues=ones)
 
 
 def slot_of(draw: jax.Array, num_slots: int) -> jax.Array:
@@ -141,9 +133,9 @@ def _whiten(moments: LowRankMoments, count: jax.Array, freedom: jax.Array) -> Py
         first = draws[:, :1]
         change = jnp.where(is_kept, draws - first, 0)
         own = jnp.sum(change, axis=1, keepdims=True) / jnp.maximum(count, 1).astype(mean.dtype)
-        between = jnp.sum(deviation(mean) ** 2, axis=0) / max(mean.shape[0] - 1, 1)
-        do_agree = agrees(jnp.mean(variance, axis=0), between)
-        shift = jnp.where(do_agree[None, None], deviation(first + own), 0)
+        between = jnp.sum(estimator.deviation(mean) ** 2, axis=0) / max(mean.shape[0] - 1, 1)
+        do_agree = estimator.agrees(jnp.mean(variance, axis=0), between)
+        shift = jnp.where(do_agree[None, None], estimator.deviation(first + own), 0)
         centered = jnp.where(is_kept, change - own + shift, 0)
         # Of the kept draws only: a factor must not explain more than all of their variance.
         variance = jnp.sum(centered**2, axis=(0, 1)) / freedom.astype(mean.dtype)
