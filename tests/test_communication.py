@@ -121,6 +121,7 @@ def test_one_device_has_no_collective():
 
     report = communication(step, jnp.ones((8, 8)))
     assert (report.collectives, report.num_devices, report.mesh) == ((), 1, {})
+    assert "└── no collective" in str(report)
     assert report.runs("all-reduce", within="test_one_device_has_no_collective.<locals>.step") == 0
 
 
@@ -168,7 +169,9 @@ def two_sums(x):
 
 def test_the_source_is_the_line_that_caused_the_collective():
     first = inspect.getsourcelines(two_sums)[1]
-    found = communication(two_sums, X).collectives
+    found = communication(calls_two_sums, X).collectives
+    # The stack leads from the line outwards, and ends before the report.
+    assert [frame.function for frame in found[1].stack] == ["two_sums", "calls_two_sums"]
     assert [c.source for c in found] == [f"{HERE}:{first + line} (two_sums)" for line in (1, 4)]
     assert [c.library_source for c in found] == ["", ""]
     assert found[0].op_name.endswith("reduce_sum")
@@ -176,11 +179,6 @@ def test_the_source_is_the_line_that_caused_the_collective():
 
 def calls_two_sums(x):
     return two_sums(x) + 1
-
-
-def test_the_stack_leads_from_the_line_outwards_and_ends_before_the_report():
-    (_, found) = communication(calls_two_sums, X).collectives
-    assert [frame.function for frame in found.stack] == ["two_sums", "calls_two_sums"]
 
 
 def log_prior(params):
@@ -191,34 +189,29 @@ def row_terms(params, block):
     return -0.5 * (block["x"] @ params) ** 2
 
 
-def plate_of_rows():
-    data = gm.place({"x": np.ones((64, 16), np.float32)}, MESH, P("data"))
-    return gm.Posterior(log_prior, gm.Plate(row_terms, data))
-
-
-def of_a_step(kernel):
-    state = kernel.init(jnp.zeros(16))
-    return communication(jax.jit(type(kernel).step), kernel, jax.random.key(0), state)
-
-
 @pytest.fixture(scope="module")
 def hmc_report():
-    return of_a_step(gm.HMC(plate_of_rows(), 0.1, 5))
+    data = gm.place({"x": np.ones((64, 16), np.float32)}, MESH, P("data"))
+    kernel = gm.HMC(gm.Posterior(log_prior, gm.Plate(row_terms, data)), 0.1, 5)
+    state = jax.eval_shape(gm.HMC.init, kernel, jnp.zeros(16))
+    return communication(jax.jit(gm.HMC.step), kernel, jax.random.key(0), state)
 
 
 def test_a_step_of_a_kernel_reduces_once_a_leapfrog(hmc_report):
+    """The terms go with the last gradient, after the loop of the others."""
     assert hmc_report.runs("all-reduce", within="leapfrog") == 1
     assert hmc_report.sent_bytes(within="leapfrog") == 16 * 4
     assert {c.kind for c in hmc_report.collectives} == {"all-reduce"}
     assert hmc_report.largest_constant_bytes < 1000
     assert [x.name for x in hmc_report.loops] == ["leapfrog"]
-
-
-def test_a_step_of_five_leapfrogs_reduces_five_times(hmc_report):
-    """The terms go with the last gradient, after the loop of the others."""
     step = hmc_report.with_trips(leapfrog=4)
     assert step.runs("all-reduce") == 5
     assert step.sent_bytes() == 5 * 16 * 4 + 2 * 4  # a two-float sum of the terms
+    # A collective of the library names the library's line.
+    (found,) = (c for c in hmc_report.collectives if c.loops)
+    assert found.library_source.startswith("gspmd_mcmc/")
+    assert found.source == found.library_source  # no line of this file stands between
+    assert any(frame.function == "HMC.step" for frame in found.stack)
 
 
 def test_a_step_on_mnist_sends_its_gradient_once_a_leapfrog():
@@ -246,13 +239,6 @@ def test_a_step_on_mnist_sends_its_gradient_once_a_leapfrog():
     assert report.runs("all-reduce") == 20 + report.count("all-reduce") - 1
 
 
-def test_a_collective_of_the_library_names_the_library_line(hmc_report):
-    (found,) = (c for c in hmc_report.collectives if c.loops)
-    assert found.library_source.startswith("gspmd_mcmc/")
-    assert found.source == found.library_source  # no line of this file stands between
-    assert any(frame.function == "HMC.step" for frame in found.stack)
-
-
 # The drawing.
 
 
@@ -266,7 +252,8 @@ def three_steps(x):
 
 
 def test_the_drawing_shows_nesting_sources_and_memory():
-    text = str(communication(on_blocks(three_steps), X))
+    report = communication(on_blocks(three_steps), X)
+    text = str(report)
     lines = text.splitlines()
     assert is_plain(text)
     assert lines[0] == "8 devices, data=8"
@@ -277,11 +264,8 @@ def test_the_drawing_shows_nesting_sources_and_memory():
     assert lines[5] == "        └── all-reduce f32[8,16] 512 B over data"
     assert lines[6].strip().startswith("tests/blocks.py:")
     assert any(line.split() == ["arguments", "512", "B"] for line in lines)
-
-
-def test_the_drawing_adds_up_what_each_loop_and_the_call_send():
-    report = communication(on_blocks(three_steps), X)
-    lines = [" ".join(line.split()) for line in str(report).splitlines()]
+    # It adds up what each loop and the call send.
+    lines = [" ".join(line.split()) for line in lines]
     assert "one leapfrog 1 all-reduce, 512 B" in lines
     assert "one step unknown: give trip counts by report.with_trips(...)" in lines
     lines = [" ".join(line.split()) for line in str(report.with_trips(leapfrog=10)).splitlines()]
@@ -294,10 +278,6 @@ def test_the_drawing_shows_what_goes_in_where_it_is_not_what_comes_out():
     assert "all-gather f32[8,16] -> f32[64,16] 4.1 kB over data" in str(communication(whole, X))
 
 
-def test_a_program_without_collectives_says_so():
-    assert "└── no collective" in str(communication(lambda x: x + 1, jnp.ones(3)))
-
-
 def test_long_shapes_and_unknown_lines_are_cut_to_the_width():
     many = [over_rows(64, n) for n in range(1, 40)]
     text = str(communication(lambda *xs: [jnp.sum(x, axis=0) for x in xs], *many))
@@ -305,14 +285,9 @@ def test_long_shapes_and_unknown_lines_are_cut_to_the_width():
     assert "… (39 arrays)" in text
 
 
-def test_rich_draws_it_in_colour(hmc_report):
-    from rich.console import Console
-
-    console = Console(force_terminal=True, color_system="truecolor", width=100)
-    with console.capture() as capture:
-        console.print(hmc_report)
-    assert "\x1b[1m" in capture.get()
-    assert "leapfrog" in capture.get()
+def test_a_notebook_has_it_in_bold(hmc_report):
+    page = hmc_report._repr_mimebundle_([], [])["text/html"]
+    assert '<span style="font-weight: bold">all-reduce</span>' in page
     assert repr(hmc_report) == str(hmc_report)
 
 

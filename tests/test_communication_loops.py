@@ -26,14 +26,10 @@ BLOCKS = "tests/blocks.py"
 
 
 @pytest.mark.parametrize(("loop", "trips"), [(nested, (3, 5)), (scanned, (4, 7))])
-def test_collectives_know_the_loops_around_them(loop, trips):
-    seen = {c.kind: c.trips for c in collectives(loop(psum_and_ring))}
-    assert seen == {"all-reduce": trips, "collective-permute": trips}
-
-
-@pytest.mark.parametrize(("loop", "trips"), [(nested, (3, 5)), (scanned, (4, 7))])
 def test_runs_multiply_the_loops_further_in(loop, trips):
-    report = communication(on_blocks(loop(one_psum)), X)
+    report = communication(on_blocks(loop(psum_and_ring)), X)
+    seen = {c.kind: c.trips for c in report.collectives}
+    assert seen == {"all-reduce": trips, "collective-permute": trips}
     assert report.count("all-reduce") == 1
     assert report.runs("all-reduce") == report.runs("all-reduce", within=0) == trips[0] * trips[1]
     assert report.runs("all-reduce", within=1) == trips[1]
@@ -110,24 +106,14 @@ def test_a_collective_in_the_test_of_a_loop_is_in_the_loop():
 
 
 def test_lengths_that_differ_between_chains_show_as_a_reduction_in_every_loop_test():
-    def trajectories(lengths, x):
-        run = jax.vmap(
-            lambda n, a: lax.fori_loop(0, n, lambda i, b: jnp.sin(b), a), spmd_axis_name="data"
-        )
-        return run(lengths, x)
+    def trajectory(length, x):
+        return lax.fori_loop(0, length, lambda i, a: jnp.sin(a), x)
 
-    (found,) = communication(trajectories, over_rows(64, dtype=jnp.int32), X).collectives
+    each = jax.vmap(trajectory, spmd_axis_name="data")
+    (found,) = communication(each, over_rows(64, dtype=jnp.int32), X).collectives
     assert (found.kind, found.num_bytes, found.trips) == ("all-reduce", 1, (None,))
-
-
-def test_a_length_that_chains_share_needs_no_reduction():
-    def trajectories(length, x):
-        run = jax.vmap(
-            lambda a: lax.fori_loop(0, length, lambda i, b: jnp.sin(b), a), spmd_axis_name="data"
-        )
-        return run(x)
-
-    assert communication(trajectories, jnp.int32(5), X).collectives == ()
+    shared = jax.vmap(trajectory, in_axes=(None, 0), spmd_axis_name="data")
+    assert communication(shared, jnp.int32(5), X).collectives == ()
 
 
 # Branches.
