@@ -214,31 +214,6 @@ def test_a_step_of_a_kernel_reduces_once_a_leapfrog(hmc_report):
     assert any(frame.function == "HMC.step" for frame in found.stack)
 
 
-def test_a_step_on_mnist_sends_its_gradient_once_a_leapfrog():
-    """Of 60,000 images, as shapes: nothing of their size is made."""
-
-    def log_likelihood(params, batch):
-        logits = batch["image"].astype(jnp.float32) / 255 @ params["w"] + params["b"][None]
-        return gm.categorical_logits(logits, batch["label"])
-
-    def log_prior(params):
-        return -0.5 * params["w"] ** 2, -0.5 * params["b"] ** 2
-
-    images = {
-        "image": jax.ShapeDtypeStruct((60_000, 784), jnp.uint8),
-        "label": jax.ShapeDtypeStruct((60_000,), jnp.int32),
-    }
-    plate = gm.Plate(log_likelihood, gm.place(images, MESH, P("data")))
-    kernel = gm.HMC(gm.Posterior(log_prior, plate), step_size=1e-3, num_integration_steps=20)
-    position = {"w": jnp.zeros((784, 10)), "b": jnp.zeros(10)}
-    state = jax.eval_shape(gm.HMC.init, kernel, position)
-    report = communication(gm.HMC.step, kernel, jax.random.key(0), state, trips={"leapfrog": 20})
-    assert report.runs("all-reduce", within="leapfrog") == 1
-    assert report.sent_bytes(within="leapfrog") == 4 * (784 * 10 + 10)
-    report.check(within="leapfrog", collectives=1, whole_bytes=1e6, constant_bytes=1e6)
-    assert report.runs("all-reduce") == 20 + report.count("all-reduce") - 1
-
-
 # The drawing.
 
 

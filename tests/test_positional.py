@@ -470,16 +470,6 @@ def test_arrays_in_another_order_of_devices_do_not_mix_and_uncommitted_ones_do()
     np.testing.assert_array_equal(y + jnp.ones_like(y), x + 1)
 
 
-def drawn(array, capsys):
-    capsys.readouterr()
-    jax.debug.visualize_array_sharding(array)
-    return [line for line in capsys.readouterr().out.splitlines() if "CPU" in line]
-
-
-def labels(line):
-    return [cell.strip() for cell in line.strip("│ \n").split("│")]
-
-
 def loss(params, batch):
     (W1, b1), (W2, b2) = params
     inputs, targets = batch
@@ -487,7 +477,7 @@ def loss(params, batch):
     return jnp.mean(jnp.sum((outputs - targets) ** 2, axis=-1))
 
 
-def test_tutorial_network_with_data_and_model_parallelism(capsys):
+def test_tutorial_network_with_data_and_model_parallelism():
     """Its layers, that add biases by broadcasting: values and layouts, before a step and after it."""
     rng = np.random.default_rng(0)
     shapes = [((12, 16), (16,)), ((16, 16), (16,))]
@@ -501,14 +491,10 @@ def test_tutorial_network_with_data_and_model_parallelism(capsys):
         gradient = jax.jit(jax.value_and_grad(loss))
         expected = gradient(params, batch)
         placed = jax.device_put(params, layouts)
-        laid = jax.device_put(batch, grid.replicate(1))
-        found = gradient(placed, laid)
+        found = gradient(placed, jax.device_put(batch, grid.replicate(1)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
     stepped = jax.tree.map(lambda x, dx: x - 1e-5 * dx, placed, found[1])
     for (W1, b1), (W2, _) in (placed, stepped):
         assert_holds(W1, halves, np.asarray(W1))
         assert_holds(b1, halves[0], np.asarray(b1))
         assert_holds(W2, halves.T, np.asarray(W2))
-    assert [labels(line) for line in drawn(placed[1][0], capsys)] == [["CPU 0,2,4,6"], ["CPU 1,3,5,7"]]
-    rows = [["CPU 0,1"], ["CPU 2,3"], ["CPU 4,5"], ["CPU 6,7"]]
-    assert [labels(line) for line in drawn(laid[0], capsys)] == rows
