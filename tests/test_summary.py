@@ -366,8 +366,7 @@ def test_half_precision_and_integer_draws_have_a_summary(draws):
 
 
 @pytest.mark.parametrize(
-    ("offset", "is_told", "size"),
-    [(1e7, True, 3), (1e4, False, 3), (1e7, True, 2000)],
+    ("offset", "is_told", "size"), [(1e7, True, 3), (1e4, False, 3), (1e7, True, 2000)]
 )
 def test_draws_as_coarse_as_their_numbers_are_told_of(offset, is_told, size):
     x = (np.random.default_rng(0).normal(size=(4, 100, size)) + offset).astype(np.float32)

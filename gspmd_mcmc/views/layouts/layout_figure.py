@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gspmd_mcmc.views.layouts.leaf_layout import LeafLayout
-from gspmd_mcmc.views.layouts.pictures import Cell, Drawing, Edge, Limits, Panel, Picture, picture_of
+from gspmd_mcmc.views.layouts.pictures import Cell, Drawing, Edge, Panel, Picture, picture_of
 from gspmd_mcmc.views.notation import shorten
 from gspmd_mcmc.views.palette import ink
 
-LIMITS = Limits(rows=16, columns=16, panels=4)
 MAX_COLUMNS, MAX_DRAWINGS = 3, 12
 WIDTH, HEIGHT, STRIP_HEIGHT = 4.5, 3.8, 2.0  # inches of a drawing
 MARGIN, TITLE_HEIGHT = 0.3, 0.7
@@ -35,7 +34,7 @@ def figure_of(drawings: Sequence[Drawing], title: Sequence[str]) -> Any:
 
     if not drawings:
         raise ValueError("figure(): expected a leaf that lies on devices, got none; see view.leaves")
-    pairs = [(drawing, picture_of(drawing.leaf, LIMITS)) for drawing in drawings[:MAX_DRAWINGS]]
+    pairs = [(drawing, picture_of(drawing.leaf)) for drawing in drawings[:MAX_DRAWINGS]]
     pairs.sort(key=lambda pair: not pair[1].down)  # strips after those that need height
     columns = min(MAX_COLUMNS, len(pairs))
     rows = [pairs[i : i + columns] for i in range(0, len(pairs), columns)]
@@ -59,7 +58,7 @@ def figure_of(drawings: Sequence[Drawing], title: Sequence[str]) -> Any:
 def draw_on(ax: Any, leaf: LeafLayout) -> None:
     """Draw a leaf on a matplotlib Axes, under a title; its panels lie side by side."""
     drawing = Drawing(leaf)
-    _draw_picture(ax, picture_of(leaf, LIMITS))
+    _draw_picture(ax, picture_of(leaf))
     title = f"{shorten(drawing.names, TITLE_CHARS)}\n{drawing.headline}"
     ax.set_title(title, loc="left", fontsize=10, parse_math=False)
 

@@ -14,19 +14,12 @@ from gspmd_mcmc.views.layouts.leaf_layout import (
     LeafLayout,
     Totals,
 )
-from gspmd_mcmc.views.layouts.pictures import (
-    Drawing,
-    Limits,
-    Panel,
-    drawings_of,
-    meshes_of,
-    picture_of,
-)
+from gspmd_mcmc.views.layouts.pictures import Drawing, Panel, drawings_of, meshes_of, picture_of
 from gspmd_mcmc.views.notation import array_text, axes_text, bytes_text, number_ranges, several, shorten
 from gspmd_mcmc.views.palette import ink
 
 MAX_LEAVES, MAX_DRAWINGS, MAX_LEVELS = 60, 8, 3
-MAX_ROWS, MAX_COLUMNS, MAX_PANELS = 10, 16, 4
+MAX_ROWS, MAX_COLUMNS = 10, 16
 TITLE_WIDTH, MAX_TITLE_WIDTH = 38, 50
 NUM_RIGHT = 3  # columns of the table that hold numbers: blocks, copies and bytes
 _GAP, _PANEL_GAP = "  ", 3
@@ -169,11 +162,12 @@ def width_of(lines: Lines) -> int:
 def _titled(drawing: Drawing, width: int) -> Lines:
     """Draw a leaf below its title, in as many columns of blocks as fit the width."""
     for columns in range(MAX_COLUMNS, 2, -1):
-        picture = picture_of(drawing.leaf, Limits(MAX_ROWS, columns, MAX_PANELS))
+        picture = picture_of(drawing.leaf, MAX_ROWS, columns)
         panels = [_panel_lines(panel) for panel in picture.panels]
         if max(map(width_of, panels)) <= width:
             break
-    body = [Text(picture.caption, "dim")] if picture.caption else []
+    axes = [f"{arrow} {name}" for arrow, name in (("↓", picture.down), ("→", picture.across)) if name]
+    body = [Text("   ".join(axes), "dim")] if axes else []
     body += _side_by_side(panels, width)
     body += [Text(f"and {picture.num_hidden} more panels", "dim")] if picture.num_hidden else []
     for line in body:

@@ -88,15 +88,6 @@ def _key(leaf: LeafLayout) -> Hashable:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How many rows, columns and panels of blocks a medium has room for."""
-
-    rows: int
-    columns: int
-    panels: int
-
-
-@dataclass(frozen=True)
 class Edge:
     """A row or column of blocks."""
 
@@ -142,16 +133,11 @@ class Picture:
     panels: tuple[Panel, ...]
     num_hidden: int
 
-    @property
-    def caption(self) -> str:
-        """Name the axes with arrows; nothing if there are none."""
-        down = f"↓ {self.down}" if self.down else ""
-        across = f"→ {self.across}" if self.across else ""
-        return "   ".join(filter(None, (down, across)))
 
-
-def picture_of(leaf: LeafLayout, limits: Limits) -> Picture:
-    """Draw a leaf that has a grid."""
+def picture_of(
+    leaf: LeafLayout, max_rows: int = 16, max_columns: int = 16, max_panels: int = 4
+) -> Picture:
+    """Draw a leaf that has a grid, with as many blocks and panels as there is room for."""
     assert leaf.grid is not None and leaf.devices is not None
     parts, grid, devices = leaf.grid.parts, leaf.grid.owners, leaf.devices
     # The last two axes that are split go down and across, those before them into panels.
@@ -160,8 +146,8 @@ def picture_of(leaf: LeafLayout, limits: Limits) -> Picture:
     down, across = sorted((split[-2:] + whole)[:2]) if len(parts) > 1 else (None, 0 if parts else None)
     sliced = split[:-2]
     slices = list(product(*(range(parts[axis]) for axis in sliced)))
-    shown = [dict(zip(sliced, at, strict=True)) for at in slices[: limits.panels]]
-    rows, columns = _edges(leaf, down, limits.rows), _edges(leaf, across, limits.columns)
+    shown = [dict(zip(sliced, at, strict=True)) for at in slices[:max_panels]]
+    rows, columns = _edges(leaf, down, max_rows), _edges(leaf, across, max_columns)
 
     def owners(fixed: dict[int, int], row: Edge, column: Edge) -> list[int]:
         """Return positions of the devices that hold a block; none where blocks are left out."""

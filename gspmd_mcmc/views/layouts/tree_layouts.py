@@ -90,8 +90,6 @@ def _read(path: str, leaf: Any, shape: tuple[int, ...] | None) -> LeafLayout:
 def _laid_out(sharding: Sharding, shape: tuple[int, ...] | None) -> dict[str, Any]:
     """Return the fields of a `LeafLayout` that follow from a sharding, and a shape if there is one."""
     memory = {"memory": sharding.memory_kind or DEVICE}
-    if isinstance(sharding, NamedSharding):
-        return memory | _named(sharding.mesh, sharding.spec, shape)
     if isinstance(sharding, PositionalSharding):  # the mesh axes of its named form mean nothing
         label = f"Positional{sharding.shape}"
         try:
@@ -101,6 +99,8 @@ def _laid_out(sharding: Sharding, shape: tuple[int, ...] | None) -> dict[str, An
         devices = replace(mesh_devices(named.mesh), axes=())
         grid = _named(named.mesh, named.spec, shape)["grid"]
         return memory | {"label": label, "devices": devices, "grid": grid}
+    if isinstance(sharding, NamedSharding):
+        return memory | _named(sharding.mesh, sharding.spec, shape)
     is_single = len(sharding.device_set) == 1
     devices, grid, notes = _by_indices(sharding, () if shape is None and is_single else shape)
     label = f"device {devices.names([0])}" if is_single else type(sharding).__name__
