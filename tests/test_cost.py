@@ -178,8 +178,7 @@ def test_groups_over_two_axes_grow_along_one():
     with pytest.raises(ValueError, match=r"groups over 'data' alone have \[4\] devices, not 2"):
         predict([both, alone], **known, axis_size=2)
 
-
-def test_unknown_axes_are_taken_for_the_growing_one_and_that_is_said():
+    # Unknown axes are taken for the growing one, and that is said.
     known = {**MOVIELENS, "interconnect": ETHERNET_10G}
     unknown, data = predict([Sent(axes=())], **known), predict([Sent()], **known)
     np.testing.assert_array_equal(unknown.strong.total_seconds, data.strong.total_seconds)
