@@ -87,19 +87,23 @@ def test_placing_gives_shapes_with_shardings():
         jax.random.key(0, impl="rbg"),
     ],
 )
-@pytest.mark.parametrize("as_shape", [False, True])
-def test_it_gives_what_a_real_mesh_gives_but_for_the_values(leaf, as_shape):
+def test_it_gives_what_a_real_mesh_gives_but_for_the_values(leaf):
     spec = P("data") if np.ndim(leaf) else P()
-    real = gm.place(leaf, REAL, spec)
-    abstract = gm.place(
-        S(np.shape(leaf), leaf.dtype) if as_shape and np.ndim(leaf) else leaf, MESH, spec
-    )
-    assert jax.tree.structure(abstract) == jax.tree.structure(real)
-    for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(real), strict=True):
-        assert (type(a), a.shape, a.dtype, a.sharding.spec) == (S, b.shape, b.dtype, b.sharding.spec)
+    real, shape = gm.place(leaf, REAL, spec), S(np.shape(leaf), jnp.result_type(leaf))
+    for abstract in (gm.place(leaf, MESH, spec), gm.place(shape, MESH, spec)):
+        assert jax.tree.structure(abstract) == jax.tree.structure(real)
+        for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(real), strict=True):
+            found = type(a), a.shape, a.dtype, a.sharding.spec
+            assert found == (S, b.shape, b.dtype, b.sharding.spec)
+    on_real = gm.place(shape, REAL, spec)  # lies where the array would
+    for a, b in zip(jax.tree.leaves(on_real), jax.tree.leaves(real), strict=True):
+        assert (type(a), a.shape, a.dtype, a.sharding) == (S, b.shape, b.dtype, b.sharding)
 
 
 def test_uneven_rows_are_padded():
+    real = gm.place(np.ones((9, 3), np.float32), REAL, P("data"))
+    planned = gm.place(real, make_abstract_mesh(data=1024), P("data"))
+    assert (planned.values.shape, planned.num_rows) == ((1024, 3), 9)
     placed = gm.place({"x": rows(9, 3), "y": np.ones(9, bool)}, MESH, P("data"))
     assert {n: (p.values.shape, p.num_rows, p.num_pad) for n, p in placed.items()} == {
         "x": ((12, 3), 9, 3),
@@ -116,25 +120,12 @@ def test_padded_shapes_are_placed_anew_by_their_real_rows(first, second):
     assert placed.values.sharding == NamedSharding(second, P("chains"))
 
 
-def test_a_padded_array_becomes_a_padded_shape_on_a_larger_mesh():
-    real = gm.place(np.ones((9, 3), np.float32), REAL, P("data"))
-    planned = gm.place(real, make_abstract_mesh(data=1024), P("data"))
-    assert (planned.values.shape, planned.num_rows) == ((1024, 3), 9)
-
-
 def test_a_petabyte_is_placed_on_both_meshes():
     tree = {"x": rows(10**9 + 1, 250_000), "view": np.broadcast_to(np.float32(1), (10**9, 250_000))}
     placed = gm.place(tree, make_abstract_mesh(data=4096), P("data"))
     assert placed["x"].values.sharding.shard_shape(placed["x"].values.shape) == (244_141, 250_000)
     assert placed["view"].values.shape == (4096 * 244_141, 250_000)
     assert gm.place(tree["x"], REAL, P("data")).values.sharding.mesh == REAL
-
-
-def test_a_shape_on_a_real_mesh_lies_where_the_array_would():
-    shape = gm.place(rows(16, 3), REAL, P("data"))
-    array = gm.place(np.ones((16, 3), np.float32), REAL, P("data"))
-    assert type(shape) is S
-    assert (shape.shape, shape.dtype, shape.sharding) == (array.shape, array.dtype, array.sharding)
 
 
 @pytest.mark.parametrize(
@@ -199,19 +190,15 @@ def test_the_shape_of_a_state_comes_by_eval_shape(num):
 def test_a_state_of_shapes_is_like_one_of_arrays():
     kernel, position = hierarchy(MESH)
     planned = jax.eval_shape(gm.HMC.init, kernel, position)
+    # A metric of shapes is set by eval_shape.
+    tuned = jax.eval_shape(gm.HMC.with_inverse_mass_matrix, kernel, planned.position)
+    assert tuned.inverse_mass_matrix["effect"].shape == (1004,)
+    moved, _ = jax.eval_shape(gm.HMC.step, tuned, jax.random.key(0), planned)
+    assert shapes(moved) == shapes(planned)
     kernel, _ = hierarchy(REAL)
     kernel = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), kernel)
     real = kernel.init({"effect": jnp.zeros(1001), "mean": jnp.zeros(()), "log_sd": jnp.zeros(())})
     assert shapes(planned) == shapes(real)
-
-
-def test_a_metric_of_shapes_is_set_by_eval_shape():
-    kernel, position = hierarchy(MESH)
-    state = jax.eval_shape(gm.HMC.init, kernel, position)
-    tuned = jax.eval_shape(gm.HMC.with_inverse_mass_matrix, kernel, state.position)
-    assert tuned.inverse_mass_matrix["effect"].shape == (1004,)
-    moved, _ = jax.eval_shape(gm.HMC.step, tuned, jax.random.key(0), state)
-    assert shapes(moved) == shapes(state)
 
 
 def test_chains_are_mapped_over_their_axis():
@@ -266,18 +253,15 @@ def test_a_numpyro_model_is_built_of_shapes_as_of_arrays():
     assert str(planned) == str(real)
 
     metric = jax.eval_shape(type(planned).origin, planned)
-    abstract_kernel = gm.HMC(planned, 0.1, 5, inverse_mass_matrix=metric)
-    state = jax.eval_shape(gm.HMC.init, abstract_kernel, metric)
     ones = jax.tree.map(jnp.ones_like, real.origin())
-    kernel = gm.HMC(real, 0.1, 5, inverse_mass_matrix=ones)
-    expected = kernel.init(ones)
+    kernels = [gm.HMC(target, 0.1, 5, m) for target, m in ((planned, metric), (real, ones))]
+    states = [jax.eval_shape(gm.HMC.init, kernel, metric) for kernel in kernels]
     for part in ("position", "log_density_grad"):
-        shapes_of = [jax.tree.map(np.shape, getattr(s, part)) for s in (state, expected)]
-        assert shapes_of[0] == shapes_of[1]
-    laid, real_laid = abstract_kernel.inverse_mass_matrix, kernel.inverse_mass_matrix
-    assert laid is not None and real_laid is not None
-    assert laid["effect"].shape == real_laid["effect"].shape == (1008,)
-    assert laid["effect"].sharding.spec == real_laid["effect"].sharding.spec
+        found, expected = (jax.tree.map(np.shape, getattr(state, part)) for state in states)
+        assert found == expected
+    laid, real_laid = ((kernel.inverse_mass_matrix or {})["effect"] for kernel in kernels)
+    assert laid.shape == real_laid.shape == (1008,)
+    assert laid.sharding.spec == real_laid.sharding.spec
 
 
 def test_an_eager_start_of_shapes_says_what_to_call():

@@ -1,4 +1,4 @@
-"""`communication` against programs whose collectives, loops and sources are known."""
+"""`communication` against programs whose collectives, loops, branches and sources are known."""
 
 import inspect
 
@@ -19,6 +19,7 @@ from blocks import (
     psum,
     psum_and_ring,
     ring,
+    scanned,
     scoped,
     until_large,
 )
@@ -121,6 +122,7 @@ def test_one_device_has_no_collective():
 
     report = communication(step, jnp.ones((8, 8)))
     assert (report.collectives, report.num_devices, report.mesh) == ((), 1, {})
+    assert "└── no collective" in str(report)
     assert report.runs("all-reduce", within="test_one_device_has_no_collective.<locals>.step") == 0
 
 
@@ -156,6 +158,111 @@ def test_traffic_and_bytes_count_each_collective_as_often_as_it_runs():
         report.traffic(within="leapforg")
 
 
+# Loops: their names, how often they run.
+
+
+@pytest.mark.parametrize(("loop", "trips"), [(nested, (3, 5)), (scanned, (4, 7))])
+def test_runs_multiply_the_loops_further_in(loop, trips):
+    report = communication(on_blocks(loop(psum_and_ring)), X)
+    seen = {c.kind: c.trips for c in report.collectives}
+    assert seen == {"all-reduce": trips, "collective-permute": trips}
+    assert report.count("all-reduce") == 1
+    assert report.runs("all-reduce") == report.runs("all-reduce", within=0) == trips[0] * trips[1]
+    assert report.runs("all-reduce", within=1) == trips[1]
+    assert report.runs("all-reduce", within=2) == 1
+    assert report.runs("all-gather", within=1) == 0
+    with pytest.raises(ValueError, match="the program has loops 2 deep; got within=3"):
+        report.runs("all-reduce", within=3)
+
+
+def test_loops_have_names_and_counts_by_name():
+    inner = scoped("tile", lambda x: lax.fori_loop(0, 2, lambda _, a: one_psum(a), x))
+    middle = scoped("leapfrog", lambda x: until_large(inner)(x))
+    outer = scoped("step", lambda x: lax.fori_loop(0, 3, lambda _, a: middle(a), x))
+    report = communication(on_blocks(outer), X)
+    assert [str(x) for x in report.loops] == ["step x 3", "leapfrog x ?", "tile x 2"]
+    assert report.runs("all-reduce", within="leapfrog") == 2
+    known = report.with_trips(leapfrog=10, tile=99)
+    assert known.collectives[0].trips == (3, 10, 2)  # a count that is known is kept
+    assert known.runs("all-reduce") == 60
+    assert known.runs("all-reduce", within="step") == 20
+    assert communication(on_blocks(outer), X, trips={"leapfrog": 10}).runs("all-reduce") == 60
+    with pytest.raises(ValueError, match=r"no loop 'steps'; it has \['leapfrog', 'step', 'tile'\]"):
+        report.with_trips(steps=3)
+    with pytest.raises(ValueError, match="no loop 'steps'"):
+        report.runs("all-reduce", within="steps")
+
+
+TRANSFORMS = [
+    lambda loop: loop,
+    jax.jit,
+    lambda loop: jax.grad(lambda x: loop(x).sum()),
+    jax.checkpoint,
+    lambda loop: jax.grad(lambda x: jax.checkpoint(loop)(x).sum()),
+    lambda loop: lambda x: jax.vmap(loop)(x[None])[0],
+    lambda loop: lambda x: lax.cond(x[0, 0] > 0, loop, jnp.sin, x),
+]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_scope_names_its_loop_through_transformations(transform):
+    loop = scoped("leapfrog", lambda x: lax.fori_loop(0, 5, lambda _, a: one_psum(a), x))
+    found = collectives(transform(loop))
+    assert {c.kind for c in found} == {"all-reduce"}
+    assert {str(loop) for c in found for loop in c.loops} == {"leapfrog x 5"}
+
+
+def test_a_loop_without_a_scope_has_the_name_of_its_function():
+    (found,) = collectives(nested(one_psum))
+    assert [x.name for x in found.loops] == [
+        "nested.<locals>.outer",
+        "nested.<locals>.outer.<locals>.<lambda>",
+    ]
+    line = inspect.getsourcelines(nested)[1] + 4
+    assert {x.source.partition(" ")[0] for x in found.loops} == {f"tests/blocks.py:{line}"}
+
+
+def test_a_loop_of_unknown_length_is_known_to_be_unknown():
+    report = communication(on_blocks(until_large(one_psum)), X)
+    assert [c.trips for c in report.collectives] == [(None,)]
+    assert report.runs("all-reduce", within=1) == 1
+    with pytest.raises(ValueError, match="how often all-reduce runs is not known") as raised:
+        report.runs("all-reduce")
+    assert f"loop {report.loops[0].name!r} (tests/blocks.py:" in str(raised.value)
+    assert report.runs("all-gather") == 0
+    assert report.with_trips(**{report.loops[0].name: 9}).runs("all-reduce") == 9
+
+
+def test_a_collective_in_the_test_of_a_loop_is_in_the_loop():
+    def until_sum_is_large(x):
+        return lax.while_loop(lambda a: psum(a[0, 0]) < 100, lambda a: a + 1, x)
+
+    (found,) = collectives(until_sum_is_large)
+    assert (found.kind, found.num_bytes, found.trips) == ("all-reduce", 4, (None,))
+
+
+def test_lengths_that_differ_between_chains_show_as_a_reduction_in_every_loop_test():
+    def trajectory(length, x):
+        return lax.fori_loop(0, length, lambda i, a: jnp.sin(a), x)
+
+    each = jax.vmap(trajectory, spmd_axis_name="data")
+    (found,) = communication(each, over_rows(64, dtype=jnp.int32), X).collectives
+    assert (found.kind, found.num_bytes, found.trips) == ("all-reduce", 1, (None,))
+    shared = jax.vmap(trajectory, in_axes=(None, 0), spmd_axis_name="data")
+    assert communication(shared, jnp.int32(5), X).collectives == ()
+
+
+# Branches.
+
+
+@pytest.mark.parametrize("sides", [(psum, jnp.sin), (jnp.sin, psum)])
+def test_collectives_of_either_side_of_a_condition_are_seen(sides):
+    def condition(x):
+        return lax.cond(x[0, 0] > 0, *sides, x)
+
+    assert [(c.kind, c.trips) for c in collectives(nested(condition))] == [("all-reduce", (3, 5))]
+
+
 # Sources.
 
 
@@ -168,7 +275,9 @@ def two_sums(x):
 
 def test_the_source_is_the_line_that_caused_the_collective():
     first = inspect.getsourcelines(two_sums)[1]
-    found = communication(two_sums, X).collectives
+    found = communication(calls_two_sums, X).collectives
+    # The stack leads from the line outwards, and ends before the report.
+    assert [frame.function for frame in found[1].stack] == ["two_sums", "calls_two_sums"]
     assert [c.source for c in found] == [f"{HERE}:{first + line} (two_sums)" for line in (1, 4)]
     assert [c.library_source for c in found] == ["", ""]
     assert found[0].op_name.endswith("reduce_sum")
@@ -176,11 +285,6 @@ def test_the_source_is_the_line_that_caused_the_collective():
 
 def calls_two_sums(x):
     return two_sums(x) + 1
-
-
-def test_the_stack_leads_from_the_line_outwards_and_ends_before_the_report():
-    (_, found) = communication(calls_two_sums, X).collectives
-    assert [frame.function for frame in found.stack] == ["two_sums", "calls_two_sums"]
 
 
 def log_prior(params):
@@ -191,62 +295,25 @@ def row_terms(params, block):
     return -0.5 * (block["x"] @ params) ** 2
 
 
-def plate_of_rows():
-    data = gm.place({"x": np.ones((64, 16), np.float32)}, MESH, P("data"))
-    return gm.Posterior(log_prior, gm.Plate(row_terms, data))
-
-
-def of_a_step(kernel):
-    state = kernel.init(jnp.zeros(16))
-    return communication(jax.jit(type(kernel).step), kernel, jax.random.key(0), state)
-
-
 @pytest.fixture(scope="module")
 def hmc_report():
-    return of_a_step(gm.HMC(plate_of_rows(), 0.1, 5))
+    data = gm.place({"x": np.ones((64, 16), np.float32)}, MESH, P("data"))
+    kernel = gm.HMC(gm.Posterior(log_prior, gm.Plate(row_terms, data)), 0.1, 5)
+    state = jax.eval_shape(gm.HMC.init, kernel, jnp.zeros(16))
+    return communication(jax.jit(gm.HMC.step), kernel, jax.random.key(0), state)
 
 
 def test_a_step_of_a_kernel_reduces_once_a_leapfrog(hmc_report):
+    """The terms go with the last gradient, after the loop of the others."""
     assert hmc_report.runs("all-reduce", within="leapfrog") == 1
     assert hmc_report.sent_bytes(within="leapfrog") == 16 * 4
     assert {c.kind for c in hmc_report.collectives} == {"all-reduce"}
     assert hmc_report.largest_constant_bytes < 1000
     assert [x.name for x in hmc_report.loops] == ["leapfrog"]
-
-
-def test_a_step_of_five_leapfrogs_reduces_five_times(hmc_report):
-    """The terms go with the last gradient, after the loop of the others."""
     step = hmc_report.with_trips(leapfrog=4)
     assert step.runs("all-reduce") == 5
     assert step.sent_bytes() == 5 * 16 * 4 + 2 * 4  # a two-float sum of the terms
-
-
-def test_a_step_on_mnist_sends_its_gradient_once_a_leapfrog():
-    """Of 60,000 images, as shapes: nothing of their size is made."""
-
-    def log_likelihood(params, batch):
-        logits = batch["image"].astype(jnp.float32) / 255 @ params["w"] + params["b"][None]
-        return gm.categorical_logits(logits, batch["label"])
-
-    def log_prior(params):
-        return -0.5 * params["w"] ** 2, -0.5 * params["b"] ** 2
-
-    images = {
-        "image": jax.ShapeDtypeStruct((60_000, 784), jnp.uint8),
-        "label": jax.ShapeDtypeStruct((60_000,), jnp.int32),
-    }
-    plate = gm.Plate(log_likelihood, gm.place(images, MESH, P("data")))
-    kernel = gm.HMC(gm.Posterior(log_prior, plate), step_size=1e-3, num_integration_steps=20)
-    position = {"w": jnp.zeros((784, 10)), "b": jnp.zeros(10)}
-    state = jax.eval_shape(gm.HMC.init, kernel, position)
-    report = communication(gm.HMC.step, kernel, jax.random.key(0), state, trips={"leapfrog": 20})
-    assert report.runs("all-reduce", within="leapfrog") == 1
-    assert report.sent_bytes(within="leapfrog") == 4 * (784 * 10 + 10)
-    report.check(within="leapfrog", collectives=1, whole_bytes=1e6, constant_bytes=1e6)
-    assert report.runs("all-reduce") == 20 + report.count("all-reduce") - 1
-
-
-def test_a_collective_of_the_library_names_the_library_line(hmc_report):
+    # A collective of the library names the library's line.
     (found,) = (c for c in hmc_report.collectives if c.loops)
     assert found.library_source.startswith("gspmd_mcmc/")
     assert found.source == found.library_source  # no line of this file stands between
@@ -266,7 +333,8 @@ def three_steps(x):
 
 
 def test_the_drawing_shows_nesting_sources_and_memory():
-    text = str(communication(on_blocks(three_steps), X))
+    report = communication(on_blocks(three_steps), X)
+    text = str(report)
     lines = text.splitlines()
     assert is_plain(text)
     assert lines[0] == "8 devices, data=8"
@@ -277,11 +345,8 @@ def test_the_drawing_shows_nesting_sources_and_memory():
     assert lines[5] == "        └── all-reduce f32[8,16] 512 B over data"
     assert lines[6].strip().startswith("tests/blocks.py:")
     assert any(line.split() == ["arguments", "512", "B"] for line in lines)
-
-
-def test_the_drawing_adds_up_what_each_loop_and_the_call_send():
-    report = communication(on_blocks(three_steps), X)
-    lines = [" ".join(line.split()) for line in str(report).splitlines()]
+    # It adds up what each loop and the call send.
+    lines = [" ".join(line.split()) for line in lines]
     assert "one leapfrog 1 all-reduce, 512 B" in lines
     assert "one step unknown: give trip counts by report.with_trips(...)" in lines
     lines = [" ".join(line.split()) for line in str(report.with_trips(leapfrog=10)).splitlines()]
@@ -294,10 +359,6 @@ def test_the_drawing_shows_what_goes_in_where_it_is_not_what_comes_out():
     assert "all-gather f32[8,16] -> f32[64,16] 4.1 kB over data" in str(communication(whole, X))
 
 
-def test_a_program_without_collectives_says_so():
-    assert "└── no collective" in str(communication(lambda x: x + 1, jnp.ones(3)))
-
-
 def test_long_shapes_and_unknown_lines_are_cut_to_the_width():
     many = [over_rows(64, n) for n in range(1, 40)]
     text = str(communication(lambda *xs: [jnp.sum(x, axis=0) for x in xs], *many))
@@ -305,14 +366,9 @@ def test_long_shapes_and_unknown_lines_are_cut_to_the_width():
     assert "… (39 arrays)" in text
 
 
-def test_rich_draws_it_in_colour(hmc_report):
-    from rich.console import Console
-
-    console = Console(force_terminal=True, color_system="truecolor", width=100)
-    with console.capture() as capture:
-        console.print(hmc_report)
-    assert "\x1b[1m" in capture.get()
-    assert "leapfrog" in capture.get()
+def test_a_notebook_has_it_in_bold(hmc_report):
+    page = hmc_report._repr_mimebundle_([], [])["text/html"]
+    assert '<span style="font-weight: bold">all-reduce</span>' in page
     assert repr(hmc_report) == str(hmc_report)
 
 

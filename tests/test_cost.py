@@ -1,6 +1,5 @@
 """Predictions against arithmetic by hand; what they do with traffic that grows; what they say."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -69,9 +68,7 @@ def test_strong_and_weak_scaling_by_hand():
     np.testing.assert_allclose(weak.compute_seconds, 1.5)
     np.testing.assert_allclose(weak.communication_seconds, sends)
     np.testing.assert_allclose(weak.efficiency, [1, 1.5 / (1.5 + sends[1]), 1.5 / 1.62])
-
-
-def test_efficiency_is_to_one_device_even_where_that_is_not_asked_for():
+    # Efficiency is to one device even where that is not asked for.
     alone = predict([Sent()], **MOVIELENS, interconnect=ETHERNET_10G, devices=[1, 64])
     without = predict([Sent()], **MOVIELENS, interconnect=ETHERNET_10G, devices=[64])
     assert without.strong.efficiency[0] == alone.strong.efficiency[1] < 0.5
@@ -91,9 +88,10 @@ def test_the_crossover_is_where_the_lines_cross():
     assert predict([Sent()], **known, all_reduce=constant(0.064)).crossover == 128  # More, not as much.
     assert prediction.weak.crossover is prediction.weak.crossover_between is None
     assert "weak scaling:   compute takes longer than communication, up to 4,096" in str(prediction)
-
-
-def test_a_crossover_on_the_first_devices_that_communicate():
+    marked = prediction.figure().axes[0].lines
+    (mark,) = [line for line in marked if np.size(line.get_xdata()) == 1]
+    np.testing.assert_allclose(np.asarray(mark.get_xydata()), [[40.96, 0.1]])
+    # On the first devices that communicate.
     slow = predict([Sent()], num_rows=8, seconds_per_row=1e-9, interconnect=SWITCH)
     assert slow.crossover == slow.weak.crossover == 2
     assert slow.strong.crossover_between is None
@@ -180,8 +178,7 @@ def test_groups_over_two_axes_grow_along_one():
     with pytest.raises(ValueError, match=r"groups over 'data' alone have \[4\] devices, not 2"):
         predict([both, alone], **known, axis_size=2)
 
-
-def test_unknown_axes_are_taken_for_the_growing_one_and_that_is_said():
+    # Unknown axes are taken for the growing one, and that is said.
     known = {**MOVIELENS, "interconnect": ETHERNET_10G}
     unknown, data = predict([Sent(axes=())], **known), predict([Sent()], **known)
     np.testing.assert_array_equal(unknown.strong.total_seconds, data.strong.total_seconds)
@@ -202,8 +199,7 @@ def test_a_kind_without_a_formula_is_reported_and_not_dropped():
     assert "NOT MODELED" not in str(without) + without.figure().get_supxlabel()
 
 
-@pytest.mark.parametrize("efficiency", [0.5, 10 / 11])
-@pytest.mark.parametrize("n", [2, 64, 4096])
+@pytest.mark.parametrize(("efficiency", "n"), [(0.5, 2), (10 / 11, 64), (10 / 11, 4096)])
 @pytest.mark.parametrize("kind", ["all-reduce", "all-gather"])
 def test_rows_for_an_efficiency_are_the_fewest_that_reach_it(kind, n, efficiency):
     sent = [Sent(), Sent(kind, operand_bytes=50, num_bytes=400)]
@@ -230,15 +226,12 @@ def test_rows_for_says_when_no_number_is_enough():
     assert predict([], **MOVIELENS, interconnect=ETHERNET_10G).rows_for(0.99, 64) == 1
 
 
-def test_a_straight_line_is_fitted_exactly():
+def test_a_straight_line_is_fitted_exactly_and_one_below_zero_goes_through_zero():
+    """(1, 1), (2, 3): least squares through 0 has slope (1 + 6) / (1 + 4) = 1.4."""
     fit = fit_compute([(100, 0.5 + 100 * 2e-3), (400, 0.5 + 400 * 2e-3), (1000, 0.5 + 1000 * 2e-3)])
     assert fit.seconds_per_row == pytest.approx(2e-3)
     assert fit.fixed_seconds == pytest.approx(0.5)
     assert fit.largest_error < 1e-12
-
-
-def test_a_line_below_zero_goes_through_zero_and_its_error_is_said():
-    """(1, 1), (2, 3): least squares through 0 has slope (1 + 6) / (1 + 4) = 1.4."""
     fit = fit_compute([(1, 1.0), (2, 3.0)])
     assert (fit.seconds_per_row, fit.fixed_seconds) == (pytest.approx(1.4), 0.0)
     assert fit.largest_error == pytest.approx(0.4)
@@ -329,19 +322,9 @@ def test_the_table_has_a_row_for_each_number_of_devices():
     ]
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (0, "0 s"),
-        (2, "2 s"),
-        (0.01234, "12.3 ms"),
-        (0.9996, "1 s"),
-        (5e-10, "0.5 ns"),
-        (7200, "7,200 s"),
-    ],
-)
-def test_seconds_in_words(value, words):
-    assert in_words(value) == words
+def test_seconds_in_words():
+    words = [in_words(value) for value in (0, 2, 0.01234, 0.9996, 5e-10, 7200)]
+    assert words == ["0 s", "2 s", "12.3 ms", "1 s", "0.5 ns", "7,200 s"]
 
 
 def test_the_figure_shows_the_numbers_and_says_that_it_predicts():
@@ -365,18 +348,6 @@ def test_the_figure_shows_the_numbers_and_says_that_it_predicts():
     assert "communication overtakes compute between 256 and 512 devices (about 341)" in said
     assert "NVLink 4 (H100) is full" in said
     assert plt.get_fignums() == []
-
-
-def test_the_crossing_is_marked_where_the_lines_cross():
-    prediction = predict(
-        [Sent()],
-        num_rows=4096,
-        seconds_per_row=1e-3,
-        interconnect=dataclasses.replace(SWITCH, name="constant"),
-        all_reduce=constant(0.1),
-    )
-    (mark,) = [line for line in prediction.figure().axes[0].lines if np.size(line.get_xdata()) == 1]
-    np.testing.assert_allclose(np.asarray(mark.get_xydata()), [[40.96, 0.1]])
 
 
 @pytest.mark.parametrize("interconnect", [SWITCH, [NVLINK_4, INFINIBAND_NDR]])

@@ -86,18 +86,14 @@ def test_parts_of_an_axis_are_the_ranges_that_xla_says_they_are(axes, iota):
     assert listed(f"mesh['a'=8] {{{axes}}}") == listed(iota)
 
 
-@pytest.mark.parametrize(
-    ("text", "pairs"),
-    [
-        ("source_target_pairs={{0,1},{1,0}}", [[0, 1], [1, 0]]),
-        ('{_xla_send_recv_source_target_pairs="{{0, 1}, {10,2}}"}', [[0, 1], [10, 2]]),
-        ("channel_id=1", None),
-        ("source_target_pairs={}", None),
-    ],
-)
-def test_pairs_are_read(text, pairs):
-    found = read_pairs(text)
-    assert (None if found is None else found.tolist()) == pairs
+def test_pairs_are_read():
+    texts = ("source_target_pairs={{0,1},{1,0}}", '{_x_source_target_pairs="{{0, 1}, {10,2}}"}')
+    found = [read_pairs(text) for text in texts]
+    assert [pairs.tolist() for pairs in found if pairs is not None] == [
+        [[0, 1], [1, 0]],
+        [[0, 1], [10, 2]],
+    ]
+    assert read_pairs("channel_id=1") is read_pairs("source_target_pairs={}") is None
 
 
 # Their axes.
@@ -186,11 +182,8 @@ def shape(mesh, *dims, spec):
     return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, spec))
 
 
-REVERSED = (7, 6, 5, 4, 3, 2, 1, 0)
 SHUFFLED = (3, 1, 4, 0, 5, 7, 2, 6)
-every_order = pytest.mark.parametrize(
-    "order", [range(8), REVERSED, SHUFFLED], ids=["", "reversed", "shuffled"]
-)
+every_order = pytest.mark.parametrize("order", [range(8), SHUFFLED], ids=["", "shuffled"])
 
 
 @every_mesh
@@ -213,13 +206,10 @@ def test_axes_of_collectives_that_the_program_names(mesh, order):
 @every_order
 def test_axes_of_reductions_that_the_compiler_puts_in(mesh, order):
     laid = make_mesh(mesh, order)
-    report = {}
-    for over in subsets(mesh):
-        (found,) = communication(
-            lambda x: jnp.sum(x, axis=0), shape(laid, 16, 2, spec=P(over))
-        ).collectives
-        report[over] = (found.kind, found.axes)
-    assert report == {over: ("all-reduce", over) for over in subsets(mesh)}
+    arrays = [shape(laid, 16, n, spec=P(over)) for n, over in enumerate(subsets(mesh), 1)]
+    report = communication(lambda *xs: [jnp.sum(x, axis=0) for x in xs], *arrays)
+    seen = {c.num_bytes: (c.kind, c.axes) for c in report.collectives}
+    assert seen == {4 * n: ("all-reduce", over) for n, over in enumerate(subsets(mesh), 1)}
 
 
 @every_order

@@ -96,7 +96,7 @@ def of_scores(halves, num_draws):
     return np.where(agrees & is_steady & (rhat <= 1 + 10 / num_draws), 1, rhat)
 
 
-SHAPES = [(4, 1000), (4, 101), (2, 4), (3, 5), (64, 100)]
+SHAPES = [(4, 101), (2, 4), (3, 5), (64, 100)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -176,6 +176,9 @@ def test_under_four_draws_there_is_no_diagnosis(num_draws):
 
 
 def test_nan_infinite_and_equal_draws():
+    odd = autoregression(0.0, (4, 41))
+    odd[2, 20] = np.nan  # a middle draw, which is left out, still tells
+    assert np.isnan(rhat(odd)) and np.isnan(ess_bulk(odd))
     x = np.repeat(autoregression(0.0, (4, 40))[:, :, None], 4, axis=2)
     x[1, 3, 0] = np.nan
     x[1, 3, 1] = np.inf
@@ -189,13 +192,9 @@ def test_nan_infinite_and_equal_draws():
     assert (found.sd[2], found.mcse_mean[2], found.mcse_sd[2]) == (0, 0, 0)
     with jax.enable_x64(True):
         np.testing.assert_allclose(rhat(x)[1], arviz.rhat(x[..., 1], **AXES), rtol=1e-7)
-
-
-def test_a_middle_draw_that_is_left_out_still_tells_of_a_nan():
-    x = autoregression(0.0, (4, 41))
-    x[2, 20] = np.nan
-    assert np.isnan(rhat(x))
-    assert np.isnan(ess_bulk(x))
+    # Chains that all stand still, each at its own place.
+    still = np.broadcast_to(np.array([0.1, 0.2, 0.3])[:, None], (3, 20))
+    assert rhat(still) == np.inf
 
 
 def test_a_single_chain_is_judged_by_its_halves():
@@ -222,11 +221,6 @@ def test_bad_chains_are_flagged_and_good_ones_are_not(name, is_bad):
     kinds = families(4, 4000) | {"stuck": np.where(np.arange(4)[:, None] == 2, 0.4, white)}
     beyond = float(rhat(kinds[name])) - 1
     within(0.01 / beyond if is_bad else beyond, 1 if is_bad else 0.01, "R-hat beyond 1")
-
-
-def test_chains_that_all_stand_still_at_other_places_have_infinite_rhat():
-    still = np.broadcast_to(np.array([0.1, 0.2, 0.3])[:, None], (3, 20))
-    assert rhat(still) == np.inf
 
 
 @pytest.mark.statistical
@@ -316,11 +310,11 @@ def test_bfmi_of_chains_that_cannot_be_judged_is_nan():
     ("shape", "length"), [((4, 20, 7), 7), ((4, 20, 3, 10), 10), ((4, 20, 5, 1), 5)]
 )
 def test_blocks_of_columns_do_not_change_the_result(shape, length):
-    """So many copies that a block is one column, or two or three, which do not divide the axis."""
+    """So many copies that a block is one column, or three, which do not divide the axis."""
     x = autoregression(0.3, shape)
     whole = per_leaf(column_nested_rhat, x, num_superchains=2)
     nbytes = x.size * 4 // length
-    for num_columns in (1, 2, 3):
+    for num_columns in (1, 3):
         copies = 256 * 2**20 // (nbytes * num_columns) - 1
         blocks = per_leaf(column_nested_rhat, jnp.asarray(x), copies=copies, num_superchains=2)
         np.testing.assert_array_equal(blocks, whole)

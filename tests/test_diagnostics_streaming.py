@@ -24,18 +24,6 @@ def streamed(module, draws, cuts, **options):
     return state
 
 
-@pytest.mark.parametrize("cuts", CUTS[1:3])
-def test_moments_equal_those_of_the_whole_run(cuts):
-    draws = draws_of()
-    with jax.enable_x64(True):
-        moments = streamed(streaming, draws, cuts)
-        assert moments.count == 300
-        for name, x in draws.items():
-            flat = x.reshape(1200, *x.shape[2:])
-            np.testing.assert_allclose(streaming.mean(moments)[name], flat.mean(axis=0), atol=1e-13)
-            np.testing.assert_allclose(streaming.variance(moments)[name], flat.var(axis=0, ddof=1))
-
-
 def gelman_rubin(x):
     num_draws = x.shape[1]
     within = x.var(axis=1, ddof=1).mean(axis=0)
@@ -44,11 +32,15 @@ def gelman_rubin(x):
 
 
 @pytest.mark.parametrize("cuts", CUTS[1:3])
-def test_rhat_is_the_plain_one_of_whole_chains(cuts):
+def test_moments_and_rhat_are_those_of_the_whole_run(cuts):
     draws = draws_of()
     with jax.enable_x64(True):
         moments = streamed(streaming, draws, cuts)
+        assert moments.count == 300
         for name, x in draws.items():
+            flat = x.reshape(1200, *x.shape[2:])
+            np.testing.assert_allclose(streaming.mean(moments)[name], flat.mean(axis=0), atol=1e-13)
+            np.testing.assert_allclose(streaming.variance(moments)[name], flat.var(axis=0, ddof=1))
             np.testing.assert_allclose(streaming.rhat(moments)[name], gelman_rubin(x), rtol=1e-12)
         found = streaming.nested_rhat(moments, 2)
         np.testing.assert_allclose(found["w"], nested_rhat(draws, 2)["w"], rtol=1e-12)
@@ -90,9 +82,7 @@ def batch_estimate(x, num_batches):
     return x.size * x.var(ddof=1) / spread, np.sqrt(spread / x.size)
 
 
-@pytest.mark.parametrize(
-    ("num_draws", "num_batches"), [(300, 64), (300, 6), (64, 64), (63, 64), (5, 4)]
-)
+@pytest.mark.parametrize(("num_draws", "num_batches"), [(300, 6), (64, 64), (63, 64)])
 def test_batch_means_equal_those_of_the_whole_run(num_draws, num_batches):
     x = chains(0.5, (3, num_draws))
     cuts = [num_draws // 2, num_draws - num_draws // 2]

@@ -1,9 +1,9 @@
-"""Reading the text of compiled programs, in forms that other compilers write too."""
+"""Reading the text of compiled programs, their loops and lines, in forms of other compilers too."""
 
 import re
 
 import pytest
-from hlo_texts import ADD, GROUPS, MESH, read, text_of
+from hlo_texts import ADD, GROUPS, MESH, REDUCE, computation, loop, read, text_of
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.views.communication import read_report
@@ -21,38 +21,20 @@ def seen(report):
 
 @pytest.mark.parametrize(
     ("shape", "num_bytes"),
-    [
-        ("f32[]", 4),
-        ("f32[0]", 0),
-        ("bf16[8,3]{1,0:T(8,128)(2,1)}", 48),
-        ("f8e4m3fn[16]{0}", 16),
-        ("f8e5m2[4,4]", 16),
-        ("f8e8m0fnu[4]", 4),
-        ("f4e2m1fn[10]", 5),
-        ("s4[7]{0:E(4)}", 4),
-        ("u4[16]", 8),
-        ("s2[2,32]{1,0:E(2)}", 16),
-        ("pred[8]", 8),
-        ("c64[3]", 24),
-        ("c128[3]", 48),
-        ("f64[2,2]", 32),
-        ("u8[5]{0:T(1024)(128)(4,1)S(1)}", 5),
-        ("f32[<=8,2]", 64),
-        ("(f32[4]{0}, (s32[2]{0}, pred[3]), token[], opaque[])", 16 + 8 + 3),
-        ("(f32[1], f32[1], f32[1], f32[1], f32[1], /*index=5*/f32[1])", 24),
-        ("token[]", 0),
-    ],
-)
+    [("f32[]", 4), ("f32[0]", 0), ("bf16[8,3]{1,0:T(8,128)(2,1)}", 48), ("f8e4m3fn[16]{0}", 16),
+     ("f8e5m2[4,4]", 16), ("f8e8m0fnu[4]", 4), ("f4e2m1fn[10]", 5), ("s4[7]{0:E(4)}", 4), ("u4[16]", 8),
+     ("s2[2,32]{1,0:E(2)}", 16), ("pred[8]", 8), ("c64[3]", 24), ("c128[3]", 48), ("f64[2,2]", 32),
+     ("u8[5]{0:T(1024)(128)(4,1)S(1)}", 5), ("f32[<=8,2]", 64), ("token[]", 0),
+     ("(f32[4]{0}, (s32[2]{0}, pred[3]), token[], opaque[])", 16 + 8 + 3),
+     ("(f32[1], f32[1], f32[1], f32[1], f32[1], /*index=5*/f32[1])", 24)],
+)  # fmt: skip
 def test_bytes_of_a_shape(shape, num_bytes):
     assert num_bytes_of(shape) == num_bytes
 
 
-def test_the_arrays_of_a_shape():
+def test_the_arrays_of_a_shape_and_the_parts_of_a_tuple():
     text = "(bf16[8,3]{1,0:T(8,128)(2,1)}, pred[], s4[<=7])"
     assert shapes_of(text) == (("bf16", (8, 3)), ("pred", ()), ("s4", (7,)))
-
-
-def test_parts_of_a_tuple():
     text = "((f32[4,2]{1,0:T(8,128)}, s32[]), f32[4]{0}, u32[]{:S(2)})"
     assert tuple_shapes(text) == ["(f32[4,2]{1,0:T(8,128)}, s32[])", "f32[4]{0}", "u32[]{:S(2)}"]
     assert tuple_shapes("f32[4,2]{1,0}") == ["f32[4,2]{1,0}"]
@@ -96,12 +78,9 @@ def test_a_fused_tuple_is_one_collective_with_the_bytes_of_all_its_arrays():
     assert seen(report) == [("all-reduce", arrays, 128 + 128 + 32, arrays, 128 + 128 + 32)]
 
 
-def test_operands_may_be_printed_with_their_shapes():
+def test_operands_with_shapes_and_strings_with_parentheses_and_quotes_are_read():
     report = read(f"ROOT %out = f32[32]{{0}} all-reduce(f32[32]{{0}} %p), {GROUPS}, to_apply=%add")
     assert seen(report) == [("all-reduce", "f32[32]", 128, "f32[32]", 128)]
-
-
-def test_parentheses_and_quotes_in_strings_do_not_end_the_operands():
     line = r'%c = f32[32]{0} custom-call(%p), custom_call_target="a\\", backend_config="(\")("'
     assert seen(read(line, f"ROOT %out = f32[32]{{0}} all-reduce(%c), {GROUPS}, to_apply=%add")) == [
         ("all-reduce", "f32[32]", 128, "f32[32]", 128)
@@ -222,6 +201,11 @@ def test_what_goes_to_the_host_is_no_collective():
         "%rd = (f32[32]{0}, token[]) recv-done(%r), channel_id=2, is_host_transfer=true",
     )
     assert (report.collectives, report.unknown) == ((), ())
+    line = (
+        '%u = f32[32]{0} custom-call(%p), custom_call_target="tpu_custom_call", '
+        'backend_config={"custom_call_config": {"body": "x", "has_communication": false}}'
+    )
+    assert read(line).unknown == ()
 
 
 # What is not known is reported.
@@ -254,14 +238,6 @@ def test_what_has_no_known_form_is_reported(line):
     assert report.check(unknown=1) is report
 
 
-def test_a_custom_call_that_communicates_with_nobody_is_known():
-    line = (
-        '%u = f32[32]{0} custom-call(%p), custom_call_target="tpu_custom_call", '
-        'backend_config={"custom_call_config": {"body": "x", "has_communication": false}}'
-    )
-    assert read(line).unknown == ()
-
-
 def test_a_computation_whose_head_is_unknown_is_reported_whole():
     strange = (
         "some %strange computation {\n  %z = f32[] parameter(0)\n  ROOT %y = f32[] add(%z, %z)\n}\n"
@@ -290,3 +266,118 @@ def test_a_collective_of_which_it_is_not_known_who_calls_it_is_reported():
     assert report.collectives == ()
     (line,) = report.unknown
     assert line.startswith("ROOT %ar = f32[32]{0} all-reduce(")
+
+
+# Calls, branches, loops.
+
+
+def test_a_loop_in_a_call_in_a_conditional_is_walked():
+    before = (
+        ADD
+        + computation("body", REDUCE)
+        + computation("callee", "ROOT " + loop("inner", "body", 7))
+        + computation("branch_0", *(f"%c{i} = f32[32]{{0}} call(%p), to_apply=%callee" for i in (1, 2)))
+        + computation("branch_1", "ROOT %n = f32[32]{0} negate(%p)")
+    )
+    conditional = "conditional(%i, %p, %p), branch_computations={%branch_0, %branch_1}"
+    report = read(f"ROOT %out = f32[32]{{0}} {conditional}", before=before)
+    assert [(c.kind, c.trips) for c in report.collectives] == 2 * [("all-reduce", (7,))]
+    assert report.runs("all-reduce") == 2 * 7  # what is called twice counts twice
+
+
+@pytest.mark.parametrize("side", ["true", "false"])
+def test_both_sides_of_a_predicated_conditional_are_read(side):
+    sides = {"true": "negate(%p)", "false": "negate(%p)"} | {side: f"all-reduce(%p), {GROUPS}"}
+    before = ADD + "".join(
+        computation(name, f"ROOT %r = f32[32]{{0}} {line}") for name, line in sides.items()
+    )
+    called = "true_computation=%true, false_computation=%false"
+    report = read(f"ROOT %out = f32[32]{{0}} conditional(%i, %p, %p), {called}", before=before)
+    assert report.count("all-reduce") == 1
+
+
+def test_loops_three_deep_with_and_without_counts():
+    before = (
+        ADD
+        + computation("innermost", REDUCE)
+        + computation("middle", "ROOT " + loop("tile", "innermost", 3))
+        + computation("outermost", "ROOT " + loop("leapfrog", "middle"))
+    )
+    report = read("ROOT " + loop("step", "outermost", 10), before=before)
+    (found,) = report.collectives
+    assert [str(x) for x in found.loops] == ["step x 10", "leapfrog x ?", "tile x 3"]
+    assert report.runs("all-reduce", within="leapfrog") == 3
+    assert report.runs("all-reduce", within="tile") == 1
+    assert report.with_trips(leapfrog=5).runs("all-reduce") == 10 * 5 * 3
+
+
+@pytest.mark.parametrize(
+    ("op_name", "name"),
+    [
+        ("jit(f)/leapfrog/while", "leapfrog"),
+        ("jit(f)/jit(g)/tile rows/while", "tile rows"),
+        ("jit(f)/vmap(leapfrog)/while", "leapfrog"),
+        ("jit(f)/transpose(jvp(vmap(leapfrog)))/while", "leapfrog"),
+        ("jit(f)/outer/leapfrog/while", "leapfrog"),
+        ("jit(f)/leapfrog/vmap()/while", "leapfrog"),
+        ("jit(f)/shard_map/leapfrog/cond/branch_1_fun/while", "leapfrog"),
+        (
+            "jit(f)/leapfrog/transpose(jvp(leapfrog))/jvp()/checkpoint/rematted_computation/while",
+            "leapfrog",
+        ),
+        ("jit(f)/leapfrog/while/body/closed_call/while", "w"),
+        ("jit(f)/leapfrog/while/cond/while", "w"),
+        ("jit(f)/leapfrog/jit(g)/while", "w"),
+        ("jit(f)/shard_map/while", "w"),
+        ("jit(f)/while", "w"),
+        ("", "w"),
+    ],
+)
+def test_a_loop_has_the_name_of_the_scope_that_it_stands_in(op_name, name):
+    """Else that of its function, which these texts have not, or its own, which is w."""
+    metadata = f'metadata={{op_name="{op_name}"}}'
+    line = f"ROOT %w = f32[32]{{0}} while(%p), condition=%cond.b, body=%b, {metadata}"
+    report = read(line, before=ADD + computation("b", REDUCE))
+    assert [x.name for x in report.loops] == [name]
+
+
+# Source lines.
+
+
+FRAMES = """
+FileNames
+1 "/home/me/model.py"
+2 "/home/me/run me.py"
+
+FunctionNames
+1 "log_density"
+2 "<module>"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=4 end_column=9}
+2 {file_name_id=2 function_name_id=2 line=3 end_line=3 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=2%s}
+2 {file_location_id=1 parent_frame_id=%d}
+
+"""
+
+
+@pytest.mark.parametrize("frames", [FRAMES % ("", 1), FRAMES % (" parent_frame_id=1", 2)])
+def test_stacks_are_read_however_parents_are_counted(frames):
+    """From 1 in some versions; in others from 2, and a frame without one names itself."""
+    line = (
+        f'ROOT %ar = f32[32]{{0}} all-reduce(%p), {GROUPS}, metadata={{op_name="x" stack_frame_id=2}}'
+    )
+    (found,) = read(line, before=frames + ADD).collectives
+    assert [str(f) for f in found.stack] == [
+        "/home/me/model.py:12 (log_density)",
+        "/home/me/run me.py:3 (<module>)",
+    ]
+
+
+def test_a_source_may_stand_in_the_line_itself():
+    metadata = 'metadata={op_name="x" source_file="/home/me/model.py" source_line=12}'
+    (found,) = read(f"ROOT %ar = f32[32]{{0}} all-reduce(%p), {GROUPS}, {metadata}").collectives
+    assert found.source == "/home/me/model.py:12"

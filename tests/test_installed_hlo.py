@@ -18,14 +18,8 @@ from gspmd_mcmc.views.program.hlo import KINDS, read_program
 
 
 def transforms(x, i):
-    return (
-        jnp.fft.rfft(x).real,
-        jnp.sort(x, axis=0),
-        lax.top_k(x, 3),
-        jnp.argsort(x[0]),
-        x[i],
-        x.at[i].add(1.0),
-    )
+    ordered = jnp.sort(x, axis=0), lax.top_k(x, 3), jnp.argsort(x[0])
+    return jnp.fft.rfft(x).real, ordered, x[i], x.at[i].add(1.0)
 
 
 def arithmetic(x, i):
@@ -43,13 +37,8 @@ def factorisations(x, i):
     symmetric = x @ x.T + 9 * jnp.eye(8)
     factor = jnp.linalg.cholesky(symmetric)
     solved = linalg.solve_triangular(factor, x, lower=True)
-    return (
-        solved,
-        jnp.linalg.qr(x),
-        jnp.linalg.svd(x),
-        jnp.linalg.eigh(symmetric),
-        jnp.linalg.solve(symmetric, x),
-    )
+    factors = jnp.linalg.qr(x), jnp.linalg.svd(x), jnp.linalg.eigh(symmetric)
+    return solved, factors, jnp.linalg.solve(symmetric, x)
 
 
 def windows(x, i):
@@ -59,12 +48,8 @@ def windows(x, i):
         lax.reduce_window, init_value=-jnp.inf, computation=lax.max, window_dimensions=(1, 1, 2, 2),
         window_strides=(1, 1, 2, 2), padding="VALID",
     )  # fmt: skip
-    return (
-        blurred,
-        jax.grad(lambda y: pool(y).sum())(image),
-        jnp.cumsum(x),
-        lax.pad(x, 0.0, ((1, 1, 1),) * 2),
-    )
+    pooled = jax.grad(lambda y: pool(y).sum())(image)
+    return blurred, pooled, jnp.cumsum(x), lax.pad(x, 0.0, ((1, 1, 1),) * 2)
 
 
 def control(x, i):
@@ -73,12 +58,8 @@ def control(x, i):
 
     looped = lax.scan(body, x, x)
     searched = lax.while_loop(lambda c: c[0, 0] < 3, lambda c: c + 1, x)
-    return (
-        looped,
-        searched,
-        lax.switch(i[0], (jnp.sin, jnp.cos, jnp.tan), x),
-        lax.optimization_barrier(x),
-    )
+    switched = lax.switch(i[0], (jnp.sin, jnp.cos, jnp.tan), x)
+    return looped, searched, switched, lax.optimization_barrier(x)
 
 
 def randoms(x, i):
@@ -95,13 +76,8 @@ def callbacks(x, i):
 def slices(x, i):
     taken = lax.dynamic_slice(x, (i[0], i[1]), (2, 2))
     put = lax.dynamic_update_slice(x, taken, (i[1], i[0]))
-    return (
-        put,
-        jnp.concatenate([x, x[::-1]]),
-        jnp.where(x > 0, x, 0),
-        jnp.take_along_axis(x, i[:, None], 1),
-        jnp.clip(x, 0, 1),
-    )
+    chosen = jnp.where(x > 0, x, 0), jnp.take_along_axis(x, i[:, None], 1), jnp.clip(x, 0, 1)
+    return put, jnp.concatenate([x, x[::-1]]), chosen
 
 
 VARIED = {

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.interpreters import pxla
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -136,7 +137,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS[:4], ids=str)
+@pytest.mark.parametrize("order", ORDERS[2:4], ids=str)
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_devices_hold_their_blocks_after_chains_of_changes(chain, order):
     flat = devices_in(order)
@@ -153,10 +154,9 @@ SIX = {
 }
 
 
-@pytest.mark.parametrize("order", [list(range(6)), [5, 1, 2, 0, 4, 3]], ids=str)
 @pytest.mark.parametrize("chain", SIX.values(), ids=SIX)
-def test_six_devices_hold_their_blocks(chain, order):
-    flat = devices_in(order)
+def test_six_devices_hold_their_blocks(chain):
+    flat = devices_in(ORDERS[-1])
     data = numbers(6, 12)
     sets = chain(array_of_sets(flat))
     sharding = chain(PositionalSharding(flat))
@@ -165,10 +165,12 @@ def test_six_devices_hold_their_blocks(chain, order):
     assert_maps(sharding.named(), sets, data)
 
 
-def test_a_scalar_goes_to_every_device():
-    for sharding in (eight().replicate(), eight().reshape(4, 2).replicate(keepdims=False)):
-        y = jax.device_put(3.5, sharding)
-        assert [float(s.data) for s in y.addressable_shards] == [3.5] * 8
+@pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 2, 2)])
+def test_devices_come_as_a_nested_sequence_or_an_array_of_any_rank(shape):
+    grid = mesh_utils.create_device_mesh(shape)
+    assert PositionalSharding(grid) == PositionalSharding(grid.tolist())
+    assert PositionalSharding(grid) == PositionalSharding(grid.ravel()).reshape(shape)
+    assert PositionalSharding(grid).shape == shape
 
 
 def test_one_device():
@@ -177,14 +179,6 @@ def test_one_device():
     y = jax.device_put(numbers(3, 5), one.reshape(1, 1))
     assert y.devices() == {jax.devices()[3]}
     assert one.is_fully_replicated
-
-
-@pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 2, 2)])
-def test_devices_come_as_a_nested_sequence_or_an_array_of_any_rank(shape):
-    grid = mesh_utils.create_device_mesh(shape)
-    assert PositionalSharding(grid) == PositionalSharding(grid.tolist())
-    assert PositionalSharding(grid) == PositionalSharding(grid.ravel()).reshape(shape)
-    assert PositionalSharding(grid).shape == shape
 
 
 def test_a_missing_leading_axis_of_one_set_is_no_obstacle():
@@ -210,8 +204,6 @@ def test_every_layout_of_eight_devices_is_on_one_mesh():
     layouts += [s.reshape(4, 2).T, s.reshape(4, 2).replicate(0), s.replicate(), s.reshape(2, 4).T]
     assert {layout.mesh for layout in layouts} == {s.mesh}
 
-
-def test_a_program_with_a_callback_takes_several_layouts():
     def doubled(a, b):
         twice = jax.ShapeDtypeStruct(a.shape, a.dtype)
         return jax.pure_callback(lambda v: 2 * np.asarray(v), twice, a) @ b
@@ -358,12 +350,9 @@ def test_changes_that_do_not_fit_are_refused(change, message):
 
 PLACERS = {
     "device_put": jax.device_put,
-    "with_sharding_constraint": lambda x, s: jax.jit(lambda v: jax.lax.with_sharding_constraint(v, s))(
-        x
-    ),
+    "constraint": lambda x, s: jax.jit(lambda v: jax.lax.with_sharding_constraint(v, s))(x),
     "in_shardings": lambda x, s: jax.jit(lambda v: v, in_shardings=s)(x),
-    "out_shardings": lambda x, s: jax.jit(lambda v: v + 1, out_shardings=s)(x),
-    "zeros": lambda x, s: jnp.zeros(x.shape, device=s),
+    "out_shardings": lambda x, s: jax.jit(lambda v: v, out_shardings=s)(x),
     "callback": lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index]),
 }
 
@@ -372,17 +361,9 @@ PLACERS = {
 @pytest.mark.parametrize(
     ("shape", "cuts", "message"),
     [
-        (
-            (8,),
-            (4, 2),
-            r"shape \(4, 2\) fits arrays of rank 2, but this one has rank 1. Call sharding.re",
-        ),
+        ((8,), (4, 2), r"shape \(4, 2\) fits arrays of rank 2, but this one has rank 1. Call sharding"),
         ((8, 8, 8), (4, 2), r"shape \(4, 2\) fits arrays of rank 2, but this one has rank 3"),
-        (
-            (6, 8),
-            (4, 2),
-            r"4 blocks do not divide axis 0 of an array of shape \(6, 8\).*shape \(4, 2\)",
-        ),
+        ((6, 8), (4, 2), r"4 blocks do not divide axis 0 of an array of shape \(6, 8\).*\(4, 2\)"),
         ((8, 7), (1, 8), r"8 blocks do not divide axis 1 of an array of shape \(8, 7\).*pad the array"),
     ],
 )
@@ -398,23 +379,13 @@ def test_jax_calls_that_take_a_sharding():
     s = eight().reshape(4, 2)
     x = numbers(8, 8)
     sets = array_of_sets(jax.devices()).reshape(4, 2)
-    placed = {
-        "callback": jax.make_array_from_callback(x.shape, s, lambda index: x[index]),
-        "device_put": jax.device_put(x, s),
-        "in": jax.jit(lambda v: v, in_shardings=s)(x),
-        "out": jax.jit(lambda v: v, out_shardings=s)(x),
-        "constraint": jax.jit(lambda v: jax.lax.with_sharding_constraint(v, s))(x),
-        "eager constraint": jax.lax.with_sharding_constraint(jnp.asarray(x), s),
-        "moved": jax.device_put(jax.device_put(x, s.T.reshape(8, 1)), s),
-        "from another order": jax.device_put(jax.device_put(x, reversed_order()), s),
-    }
-    for y in placed.values():
-        assert_holds(y, sets, x)
+    for place in PLACERS.values():
+        assert_holds(place(x, s), sets, x)
+    reversed_order = PositionalSharding(jax.devices()[::-1]).reshape(2, 4)
+    for other in (s.T.reshape(8, 1), reversed_order):
+        assert_holds(jax.device_put(jax.device_put(x, other), s), sets, x)
+    assert_holds(jax.lax.with_sharding_constraint(jnp.asarray(x), s), sets, x)
     assert_holds(jnp.zeros((8, 8), device=s), sets, 0 * x)
-
-
-def reversed_order():
-    return PositionalSharding(jax.devices()[::-1]).reshape(2, 4)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -429,40 +400,15 @@ def test_a_constraint_under_vmap_leaves_the_mapped_axis_whole(axis):
     assert_holds(y, sets, np.moveaxis(x, 0, axis))
 
 
-def test_a_shape_with_a_sharding_lowers_as_the_array_does():
-    s = eight().reshape(8, 1)
-    compiled = jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=s)).compile()
-    y = jax.device_put(numbers(8, 4), s)
-    np.testing.assert_allclose(compiled(y), np.sin(numbers(8, 4)), rtol=1e-6)
-    memory = compiled.memory_analysis()
-    assert memory is not None
-    assert memory.argument_size_in_bytes == 8 * 4 * 4 // 8
-
-
-def test_keys_are_laid_out_too():
-    keys = jax.random.split(jax.random.key(0), 16)
-    placed = jax.device_put(keys, eight())
-    assert {shard.data.shape for shard in placed.addressable_shards} == {(2,)}
-    np.testing.assert_array_equal(jax.random.key_data(placed), jax.random.key_data(keys))
-    draws = jax.jit(jax.vmap(jax.random.normal))
-    np.testing.assert_array_equal(draws(placed), draws(keys))
-
-
-def test_outputs_of_computations_have_names_on_the_same_mesh():
-    """JAX finds their names by an entry of ours in a registry of its own."""
+def test_outputs_of_computations_have_names_on_the_same_mesh(monkeypatch):
+    """JAX finds names by an entry of ours in a registry; without it values and layouts are right."""
     y, z = (jax.device_put(numbers(8, 8), eight().reshape(4, 2).replicate(a)) for a in (1, 0))
     w = jnp.dot(y, z)
     assert isinstance(w.sharding, NamedSharding)
     assert w.sharding.mesh == eight().mesh
     assert w.sharding.is_equivalent_to(eight().reshape(4, 2), 2)
     assert jnp.sin(y).sharding == y.sharding
-
-
-def test_without_the_entry_values_and_layouts_are_right(monkeypatch):
-    from jax._src.interpreters import pxla
-
     monkeypatch.delitem(pxla._orig_out_sharding_handlers, PositionalSharding)
-    y, z = (jax.device_put(numbers(8, 8), eight().reshape(4, 2).replicate(a)) for a in (1, 0))
     w = jax.jit(lambda a, b: jnp.dot(a, b))(y, z)
     assert not isinstance(w.sharding, NamedSharding)
     assert_holds(w, array_of_sets(jax.devices()).reshape(4, 2), numbers(8, 8) @ numbers(8, 8))
@@ -524,16 +470,6 @@ def test_arrays_in_another_order_of_devices_do_not_mix_and_uncommitted_ones_do()
     np.testing.assert_array_equal(y + jnp.ones_like(y), x + 1)
 
 
-def drawn(array, capsys):
-    capsys.readouterr()
-    jax.debug.visualize_array_sharding(array)
-    return [line for line in capsys.readouterr().out.splitlines() if "CPU" in line]
-
-
-def labels(line):
-    return [cell.strip() for cell in line.strip("│ \n").split("│")]
-
-
 def loss(params, batch):
     (W1, b1), (W2, b2) = params
     inputs, targets = batch
@@ -541,7 +477,7 @@ def loss(params, batch):
     return jnp.mean(jnp.sum((outputs - targets) ** 2, axis=-1))
 
 
-def test_tutorial_network_with_data_and_model_parallelism(capsys):
+def test_tutorial_network_with_data_and_model_parallelism():
     """Its layers, that add biases by broadcasting: values and layouts, before a step and after it."""
     rng = np.random.default_rng(0)
     shapes = [((12, 16), (16,)), ((16, 16), (16,))]
@@ -555,39 +491,10 @@ def test_tutorial_network_with_data_and_model_parallelism(capsys):
         gradient = jax.jit(jax.value_and_grad(loss))
         expected = gradient(params, batch)
         placed = jax.device_put(params, layouts)
-        laid = jax.device_put(batch, grid.replicate(1))
-        found = gradient(placed, laid)
+        found = gradient(placed, jax.device_put(batch, grid.replicate(1)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
     stepped = jax.tree.map(lambda x, dx: x - 1e-5 * dx, placed, found[1])
     for (W1, b1), (W2, _) in (placed, stepped):
         assert_holds(W1, halves, np.asarray(W1))
         assert_holds(b1, halves[0], np.asarray(b1))
         assert_holds(W2, halves.T, np.asarray(W2))
-    assert [labels(line) for line in drawn(placed[1][0], capsys)] == [["CPU 0,2,4,6"], ["CPU 1,3,5,7"]]
-    rows = [["CPU 0,1"], ["CPU 2,3"], ["CPU 4,5"], ["CPU 6,7"]]
-    assert [labels(line) for line in drawn(laid[0], capsys)] == rows
-
-
-# Lines of other tutorials and programs.
-
-
-def test_equinox_parallelism_guide():
-    """Its `filter_shard` is `with_sharding_constraint` on a tree, in jit and out of it."""
-    devices = mesh_utils.create_device_mesh((8, 1))
-    sharding = PositionalSharding(devices)
-    replicated = sharding.replicate()
-    model = {"weight": jnp.ones((3, 1)), "bias": jnp.zeros((1,)), "count": jnp.array(0)}
-    x, y = jnp.ones((16, 3)), jnp.ones((16, 1))
-    model = jax.lax.with_sharding_constraint(model, replicated)
-    x, y = jax.device_put((x, y), sharding)
-
-    @jax.jit
-    def train_step(model, x, y):
-        model = jax.lax.with_sharding_constraint(model, replicated)
-        x, y = jax.lax.with_sharding_constraint((x, y), sharding)
-        residual = x @ model["weight"] + model["bias"][None] - y
-        return jax.lax.with_sharding_constraint(model, replicated), jnp.mean(residual**2)
-
-    model, value = train_step(model, x, y)
-    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(model))
-    np.testing.assert_allclose(value, 4.0)

@@ -43,10 +43,6 @@ def stats_of(**changes):
     return found | changes
 
 
-def to_double(tree):
-    return jax.tree.map(lambda x: x.astype(float), tree)
-
-
 DRAWN = {"mu": white(seed=3), "w": white(2, 3, seed=4)}
 # Nothing of this is worse than usual but ``w[1, 2]``. Eight numbers, with the log density, in most
 # tests: they share one program.
@@ -77,15 +73,6 @@ def reference(x):
         "ess_tail": arviz.ess(x, method="tail", prob=(0.05, 0.95), **AXES),
         "rhat": arviz.rhat(x, **AXES),
     }
-
-
-def test_statistics_are_those_of_arviz():
-    """In float64: float32 folds draws into ties, and may order them otherwise."""
-    with jax.enable_x64(True):
-        found = summarize(to_double(BAD), stats_of(log_density=white(seed=1).astype(float))).to_dict()
-    for name, x in (BAD | {"log_density": white(seed=1)}).items():
-        for key, value in reference(x).items():
-            np.testing.assert_allclose(found[name][key], value, rtol=1e-5, err_msg=f"{name} {key}")
 
 
 def test_trees_are_like_the_draws_and_leaves_go_by_name(bad):
@@ -124,9 +111,7 @@ def test_a_run_prints_as_a_table_and_warnings(bad, good):
     (warning,) = [x for x in bad.warnings if x.startswith("R-hat is over 1.01 for ")]
     assert "worst w[1, 2] (" in warning
     assert f"! {warning[:60]}" in str(bad)
-    page = bad._repr_html_()
-    assert page.count("<tr>") == 5
-    assert "<td>w[1, 2]</td>" in page
+    assert lines[4] in bad._repr_mimebundle_([], [])["text/html"]
     out = io.StringIO()
     Console(file=out, width=100).print(bad)
     assert lines[4] in out.getvalue()
@@ -185,12 +170,15 @@ def test_each_defect_has_its_warning(good, changes, expected):
     assert not any(text.startswith(expected) for text in good.warnings)
 
 
-def test_chains_that_diverge_are_named_the_worst_first():
+def test_chains_that_diverge_are_named_the_worst_first_and_told_where_to_look():
     is_divergent = np.zeros((4, 60), bool)
     is_divergent[2, :9] = is_divergent[0, :2] = True
     (text,) = [x for x in warnings_of(stats_of(is_divergent=is_divergent)) if "diverged" in x]
     assert "11 of 240 transitions after warm-up diverged (chain 2: 9, chain 0: 2)" in text
     assert "target_acceptance_rate" in text
+    never = {"is_divergent": np.ones((4, 60), bool), "acceptance_rate": np.zeros((4, 60), np.float32)}
+    (text,) = [x for x in warnings_of(stats_of(**never)) if "diverge" in x or "accepted" in x]
+    assert "The log density or its gradient is NaN or infinite around there" in text
 
 
 def test_kernels_without_a_depth_or_momenta_are_not_judged_by_them():
@@ -200,12 +188,6 @@ def test_kernels_without_a_depth_or_momenta_are_not_judged_by_them():
     assert len(warnings_of({"log_density": stats["log_density"]})) == len(found)
 
 
-def test_chains_that_diverge_at_every_step_are_told_where_to_look_and_once():
-    never = {"is_divergent": np.ones((4, 60), bool), "acceptance_rate": np.zeros((4, 60), np.float32)}
-    (text,) = [x for x in warnings_of(stats_of(**never)) if "diverge" in x or "accepted" in x]
-    assert "The log density or its gradient is NaN or infinite around there" in text
-
-
 def test_what_no_statistic_sees_is_noted_whatever_the_draws(good):
     """A kernel without a Metropolis test says so in its summary, and no other does."""
     assert gm.MCLMC.note.startswith("These draws are biased, most of all in the tails")
@@ -213,7 +195,7 @@ def test_what_no_statistic_sees_is_noted_whatever_the_draws(good):
     assert found.warnings == good.warnings and found.notes == [gm.MCLMC.note] and good.notes == []
     out = io.StringIO()
     Console(file=out, width=300).print(found)
-    page = found._repr_html_()
+    page = found._repr_mimebundle_([], [])["text/html"]
     assert all("These draws are biased" in text for text in (str(found), out.getvalue(), page))
     assert "These draws are biased" not in str(good)
     assert {k.note for k in (gm.HMC, gm.JitteredHMC, gm.NUTS, gm.MAMS)} == {""}
@@ -371,8 +353,7 @@ def test_half_precision_and_integer_draws_have_a_summary(draws):
 
 
 @pytest.mark.parametrize(
-    ("offset", "is_told", "size"),
-    [(1e7, True, 3), (1e4, False, 3), (0.0, False, 3), (1e7, True, 2000)],
+    ("offset", "is_told", "size"), [(1e7, True, 3), (1e4, False, 3), (1e7, True, 2000)]
 )
 def test_draws_as_coarse_as_their_numbers_are_told_of(offset, is_told, size):
     x = (np.random.default_rng(0).normal(size=(4, 100, size)) + offset).astype(np.float32)

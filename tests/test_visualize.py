@@ -124,23 +124,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_text_is_as_it_was_when_it_was_looked_at(name):
+def test_text_is_as_it_was_when_it_was_looked_at_and_fits_its_width(name):
     path = SNAPSHOTS / f"{name}.txt"
-    text = str(visualize(CASES[name]())) + "\n"
+    view = visualize(CASES[name]())
+    text = str(view) + "\n"
     if os.environ.get("UPDATE_SNAPSHOTS"):
         path.write_text(text)
     assert text == path.read_text()
-
-
-def test_every_snapshot_has_its_case():
     assert {path.stem for path in SNAPSHOTS.glob("*.txt")} == set(CASES)
-
-
-@pytest.mark.parametrize("width", [60, 80, 130])
-@pytest.mark.parametrize("name", CASES)
-def test_text_fits_its_width(name, width):
-    lines = visualize(CASES[name]()).text(width).split("\n")
-    assert max(map(len, lines)) <= width
+    for width in (60, 80, 130):
+        assert max(map(len, view.text(width).split("\n"))) <= width
 
 
 def printed(view, **options):
@@ -159,21 +152,18 @@ def test_a_terminal_gets_colours_and_the_same_text():
     assert repr(view) == str(view)
 
 
-def test_show_prints_plain_text_to_a_pipe(capsys):
+class AsciiOut(StringIO):
+    encoding = "ascii"
+
+
+def test_show_prints_plain_text_to_a_pipe_and_ascii_where_no_more_is_known(capsys, monkeypatch):
     view = visualize(spread((16, 6), P("data")))
     view.show()
-    assert [line.rstrip() for line in capsys.readouterr().out.rstrip().split("\n")] == str(view).split(
-        "\n"
-    )
-
-
-def test_show_prints_ascii_where_the_terminal_knows_no_more(monkeypatch):
-    class AsciiOut(StringIO):
-        encoding = "ascii"
-
+    shown = capsys.readouterr().out.rstrip().split("\n")
+    assert [line.rstrip() for line in shown] == str(view).split("\n")
     out = AsciiOut()
     monkeypatch.setattr("sys.stdout", out)
-    visualize(spread((16, 6), P("data"))).show()
+    view.show()
     text = out.getvalue()
     assert text.isascii() and "| 0,4 |" in text and "?" not in text
 
@@ -205,19 +195,9 @@ def test_numbers_are_written_briefly(numbers, text):
     assert number_ranges(list(numbers)) == text
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (31_360, "31.4 kB"),
-        (999_999, "1 MB"),
-        (3 * 10**9, "3 GB"),
-    ],
-)
-def test_bytes_have_units(count, text):
-    assert bytes_text(count) == text
+def test_bytes_have_units():
+    counts = (0, 999, 1000, 31_360, 999_999, 3 * 10**9)
+    assert [bytes_text(n) for n in counts] == ["0 B", "999 B", "1 kB", "31.4 kB", "1 MB", "3 GB"]
 
 
 def test_arrays_and_specs_are_written_as_jax_users_read_them():
@@ -225,9 +205,6 @@ def test_arrays_and_specs_are_written_as_jax_users_read_them():
     assert array_text(jax.random.key(0).dtype, ()) == "key<fry>[]"
     assert array_text(np.dtype("bool"), (4,)) == "bool[4]"
     assert spec_text(P(("a", "b"), None, "c"), {"a": 2, "b": 3, "c": 4}) == "P((a=2, b=3), None, c=4)"
-
-
-def test_shortening_keeps_both_ends():
     assert shorten("abcdefghij", 10) == "abcdefghij"
     assert shorten("abcdefghijk", 7) == "ab…hijk"
 

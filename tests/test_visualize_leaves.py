@@ -32,7 +32,6 @@ def owners_by_view(leaf: LeafLayout):
 
 
 MESHES = {
-    "line": ((8,), ("a",), None),
     "two_axes": ((2, 4), ("a", "b"), None),
     "cube": ((2, 2, 2), ("a", "b", "c"), None),
     "with_an_axis_of_one": ((4, 1, 2), ("a", "b", "c"), None),
@@ -180,8 +179,13 @@ def test_host_arrays_and_numbers():
     assert all(leaf.blocks == () and leaf.num_shards == 0 for leaf in view.leaves)
 
 
-def test_deleted_arrays_are_told_and_hold_nothing():
+def test_a_leaf_has_the_facts_of_its_row_and_a_deleted_one_says_so():
     tree = placed_tree()
+    leaf = visualize(tree)["['w']"].leaves[0]
+    assert (leaf.shape, leaf.dtype, leaf.spec) == ((2, 8), np.int8, P("chains", "data"))
+    assert leaf.mesh_axes == {"chains": 2, "data": 4}
+    assert (leaf.num_shards, leaf.replication, leaf.bytes_per_device) == (8, 1, 2)
+    assert repr(leaf) == "LeafLayout(['w']: i8[2,8], P(chains=2, data=4), 8 blocks x 1)"
     tree["x"].delete()
     leaf = visualize(tree)["['x']"].leaves[0]
     assert leaf.memory == "deleted" and leaf.bytes_per_device == 0
@@ -195,13 +199,10 @@ def seen_inside(x):
     return views[0].leaves[0]
 
 
-def test_tracers_have_no_layout():
+def test_tracers_have_no_layout_but_on_an_explicit_mesh():
     leaf = seen_inside(placed_tree()["x"])
     assert (leaf.label, leaf.memory, leaf.grid) == ("traced", "nowhere", None)
     assert "outside jit" in leaf.notes[0]
-
-
-def test_tracers_on_an_explicit_mesh_have_one():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     leaf = seen_inside(jax.device_put(np.zeros((8, 4), np.float32), NamedSharding(mesh, P("b", "a"))))
     assert leaf.spec == P("b", "a")
@@ -209,6 +210,7 @@ def test_tracers_on_an_explicit_mesh_have_one():
 
 
 def test_a_sharding_alone():
+    assert only_leaf(NamedSharding(gm.make_mesh(data=8), P("data")), shape=16).shape == (16,)
     sharding = NamedSharding(gm.make_mesh(chains=2, data=4), P("data", "chains"))
     assert only_leaf(sharding).shape is None and only_leaf(sharding).num_shards == 8
     leaf = only_leaf(sharding, shape=(8, 16))
@@ -244,31 +246,9 @@ def test_partial_sums_are_told():
     assert "partial sums" in leaf.notes[0]
 
 
-def test_a_leaf_has_the_facts_of_its_row():
-    leaf = visualize(placed_tree())["['w']"].leaves[0]
-    assert (leaf.shape, leaf.dtype, leaf.spec) == ((2, 8), np.int8, P("chains", "data"))
-    assert leaf.mesh_axes == {"chains": 2, "data": 4}
-    assert (leaf.num_shards, leaf.replication, leaf.bytes_per_device) == (8, 1, 2)
-    assert repr(leaf) == "LeafLayout(['w']: i8[2,8], P(chains=2, data=4), 8 blocks x 1)"
-
-
 def test_a_path_picks_a_leaf_or_a_subtree():
     view = visualize({"a": {"x": 1, "y": 2}, "b": 3})
     assert [leaf.path for leaf in view["['a']['y']"].leaves] == ["['a']['y']"]
     assert len(view["['a']"].leaves) == 2
     with pytest.raises(KeyError, match=r"\['c'\].*expected the path.*\['b'\]"):
         view["['c']"]
-
-
-def test_4096_devices_and_50_leaves_know_their_owners():
-    mesh = AbstractMesh((64, 64), ("data", "model"))
-    tree = [
-        jax.ShapeDtypeStruct(
-            (8192, 4096), jnp.float32, sharding=NamedSharding(mesh, P("model", "data"))
-        )
-        for _ in range(50)
-    ]
-    view = visualize(tree)
-    block = view.leaves[17].blocks[3]  # Of the first rows (model=0), the fourth of columns (data=3).
-    assert (block.index, block.devices) == ((slice(0, 128), slice(192, 256)), (3 * 64,))
-    assert view.totals.per_device == 50 * 128 * 64 * 4

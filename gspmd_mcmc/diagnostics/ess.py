@@ -125,7 +125,7 @@ def column_ess_sd(x: jax.Array) -> jax.Array:
 
 
 def _moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    centered = in_own_unit(x)
+    centered, _ = in_own_unit(x)
     return split(centered), split(centered**2)
 
 
@@ -136,12 +136,12 @@ def _levels(x: jax.Array, probabilities: tuple[float, ...]) -> list[jax.Array]:
     return [split((x <= level[None, None]).astype(x.dtype)) for level in below]
 
 
-def in_own_unit(x: jax.Array) -> jax.Array:
-    """Subtract the mean of each column, in a unit whose squares neither overflow nor underflow."""
+def in_own_unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Subtract the mean of each column; in a unit [...] whose squares neither over- nor underflow."""
     first = x[:1, :1]
     centered = (x - first) - jnp.mean(x - first, axis=(0, 1), keepdims=True)
-    largest = jnp.max(jnp.abs(centered), axis=(0, 1), keepdims=True)
-    return centered / jnp.where(largest > 0, largest, 1.0)
+    largest = jnp.max(jnp.abs(centered), axis=(0, 1))
+    return centered / jnp.where(largest > 0, largest, 1.0)[None, None], largest
 
 
 def effective_size(x: jax.Array) -> jax.Array:

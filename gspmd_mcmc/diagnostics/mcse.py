@@ -57,12 +57,12 @@ def column_mcse_sd(x: jax.Array, size: jax.Array | None = None) -> jax.Array:
     ``size`` is `column_ess_sd`, where it is known.
     """
     size = column_ess_sd(x) if size is None else size
-    centered = in_own_unit(x)
+    centered, unit = in_own_unit(x)
     variance = jnp.mean(centered**2, axis=(0, 1))
     of_squares = jnp.mean((centered**2 - variance[None, None]) ** 2, axis=(0, 1))
     is_constant = variance == 0
     error = jnp.sqrt(of_squares / size / jnp.where(is_constant, 1, variance)) / 2
-    return error * _unit(x)
+    return error * unit
 
 
 @needs_draws(1)
@@ -76,11 +76,5 @@ def column_sd(x: jax.Array) -> jax.Array:
     freedom = x.shape[0] * x.shape[1] - 1
     if freedom < 1:
         return nan_columns(x)
-    return jnp.sqrt(jnp.sum(in_own_unit(x) ** 2, axis=(0, 1)) / freedom) * _unit(x)
-
-
-def _unit(x: jax.Array) -> jax.Array:
-    """Return the unit [...] of `in_own_unit`."""
-    from_first = x - x[:1, :1]
-    centered = from_first - jnp.mean(from_first, axis=(0, 1), keepdims=True)
-    return jnp.max(jnp.abs(centered), axis=(0, 1))
+    centered, unit = in_own_unit(x)
+    return jnp.sqrt(jnp.sum(centered**2, axis=(0, 1)) / freedom) * unit

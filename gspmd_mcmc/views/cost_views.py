@@ -56,8 +56,9 @@ def _columns(scaling: "Scaling", i: int) -> str:
 
 
 def _wrapped(line: str) -> list[str]:
-    unbroken = {"break_on_hyphens": False, "break_long_words": False}
-    return textwrap.wrap(line, _WIDTH, subsequent_indent="  ", **unbroken)
+    return textwrap.wrap(
+        line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
 
 
 def assumptions(model: "CostModel") -> list[str]:

@@ -25,12 +25,7 @@ from gspmd_mcmc.views import chips
 from gspmd_mcmc.views.chips import Accelerator
 from gspmd_mcmc.views.communication import describe_argument
 from gspmd_mcmc.views.notation import bytes_text
-from gspmd_mcmc.views.program.aot_compilation import (
-    MOST_DEVICES,
-    build_program,
-    compile_aot,
-    shapes_of,
-)
+from gspmd_mcmc.views.program.aot_compilation import MOST_DEVICES, build_program, compile_aot, shapes_of
 from gspmd_mcmc.views.program.report import Collective, Communication
 from gspmd_mcmc.views.program.report_views import draw_report, plain
 from gspmd_mcmc.views.visualize import LayoutView, visualize

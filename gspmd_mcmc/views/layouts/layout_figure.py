@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gspmd_mcmc.views.layouts.leaf_layout import LeafLayout
-from gspmd_mcmc.views.layouts.pictures import Cell, Drawing, Edge, Limits, Panel, Picture, picture_of
+from gspmd_mcmc.views.layouts.pictures import Cell, Drawing, Panel, Picture, Side, picture_of
 from gspmd_mcmc.views.notation import shorten
 from gspmd_mcmc.views.palette import ink
 
-LIMITS = Limits(rows=16, columns=16, panels=4)
 MAX_COLUMNS, MAX_DRAWINGS = 3, 12
 WIDTH, HEIGHT, STRIP_HEIGHT = 4.5, 3.8, 2.0  # inches of a drawing
 MARGIN, TITLE_HEIGHT = 0.3, 0.7
@@ -35,13 +34,13 @@ def figure_of(drawings: Sequence[Drawing], title: Sequence[str]) -> Any:
 
     if not drawings:
         raise ValueError("figure(): expected a leaf that lies on devices, got none; see view.leaves")
-    pairs = [(drawing, picture_of(drawing.leaf, LIMITS)) for drawing in drawings[:MAX_DRAWINGS]]
-    pairs.sort(key=lambda pair: not pair[1].down)  # strips after those that need height
+    pairs = [(drawing, picture_of(drawing.leaf)) for drawing in drawings[:MAX_DRAWINGS]]
+    pairs.sort(key=lambda pair: not pair[1].down.caption)  # strips after those that need height
     columns = min(MAX_COLUMNS, len(pairs))
     rows = [pairs[i : i + columns] for i in range(0, len(pairs), columns)]
     hidden = len(drawings) - MAX_DRAWINGS
     lines = [*title, f"{hidden} more layouts are not drawn"] if hidden > 0 else title
-    is_high = [any(picture.down for _, picture in row) for row in rows]
+    is_high = [any(picture.down.caption for _, picture in row) for row in rows]
     heights = [0.4 + 0.19 * len(lines), *(HEIGHT if high else STRIP_HEIGHT for high in is_high)]
     figure = Figure(figsize=(WIDTH * max(2, len(rows[0])), sum(heights)), facecolor="white")
     figure.text(MARGIN / figure.get_figwidth(), 1 - 0.15 / sum(heights), "\n".join(lines), va="top")
@@ -59,7 +58,7 @@ def figure_of(drawings: Sequence[Drawing], title: Sequence[str]) -> Any:
 def draw_on(ax: Any, leaf: LeafLayout) -> None:
     """Draw a leaf on a matplotlib Axes, under a title; its panels lie side by side."""
     drawing = Drawing(leaf)
-    _draw_picture(ax, picture_of(leaf, LIMITS))
+    _draw_picture(ax, picture_of(leaf))
     title = f"{shorten(drawing.names, TITLE_CHARS)}\n{drawing.headline}"
     ax.set_title(title, loc="left", fontsize=10, parse_math=False)
 
@@ -111,41 +110,41 @@ def _draw_picture(ax: Any, picture: Picture) -> None:
 def _panel(ax: Any, panel: Panel, picture: Picture, room: Box) -> None:
     """Draw a panel with its title, captions and ticks in the room that it has."""
     inner = _inner(panel, picture, room)
-    tall, wide = inner.height / len(panel.rows), inner.width / len(panel.columns)
+    tall, wide = inner.height / len(picture.down.edges), inner.width / len(picture.across.edges)
     for r, cells in enumerate(panel.cells):
         for c, cell in enumerate(cells):
             _cell(ax, cell, Box(inner.x + c * wide, inner.y + r * tall, wide, tall))
-    for where, tick in _ticks(panel.columns, panel.ends[1]):
+    for where, tick in _ticks(picture.across):
         _text(ax, (inner.x + where * wide, inner.y - 3), tick, ha="center", va="bottom")
-    for where, tick in _ticks(panel.rows, panel.ends[0]):
+    for where, tick in _ticks(picture.down):
         _text(ax, (inner.x - 4, inner.y + where * tall), tick, ha="right", va="center")
     style: dict[str, Any] = {"fontsize": CAPTION_SIZE, "color": "black", "ha": "center"}
-    across = f"{picture.across} →" if picture.across else ""
+    across = f"{picture.across.caption} →" if picture.across.caption else ""
     above = "\n".join(filter(None, (panel.title, across)))
-    has_ticks = bool(_ticks(panel.columns, panel.ends[1]))
+    has_ticks = bool(_ticks(picture.across))
     y = inner.y - 3 - has_ticks * LINE_HEIGHT * TICK_SIZE
     _text(ax, (inner.middle[0], y), above, va="bottom", **style)
-    if picture.down:
+    if picture.down.caption:
         # Turned by a quarter, this arrow points down.
         where = room.x + CAPTION_SIZE / 2, inner.middle[1]
-        _text(ax, where, f"← {picture.down}", rotation=90, va="center", **style)
+        _text(ax, where, f"← {picture.down.caption}", rotation=90, va="center", **style)
 
 
 def _inner(panel: Panel, picture: Picture, room: Box) -> Box:
     """Return the box of the cells: the room less titles, captions and ticks."""
-    ticks = max(len(tick) for _, tick in [(0, ""), *_ticks(panel.rows, panel.ends[0])])
-    left = TICK_SIZE * CHAR_WIDTH * ticks + GAP + (CAPTION_SIZE + GAP) * bool(picture.down)
-    above = bool(panel.title) + bool(picture.across) + bool(_ticks(panel.columns, panel.ends[1]))
+    ticks = max(len(tick) for _, tick in [(0, ""), *_ticks(picture.down)])
+    left = TICK_SIZE * CHAR_WIDTH * ticks + GAP + (CAPTION_SIZE + GAP) * bool(picture.down.caption)
+    above = bool(panel.title) + bool(picture.across.caption) + bool(_ticks(picture.across))
     top = above * LINE_HEIGHT * CAPTION_SIZE + GAP
-    width = room.width - left - 3 * GAP if picture.across else STRIP
-    height = room.height - top - 2 * GAP if picture.down else STRIP
+    width = room.width - left - 3 * GAP if picture.across.caption else STRIP
+    height = room.height - top - 2 * GAP if picture.down.caption else STRIP
     return Box(room.x + left, room.y + top, width, height)
 
 
-def _ticks(edges: tuple[Edge, ...], end: str) -> list[tuple[float, str]]:
+def _ticks(side: Side) -> list[tuple[float, str]]:
     """Return ticks and where they stand, in blocks; where a block is not full, at its filled part."""
-    begins = [0.0, *(i + edge.filled for i, edge in enumerate(edges))]
-    texts = [*(edge.start for edge in edges), end]
+    begins = [0.0, *(i + edge.filled for i, edge in enumerate(side.edges))]
+    texts = [*(edge.start for edge in side.edges), side.end]
     return [(where, text) for where, text in zip(begins, texts, strict=True) if text]
 
 

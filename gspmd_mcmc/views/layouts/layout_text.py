@@ -16,8 +16,8 @@ from gspmd_mcmc.views.layouts.leaf_layout import (
 )
 from gspmd_mcmc.views.layouts.pictures import (
     Drawing,
-    Limits,
     Panel,
+    Picture,
     drawings_of,
     meshes_of,
     picture_of,
@@ -26,7 +26,7 @@ from gspmd_mcmc.views.notation import array_text, axes_text, bytes_text, number_
 from gspmd_mcmc.views.palette import ink
 
 MAX_LEAVES, MAX_DRAWINGS, MAX_LEVELS = 60, 8, 3
-MAX_ROWS, MAX_COLUMNS, MAX_PANELS = 10, 16, 4
+MAX_ROWS, MAX_COLUMNS = 10, 16
 TITLE_WIDTH, MAX_TITLE_WIDTH = 38, 50
 NUM_RIGHT = 3  # columns of the table that hold numbers: blocks, copies and bytes
 _GAP, _PANEL_GAP = "  ", 3
@@ -171,11 +171,16 @@ def width_of(lines: Lines) -> int:
 def _titled(drawing: Drawing, width: int) -> Lines:
     """Draw a leaf below its title, in as many columns of blocks as fit the width."""
     for columns in range(MAX_COLUMNS, 2, -1):
-        picture = picture_of(drawing.leaf, Limits(MAX_ROWS, columns, MAX_PANELS))
-        panels = [_panel_lines(panel) for panel in picture.panels]
+        picture = picture_of(drawing.leaf, MAX_ROWS, columns)
+        panels = [_panel_lines(panel, picture) for panel in picture.panels]
         if max(map(width_of, panels)) <= width:
             break
-    body = [Text(picture.caption, "dim")] if picture.caption else []
+    axes = [
+        f"{arrow} {side.caption}"
+        for arrow, side in (("↓", picture.down), ("→", picture.across))
+        if side.caption
+    ]
+    body = [Text("   ".join(axes), "dim")] if axes else []
     body += _side_by_side(panels, width)
     body += [Text(f"and {picture.num_hidden} more panels", "dim")] if picture.num_hidden else []
     for line in body:
@@ -208,20 +213,21 @@ def _side_by_side(blocks: list[Lines], width: int) -> Lines:
     return lines
 
 
-def _panel_lines(panel: Panel) -> Lines:
+def _panel_lines(panel: Panel, picture: Picture) -> Lines:
+    rows, columns = picture.down, picture.across
     # A column has room for its cells, and for its tick so that it does not touch the next one.
     cells = zip(*panel.cells, strict=True)
     widths = [
         max(*(len(cell.line) + 2 for cell in column), len(edge.start))
-        for column, edge in zip(cells, panel.columns, strict=True)
+        for column, edge in zip(cells, columns.edges, strict=True)
     ]
-    longest = max(len(tick) for tick in [*(row.start for row in panel.rows), panel.ends[0]])
+    longest = max(len(tick) for tick in [*(row.start for row in rows.edges), rows.end])
     gutter = longest + 1 if longest else 0
     lines = [Text(panel.title)] if panel.title else []
-    ticks = [edge.start.ljust(w + 1) for edge, w in zip(panel.columns, widths, strict=True)]
-    across = "".join([*ticks, panel.ends[1]]).rstrip()
+    ticks = [edge.start.ljust(w + 1) for edge, w in zip(columns.edges, widths, strict=True)]
+    across = "".join([*ticks, columns.end]).rstrip()
     lines += [Text(" " * gutter + across, "dim")] if across else []
-    for i, row in enumerate(panel.rows):
+    for i, row in enumerate(rows.edges):
         lines.append(_rule(row.start, gutter, widths, "├┼┤" if i else "┌┬┐"))
         line = Text(" " * gutter + "│")
         for cell, width in zip(panel.cells[i], widths, strict=True):
@@ -230,7 +236,7 @@ def _panel_lines(panel: Panel) -> Lines:
                 style = f"{ink(cell.color)} on {cell.color}"
             line.append(cell.line.center(width), style).append("│")
         lines.append(line)
-    return [*lines, _rule(panel.ends[0], gutter, widths, "└┴┘")]
+    return [*lines, _rule(rows.end, gutter, widths, "└┴┘")]
 
 
 def _rule(tick: str, gutter: int, widths: list[int], corners: str) -> Text:

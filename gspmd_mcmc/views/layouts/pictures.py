@@ -88,15 +88,6 @@ def _key(leaf: LeafLayout) -> Hashable:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How many rows, columns and panels of blocks a medium has room for."""
-
-    rows: int
-    columns: int
-    panels: int
-
-
-@dataclass(frozen=True)
 class Edge:
     """A row or column of blocks."""
 
@@ -123,35 +114,36 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Side:
+    """The rows of blocks of a picture, or its columns."""
+
+    edges: tuple[Edge, ...]
+    caption: str = ""  # the axis, and the mesh axes that it lies over: ``axis 0 over data``
+    end: str = ""  # the last tick; it stands before the empty blocks where there are any
+
+
+@dataclass(frozen=True)
 class Panel:
     """A slice of an array with two axes at most."""
 
     title: str
-    rows: tuple[Edge, ...]
-    columns: tuple[Edge, ...]
-    ends: tuple[str, str]  # the last ticks, down and across
     cells: tuple[tuple[Cell, ...], ...]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A layout drawn: captions of its axes, panels, and how many panels are left out."""
+    """A layout drawn: its panels, which have the same rows and columns."""
 
-    down: str
-    across: str
+    down: Side
+    across: Side
     panels: tuple[Panel, ...]
-    num_hidden: int
-
-    @property
-    def caption(self) -> str:
-        """Name the axes with arrows; nothing if there are none."""
-        down = f"↓ {self.down}" if self.down else ""
-        across = f"→ {self.across}" if self.across else ""
-        return "   ".join(filter(None, (down, across)))
+    num_hidden: int  # panels that are left out
 
 
-def picture_of(leaf: LeafLayout, limits: Limits) -> Picture:
-    """Draw a leaf that has a grid."""
+def picture_of(
+    leaf: LeafLayout, max_rows: int = 16, max_columns: int = 16, max_panels: int = 4
+) -> Picture:
+    """Draw a leaf that has a grid, with as many blocks and panels as there is room for."""
     assert leaf.grid is not None and leaf.devices is not None
     parts, grid, devices = leaf.grid.parts, leaf.grid.owners, leaf.devices
     # The last two axes that are split go down and across, those before them into panels.
@@ -160,8 +152,8 @@ def picture_of(leaf: LeafLayout, limits: Limits) -> Picture:
     down, across = sorted((split[-2:] + whole)[:2]) if len(parts) > 1 else (None, 0 if parts else None)
     sliced = split[:-2]
     slices = list(product(*(range(parts[axis]) for axis in sliced)))
-    shown = [dict(zip(sliced, at, strict=True)) for at in slices[: limits.panels]]
-    rows, columns = _edges(leaf, down, limits.rows), _edges(leaf, across, limits.columns)
+    shown = [dict(zip(sliced, at, strict=True)) for at in slices[:max_panels]]
+    rows, columns = _side(leaf, down, max_rows), _side(leaf, across, max_columns)
 
     def owners(fixed: dict[int, int], row: Edge, column: Edge) -> list[int]:
         """Return positions of the devices that hold a block; none where blocks are left out."""
@@ -173,7 +165,7 @@ def picture_of(leaf: LeafLayout, limits: Limits) -> Picture:
     def lowest(positions: list[int]) -> int:
         return min(devices.numbers[i] for i in positions)
 
-    places = product(shown, rows, columns)
+    places = product(shown, rows.edges, columns.edges)
     colors = _colors(leaf, {lowest(held) for place in places if (held := owners(*place))})
 
     def cell(fixed: dict[int, int], row: Edge, column: Edge) -> Cell:
@@ -183,21 +175,11 @@ def picture_of(leaf: LeafLayout, limits: Limits) -> Picture:
         remark, real = row.remark or column.remark, (row.real, column.real)
         return Cell(devices.names(held), colors[lowest(held)], remark, real)
 
-    ends = _end(leaf, down), _end(leaf, across)
     panels = []
     for fixed in shown:
-        cells = tuple(tuple(cell(fixed, row, column) for column in columns) for row in rows)
-        panels.append(Panel(_title(leaf, fixed), rows, columns, ends, cells))
-    captions = _caption(leaf, down), _caption(leaf, across)
-    return Picture(*captions, tuple(panels), len(slices) - len(shown))
-
-
-def _caption(leaf: LeafLayout, axis: int | None) -> str:
-    """Name an axis of the array, and the mesh axes that it lies over: ``axis 0 over data``."""
-    over = "" if axis is None else leaf.over(axis)
-    if axis is None or leaf.is_mesh:
-        return over
-    return f"axis {axis}" + (f" over {over}" if over else "")
+        cells = [tuple(cell(fixed, row, column) for column in columns.edges) for row in rows.edges]
+        panels.append(Panel(_title(leaf, fixed), tuple(cells)))
+    return Picture(rows, columns, tuple(panels), len(slices) - len(shown))
 
 
 def _title(leaf: LeafLayout, fixed: dict[int, int]) -> str:
@@ -213,14 +195,18 @@ def _title(leaf: LeafLayout, fixed: dict[int, int]) -> str:
     return f"[{', '.join(texts)}]"
 
 
-def _edges(leaf: LeafLayout, axis: int | None, limit: int) -> tuple[Edge, ...]:
+def _side(leaf: LeafLayout, axis: int | None, limit: int) -> Side:
     if axis is None or leaf.grid is None:
-        return (Edge(0),)
-    count = leaf.grid.parts[axis]
-    if count <= limit:
-        return tuple(_edge(leaf, axis, part) for part in range(count))
-    first = [_edge(leaf, axis, part) for part in range(min(limit - 2, NUM_FIRST))]
-    return *first, Edge(None), _edge(leaf, axis, count - 1)
+        return Side((Edge(0),))
+    count, over = leaf.grid.parts[axis], leaf.over(axis)
+    first = range(count if count <= limit else min(limit - 2, NUM_FIRST))
+    edges = [_edge(leaf, axis, part) for part in first]
+    if count > limit:
+        edges += [Edge(None), _edge(leaf, axis, count - 1)]
+    caption = over if leaf.is_mesh else f"axis {axis}" + (f" over {over}" if over else "")
+    start, stop = (0, 0) if leaf.shape is None else leaf.interval(axis, count - 1)
+    has_end = leaf.shape is not None and (stop > start or not stop)
+    return Side(tuple(edges), caption, str(stop) if has_end else "")
 
 
 def _edge(leaf: LeafLayout, axis: int, part: int) -> Edge:
@@ -235,14 +221,6 @@ def _edge(leaf: LeafLayout, axis: int, part: int) -> Edge:
         remark = f"+{size - num_real} pad" if num_real else "pad"
     is_past = (part - 1) * step >= leaf.shape[axis]  # The block before is empty already.
     return Edge(part, "" if is_past else str(start), size / step, num_real / step, remark)
-
-
-def _end(leaf: LeafLayout, axis: int | None) -> str:
-    """Write the tick that ends an axis; it stands before the empty blocks where there are any."""
-    if axis is None or leaf.shape is None or leaf.grid is None:
-        return ""
-    start, stop = leaf.interval(axis, leaf.grid.parts[axis] - 1)
-    return str(stop) if stop > start or not stop else ""
 
 
 def _colors(leaf: LeafLayout, lowest: set[int]) -> dict[int, str]:

@@ -60,83 +60,60 @@ def _leaves(tree: PyTree, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]
 
 
 def _read(path: str, leaf: Any, shape: tuple[int, ...] | None) -> LeafLayout:
+    """Read a mesh, a sharding, an array or its shape, a tracer, a number, or what has no layout."""
     if isinstance(leaf, Mesh | AbstractMesh):  # as the layout that lays one axis over each of its axes
-        spec = P(*leaf.axis_names)
-        return _named(path, None, type(leaf).__name__, leaf, spec, DEVICE)
+        fields = _named(leaf, P(*leaf.axis_names), None)
+        return LeafLayout(path, None, type(leaf).__name__, DEVICE, **fields)
     if isinstance(leaf, Sharding):
-        return _laid_out(path, shape, type(leaf).__name__, leaf)
+        return LeafLayout(path, shape, type(leaf).__name__, **_laid_out(leaf, shape))
     if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic):
         array = np.asarray(leaf)
         return LeafLayout(path, array.shape, array.dtype, HOST, "host")
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return _read_array(path, leaf)
-    return LeafLayout(path, None, type(leaf).__name__, NOWHERE, "no array")
-
-
-def _read_array(path: str, leaf: Any) -> LeafLayout:
-    """Read a jax array, a tracer, a `ShapeDtypeStruct`, or whatever else has a shape."""
-    shape = tuple(leaf.shape)
-    if is_traced(leaf):
-        sharding, label = _explicit_sharding(jax.typeof(leaf)), TRACED
-    else:
-        sharding, label = getattr(leaf, "sharding", None), NOT_PLACED
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return LeafLayout(path, None, type(leaf).__name__, NOWHERE, "no array")
+    sharding, label = getattr(leaf, "sharding", None), NOT_PLACED
+    if is_traced(
+        leaf
+    ):  # it has a sharding where its type has one: on a mesh whose axes are all Explicit
+        sharding, label = getattr(jax.typeof(leaf), "sharding", None), TRACED
+        types = sharding.mesh.axis_types if isinstance(sharding, NamedSharding) else ()
+        sharding = sharding if types and set(types) == {AxisType.Explicit} else None
     is_empty = isinstance(sharding, NamedSharding) and sharding.mesh.empty
     if not isinstance(sharding, Sharding) or is_empty:
-        return LeafLayout(path, shape, leaf.dtype, NOWHERE, label)
-    layout = _laid_out(path, shape, leaf.dtype, sharding)
+        return LeafLayout(path, tuple(leaf.shape), leaf.dtype, NOWHERE, label)
+    fields = _laid_out(sharding, tuple(leaf.shape))
     if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
-        return replace(layout, memory=DELETED)
-    return layout
+        fields["memory"] = DELETED
+    return LeafLayout(path, tuple(leaf.shape), leaf.dtype, **fields)
 
 
-def _explicit_sharding(aval: Any) -> Sharding | None:
-    """Return a tracer's sharding where its type has one: on a mesh whose axes are all Explicit."""
-    sharding = getattr(aval, "sharding", None)
-    types = sharding.mesh.axis_types if isinstance(sharding, NamedSharding) else ()
-    return sharding if types and all(t == AxisType.Explicit for t in types) else None
-
-
-def _laid_out(path: str, shape: tuple[int, ...] | None, dtype: Any, sharding: Sharding) -> LeafLayout:
-    memory = sharding.memory_kind or DEVICE
-    if isinstance(sharding, PositionalSharding):
-        return _positional(path, shape, dtype, sharding, memory)
+def _laid_out(sharding: Sharding, shape: tuple[int, ...] | None) -> dict[str, Any]:
+    """Return the fields of a `LeafLayout` that follow from a sharding, and a shape if there is one."""
+    memory = {"memory": sharding.memory_kind or DEVICE}
+    if isinstance(sharding, PositionalSharding):  # the mesh axes of its named form mean nothing
+        label = f"Positional{sharding.shape}"
+        try:
+            named = sharding.named(None if shape is None else len(shape))
+        except ValueError as error:
+            return {"memory": NOWHERE, "label": label, "notes": (f"does not fit: {error}",)}
+        devices = replace(mesh_devices(named.mesh), axes=())
+        grid = _named(named.mesh, named.spec, shape)["grid"]
+        return memory | {"label": label, "devices": devices, "grid": grid}
     if isinstance(sharding, NamedSharding):
-        return _named(path, shape, dtype, sharding.mesh, sharding.spec, memory)
+        return memory | _named(sharding.mesh, sharding.spec, shape)
     is_single = len(sharding.device_set) == 1
     devices, grid, notes = _by_indices(sharding, () if shape is None and is_single else shape)
     label = f"device {devices.names([0])}" if is_single else type(sharding).__name__
-    return LeafLayout(path, shape, dtype, memory, label, None, devices, grid, notes=notes)
+    return memory | {"label": label, "devices": devices, "grid": grid, "notes": notes}
 
 
-def _positional(
-    path: str, shape: tuple[int, ...] | None, dtype: Any, sharding: PositionalSharding, memory: str
-) -> LeafLayout:
-    """Read a positional sharding through its named form, whose mesh axes mean nothing to a reader."""
-    label = f"Positional{sharding.shape}"
-    try:
-        named = sharding.named(None if shape is None else len(shape))
-    except ValueError as error:
-        return LeafLayout(path, shape, dtype, NOWHERE, label, notes=(f"does not fit: {error}",))
-    layout = _named(path, shape, dtype, named.mesh, named.spec, memory)
-    devices = replace(mesh_devices(named.mesh), axes=())
-    return LeafLayout(path, shape, dtype, memory, label, None, devices, layout.grid)
-
-
-def _named(
-    path: str,
-    shape: tuple[int, ...] | None,
-    dtype: Any,
-    mesh: Mesh | AbstractMesh,
-    spec: P,
-    memory: str,
-) -> LeafLayout:
-    devices = mesh_devices(mesh)
-    label, ndim = spec_text(spec, dict(devices.axes)), len(spec) if shape is None else len(shape)
+def _named(mesh: Mesh | AbstractMesh, spec: P, shape: tuple[int, ...] | None) -> dict[str, Any]:
+    devices, ndim = mesh_devices(mesh), len(spec) if shape is None else len(shape)
+    fields = {"label": spec_text(spec, dict(devices.axes)), "spec": spec, "devices": devices}
     if len(spec) > ndim:
-        note = (f"its spec has {len(spec)} entries, it has {ndim} axes: JAX will refuse it",)
-        return LeafLayout(path, shape, dtype, NOWHERE, label, spec, devices, notes=note)
-    grid = cut_by_spec(devices.axes, spec, ndim)
-    return LeafLayout(path, shape, dtype, memory, label, spec, devices, grid)
+        note = f"its spec has {len(spec)} entries, it has {ndim} axes: JAX will refuse it"
+        return fields | {"memory": NOWHERE, "notes": (note,)}
+    return fields | {"grid": cut_by_spec(devices.axes, spec, ndim)}
 
 
 @lru_cache(maxsize=256)

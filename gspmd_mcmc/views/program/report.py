@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import PartitionSpec as P
 from rich.jupyter import JupyterMixin
@@ -302,13 +301,22 @@ class Communication(JupyterMixin):
             If there is no budget of a name.
         """
         self._require_loop(within)
-        found = [_violation(self, name, budget, within) for name, budget in budgets.items()]
+        violations = []
+        for name, budget in budgets.items():
+            least, most = budget if isinstance(budget, tuple) else (0, budget)
+            found, offenders = _amount(self, name, most, within)
+            text = bytes_text(found) if name.endswith("_bytes") else str(found)
+            if found < least:
+                violations.append(f"{name}: at least {least:g}, found {text}")
+            elif found > most:
+                lines = "".join(f"\n    {offender}" for offender in offenders)
+                violations.append(f"{name}: at most {most:g}, found {text}{lines}")
         if len(self.unknown) > unknown:
             lines = "\n".join(f"    {line[:160]}" for line in self.unknown)
-            found.append(f"unknown: at most {unknown} lines of unknown form, found:\n{lines}")
-        if any(found):
+            violations.append(f"unknown: at most {unknown} lines of unknown form, found:\n{lines}")
+        if violations:
             where = "" if within is None else f" (collectives of one iteration of {within!r})"
-            raise BudgetExceeded("\n  ".join([f"not within budget{where}", *filter(None, found)]))
+            raise BudgetExceeded("\n  ".join([f"not within budget{where}", *violations]))
         return self
 
     def _require_loop(self, within: str | int | None) -> None:
@@ -343,17 +351,6 @@ def _with_trips(loops: tuple[Loop, ...], trips: Mapping[str, int]) -> tuple[Loop
         replace(loop, trips=trips[loop.name]) if loop.trips is None and loop.name in trips else loop
         for loop in loops
     )
-
-
-def _violation(report: Communication, name: str, budget: Any, within: str | int | None) -> str:
-    """Say by how much a report is over, or under, a budget; empty if it is not."""
-    least, most = budget if isinstance(budget, tuple) else (0, budget)
-    found, offenders = _amount(report, name, most, within)
-    text = bytes_text(found) if name.endswith("_bytes") else str(found)
-    if found < least:
-        return f"{name}: at least {least:g}, found {text}"
-    lines = "".join(f"\n    {offender}" for offender in offenders)
-    return f"{name}: at most {most:g}, found {text}{lines}" if found > most else ""
 
 
 def _amount(
