@@ -1,6 +1,5 @@
 """What the installed compiler writes, for varied programs: all of it is accounted for."""
 
-import functools
 import re
 
 import jax
@@ -15,17 +14,6 @@ from jax.sharding import PartitionSpec as P
 import gspmd_mcmc as gm
 from gspmd_mcmc.views.communication import read_report
 from gspmd_mcmc.views.program.hlo import KINDS, read_program
-
-
-def transforms(x, i):
-    return (
-        jnp.fft.rfft(x).real,
-        jnp.sort(x, axis=0),
-        lax.top_k(x, 3),
-        jnp.argsort(x[0]),
-        x[i],
-        x.at[i].add(1.0),
-    )
 
 
 def arithmetic(x, i):
@@ -49,21 +37,6 @@ def factorisations(x, i):
         jnp.linalg.svd(x),
         jnp.linalg.eigh(symmetric),
         jnp.linalg.solve(symmetric, x),
-    )
-
-
-def windows(x, i):
-    image = x.reshape(1, 1, 8, 8)
-    blurred = lax.conv_general_dilated(image, jnp.ones((1, 1, 3, 3)), (1, 1), "SAME")
-    pool = functools.partial(
-        lax.reduce_window, init_value=-jnp.inf, computation=lax.max, window_dimensions=(1, 1, 2, 2),
-        window_strides=(1, 1, 2, 2), padding="VALID",
-    )  # fmt: skip
-    return (
-        blurred,
-        jax.grad(lambda y: pool(y).sum())(image),
-        jnp.cumsum(x),
-        lax.pad(x, 0.0, ((1, 1, 1),) * 2),
     )
 
 
@@ -105,10 +78,8 @@ def slices(x, i):
 
 
 VARIED = {
-    transforms: "fft sort custom-call gather",
     arithmetic: "popcnt atan2 bitcast-convert reduce-precision complex is-finite",
     factorisations: "custom-call dot",
-    windows: "convolution reduce-window pad",
     control: "while conditional",
     randoms: "xor",
     callbacks: "custom-call",
