@@ -389,16 +389,6 @@ def test_diagnostics_of_arrays_on_an_explicit_mesh():
     assert types_of((found, outside)) == {EXPLICIT.axis_types}
 
 
-def test_views(auto):
-    key = KEY
-    with jax.set_mesh(EXPLICIT):
-        target = make_target(EXPLICIT)
-        draws = gm.sample(key, target, POSITION, kernel=hmc(target), **RUN)
-        assert "data" in str(gm.visualize(draws.state))
-        gm.plots.trace(draws)
-        gm.plots.overview(draws)
-
-
 # What is refused.
 
 

@@ -308,14 +308,6 @@ def test_sample_tunes_step_size_and_metric():
     within(max(np.max(x) for x in jax.tree.leaves(rhat(draws.position))) - 1, 0.02, "R-hat beyond 1")
 
 
-@pytest.mark.statistical
-def test_draws_of_another_density_are_rejected_by_the_same_errors():
-    rng = np.random.default_rng(seed(1))
-    wide = {n: 1.2 * s * rng.normal(size=(4, 500, *np.shape(s))) for n, s in SCALES.items()}
-    with pytest.raises(AssertionError, match="standard errors"):
-        within(max(moments_in_mcse(wide, SCALES)), 4, "standard errors off")
-
-
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
 class WithItsOwnWarmUp(gm.HMC):
