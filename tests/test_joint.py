@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 from models import Exponential, mesh_of, real
 from scipy import stats
-from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import (
@@ -442,36 +441,3 @@ def test_rows_that_are_coupled_are_refused(model, argument):
     joint = JointDistributionCoroutine(model, argument, mesh=mesh_of(8))
     with pytest.raises(CannotStream):
         joint.condition(y=np.linspace(0, 1, 13))
-
-
-@pytest.mark.statistical
-def test_a_regression_finds_its_weights():
-    """The conjugate posterior of a linear regression, in units of the Monte Carlo error."""
-
-    def model(x):
-        weights = yield Root(dist.Normal(jnp.zeros(3), 1.0).to_event(1), name="weights")
-        yield Sharded(dist.Normal(x @ weights, 0.5), name="y")
-
-    mesh = gm.make_mesh(chains=2, data=2, devices=jax.devices()[:4])
-    joint = JointDistributionCoroutine(model, gm.place(X, mesh, P("data")), mesh=mesh)
-    y = joint.sample(jax.random.key(seed(0))).y.unpad()
-    target = joint.condition(y=y)
-    draws = gm.sample(
-        jax.random.key(seed(1)),
-        target,
-        mesh=mesh,
-        kernel=gm.HMC(target, 0.01, 8, jitter=0.5),
-        warmup=gm.WindowAdaptation(metric=gm.Diagonal()),
-        num_chains=4,
-        num_warmup=100,
-        num_samples=200,
-        progress=False,
-    )
-    x = X.astype(float)
-    precision = x.T @ x / 0.25 + np.eye(3)
-    mean = np.linalg.solve(precision, x.T @ y.astype(float) / 0.25)
-    scale = np.sqrt(np.diag(np.linalg.inv(precision)))
-    weights = np.asarray(draws.position["weights"], float).reshape(-1, 3)
-    # 800 draws, about independent or better: 0.2 is over 5 standard errors of the mean, 4 of the scale.
-    within(np.max(np.abs(weights.mean(0) - mean) / scale), 0.2, "standard deviations off")
-    within(np.max(np.abs(weights.std(0) / scale - 1)), 0.1, "of a standard deviation")

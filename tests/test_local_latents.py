@@ -546,16 +546,6 @@ def posterior_moments(y):
     return {"mu": mu, "theta": (Y + mu) / 2}, {"mu": variance, "theta": 1 / 2 + variance / 4}
 
 
-def largest_z(x, mean, variance, num_batches=25):
-    """Largest error of mean and variance in Monte Carlo standard errors, by means of batches."""
-    scores = []
-    for moment, truth in ((x, mean), ((x - mean) ** 2, variance)):
-        batches = moment.reshape(CHAINS * num_batches, -1, *x.shape[2:]).mean(axis=1)
-        error = batches.std(axis=0, ddof=1) / np.sqrt(len(batches))
-        scores.append(np.abs((batches.mean(axis=0) - truth) / error).max())
-    return max(scores)
-
-
 @cache
 def hierarchy():
     data = gm.place(Y, mesh_of("8"), P("data"))
@@ -569,8 +559,9 @@ def check_posterior(y):
     """Over 76 scores a bound of 5 is crossed by chance in under one run of ten thousand."""
     mean, variance = posterior_moments(y)
     for name in mean:
-        x = np.asarray(hierarchy().position[name], np.float64)
-        within(largest_z(x, mean[name], variance[name]), 5, f"standard errors off in {name}")
+        centred = np.asarray(hierarchy().position[name], np.float64) - mean[name]
+        worst = max(models.moments_in_mcse(centred, np.sqrt(variance[name])))
+        within(worst, 5, f"standard errors off in {name}")
 
 
 @pytest.mark.statistical

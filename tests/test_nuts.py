@@ -276,32 +276,6 @@ def test_energy_is_the_hamiltonian_where_the_step_ends():
     np.testing.assert_allclose(new.log_density, 0.5 * p @ (VARIANCES * p) - leaf.energy, rtol=1e-5)
 
 
-def test_a_kernel_of_one_leapfrog_has_the_gradient_once():
-    traced = []
-
-    def log_density(x):
-        traced.append(1)
-        return -0.25 * x["x"] ** 4
-
-    kernel = gm.HMC(gm.LogDensity(log_density), 0.3, 1, {"x": jnp.array([1.0, 4.0])})
-    state = kernel.init({"x": jnp.array([0.5, -1.0])})
-
-    def stepped(kernel):
-        traced.clear()
-        found = jax.jit(lambda kernel, *args: kernel.step(*args))(kernel, jax.random.key(0), state)
-        return found, len(traced)
-
-    (one, info), num_traced = stepped(kernel.one_leapfrog())
-    (same, of_hmc), num_of_hmc = stepped(kernel)
-    assert (num_traced, num_of_hmc) == (1, 2)
-    of_nuts = quartic_kernel()
-    tried = of_nuts.one_leapfrog()
-    assert tried.step_size is of_nuts.step_size
-    assert tried.inverse_mass_matrix is of_nuts.inverse_mass_matrix
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), vars(one), vars(same))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), vars(info), vars(of_hmc))
-
-
 # The driver takes NUTS as it is
 
 
@@ -332,14 +306,6 @@ def test_sample_tunes_step_size_and_metric():
     # With a metric that fits few leapfrogs are enough; a metric of ones would take thousands.
     assert np.mean(draws.stats["num_integration_steps"]) < 20
     within(max(np.max(x) for x in jax.tree.leaves(rhat(draws.position))) - 1, 0.02, "R-hat beyond 1")
-
-
-@pytest.mark.statistical
-def test_draws_of_another_density_are_rejected_by_the_same_errors():
-    rng = np.random.default_rng(seed(1))
-    wide = {n: 1.2 * s * rng.normal(size=(4, 500, *np.shape(s))) for n, s in SCALES.items()}
-    with pytest.raises(AssertionError, match="standard errors"):
-        within(max(moments_in_mcse(wide, SCALES)), 4, "standard errors off")
 
 
 @pytree

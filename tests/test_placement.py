@@ -282,13 +282,6 @@ def test_fewer_rows_than_devices_fill_whole_devices_with_copies(num_rows):
     np.testing.assert_array_equal(placed.values, expected[: padded_rows(num_rows, 8)])
 
 
-def test_a_device_array_is_padded_as_a_host_array_is():
-    placed = gm.place({"host": ROWS[:10], "device": jnp.asarray(ROWS[:10])}, mesh_of(4), P("data"))
-    assert placed["device"].num_rows == 10
-    assert placed["device"].values.sharding == placed["host"].values.sharding
-    np.testing.assert_array_equal(placed["device"].values, placed["host"].values)
-
-
 # What can be placed.
 
 
@@ -328,13 +321,6 @@ def test_a_memory_mapped_array_is_read_shard_by_shard(tmp_path, num_rows):
     assert max(source.reads) <= 200
     assert num_rows <= sum(source.reads) <= num_rows + 8
     np.testing.assert_array_equal(real(placed), rows)
-
-
-def test_placing_again_moves_an_array():
-    mesh = gm.make_mesh(chains=2, data=4)
-    placed = gm.place(gm.place(ROWS[:8], mesh, P("data")), mesh, P("chains"))
-    assert placed.sharding.spec == P("chains")
-    np.testing.assert_array_equal(placed, ROWS[:8])
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])

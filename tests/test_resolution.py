@@ -42,6 +42,13 @@ def states_of(target, position):
     return jax.vmap(gm.HMC(target, 0.1, 1).init)(spread)
 
 
+def sample(target, position=None, **options):
+    """Draw by HMC with no warm-up, which compiles sooner than trees."""
+    kernel = gm.HMC(target, 1.0, 5, jitter=0.5)
+    options |= {"kernel": kernel, "num_warmup": 0, "progress": False}
+    return gm.sample(jax.random.key(0), target, position, **options)
+
+
 def said_of(fn):
     target = gm.LogDensity(fn)
     return on_coarse_terms(target, states_of(target, {"x": jnp.zeros(3)}))
@@ -84,14 +91,7 @@ def test_a_plates_sums_are_two_floats_and_the_prior_is_not(log_prior, is_told):
 def test_sample_warns(fn, is_told):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SamplingWarning)
-        gm.sample(
-            jax.random.key(0),
-            gm.LogDensity(fn),
-            {"x": jnp.zeros(3)},
-            num_warmup=10,
-            num_samples=5,
-            progress=False,
-        )
+        sample(gm.LogDensity(fn), {"x": jnp.zeros(3)}, num_samples=5)
     assert any("numbers lie 8 apart" in str(w.message) for w in caught) == is_told
 
 
@@ -145,9 +145,7 @@ def test_sample_tells_of_draws_at_the_edge_and_leaves_what_a_function_collected_
     def said(**options):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", SamplingWarning)
-            target = latent(dist.Beta(0.05, 0.05))
-            counts = {"num_warmup": 300, "num_samples": 300, "progress": False}
-            gm.sample(jax.random.key(0), target, **counts, **options)
+            sample(latent(dist.Beta(0.05, 0.05)), num_samples=300, **options)
         return any("at the edge of its support" in str(w.message) for w in caught)
 
     assert said()
@@ -160,5 +158,5 @@ def test_a_distribution_that_remembers_its_inverse_means_the_same():
     d = dist.TransformedDistribution(base, transforms.OrderedTransform())
     target = latent(d)
     assert d.transforms[0].inv is not None
-    draws = gm.sample(jax.random.key(0), target, num_warmup=20, num_samples=5, progress=False)
+    draws = sample(target, num_samples=5)
     assert np.all(np.diff(draws.position["x"]) > 0)
