@@ -72,13 +72,10 @@ def calls_of(line: str, known: dict[str, Any]):
 
 
 def check_arguments(function: Any, call: ast.Call) -> None:
-    given = [ast.unparse(argument) for argument in call.args]
-    keywords = {keyword.arg: None for keyword in call.keywords if keyword.arg}
-    is_cut_short = "..." in given
-    bind = (
-        inspect.signature(function).bind_partial if is_cut_short else inspect.signature(function).bind
-    )
-    bind(*(x for x in given if x != "..."), **keywords)
+    given = [ast.unparse(argument) for argument in call.args if ast.unparse(argument) != "..."]
+    signature = inspect.signature(function)
+    bind = signature.bind if len(given) == len(call.args) else signature.bind_partial
+    bind(*given, **{str(keyword.arg): None for keyword in call.keywords})
 
 
 @pytest.mark.parametrize("line", LINES)
