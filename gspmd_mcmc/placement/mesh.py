@@ -18,7 +18,7 @@ def make_mesh(
     chains: int | None = None,
     data: int | None = None,
     model: int | None = None,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Any] | np.ndarray | None = None,
 ) -> Mesh:
     """Make a mesh with Auto axes over devices.
 

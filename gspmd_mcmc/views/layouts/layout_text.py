@@ -76,7 +76,9 @@ def header(leaves: Sequence[LeafLayout]) -> list[str]:
     else:
         lines += [f"mesh {_letter(i)}: {axes_text(m.axes)} ({m})" for i, m in enumerate(meshes)]
     for devices in meshes:
-        lines += [f"chips in mesh order: {several(devices.on_chip, 8)}"] if devices.on_chip else []
+        lines += (
+            [f"chips in mesh order: {several(list(devices.on_chip), 8)}"] if devices.on_chip else []
+        )
     spread = [leaf.devices for leaf in leaves if leaf.devices and leaf.devices.spans_processes]
     if spread:
         pairs = {p for d in spread for p in zip(d.processes, d.is_addressable, strict=True)}
