@@ -115,8 +115,8 @@ class HMC(HamiltonianKernel):
         if num_integration_steps is None or trajectory_length is not None:
             raise TypeError(
                 "HMC: expected num_integration_steps, the leapfrogs of a trajectory. A length is a "
-                "setting of gspmd_mcmc.JitteredHMC(target, step_size, trajectory_length), which keeps it "
-                "with sample(warmup=gspmd_mcmc.WindowAdaptation())"
+                "setting of gspmd_mcmc.JitteredHMC(target, step_size, trajectory_length), which keeps "
+                "it with sample(warmup=gspmd_mcmc.WindowAdaptation())"
             )
         set_fields(
             self,
