@@ -210,8 +210,6 @@ def test_hmc_names_the_kernel_that_has_a_length():
         gm.HMC(TARGET, 0.1, trajectory_length=2.0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="HMC: expected num_integration_steps"):
         gm.HMC(TARGET, 0.1)
-    kernel, warmup = gm.JitteredHMC(TARGET, 0.1, trajectory_length=2.0), gm.WindowAdaptation()
-    assert sample(kernel=kernel, warmup=warmup, num_samples=0).kernel.trajectory_length == 2
 
 
 def test_a_program_of_ones_own_loops_over_steps_as_the_message_of_sample_shows():
