@@ -120,7 +120,7 @@ def test_velocity_is_the_inverse_mass_matrix_times_the_momentum(name):
         np.testing.assert_allclose(metrics.kinetic_energy(case.metric, new), energies[0], rtol=1e-12)
 
 
-@pytest.mark.parametrize("position", [np.zeros(3, np.float32), {"b": 0.0, "a": np.zeros((2, 1))}])
+@pytest.mark.parametrize("position", [np.zeros(3, int), {"b": 0.0, "a": np.zeros((2, 1))}])
 def test_a_covariance_of_the_whole_position_is_a_metric(position):
     covariance = a_covariance(3, np.random.default_rng(7))
     kernel = gm.HMC(gm.LogDensity(lambda x: jnp.zeros(())), 0.1, 1)

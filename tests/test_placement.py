@@ -174,6 +174,12 @@ def test_the_first_axes_go_over_slices(shape, rows):
     assert [d.slice_index for d in grid.flat] == [0] * 4 + [1] * 4
 
 
+def test_slices_may_go_over_two_axes():
+    grid = joined_on_chips([d for i in range(4) for d in chips(2, 3, slice_index=i)], (6, 4))
+    rows = [[d.slice_index for d in row] for row in grid]
+    assert rows == 3 * [[0, 0, 1, 1]] + 3 * [[2, 2, 3, 3]]
+
+
 def test_each_process_has_its_devices_side_by_side():
     devices = [replace(d, process_index=d.coords[2]) for d in chips(2, 2, 4)]
     grid = joined_on_chips(devices, (2, 8))

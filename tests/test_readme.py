@@ -10,7 +10,9 @@ ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 GUIDE = re.compile(r"^\| \[.*?\]\((docs/\w+\.md)\)", re.MULTILINE)
 README = ROOT / "README.md"
-SAMPLING, ARCHITECTURE = (ROOT / "docs" / f"{name}.md" for name in ("sampling", "architecture"))
+SAMPLING, ARCHITECTURE, COMING_FROM = (
+    ROOT / "docs" / f"{name}.md" for name in ("sampling", "architecture", "coming_from")
+)
 GUIDES = [ROOT / path for path in GUIDE.findall(README.read_text())]  # in the README's order
 
 
@@ -20,7 +22,7 @@ def test_every_guide_is_named():
 
 def test_code_blocks_run_one_after_the_other(tmp_path):
     pages = {page: BLOCK.findall(page.read_text()) for page in (README, *GUIDES)}
-    del pages[ARCHITECTURE]  # test_architecture.py runs its code
+    del pages[ARCHITECTURE], pages[COMING_FROM]  # tests of their own run their code
     # Runs of the README and of the samplers' guide take longer than LLVM does, so it may optimise their
     # programs; the other guides mostly compile. Fusions are the older ones of conftest throughout.
     pages[SAMPLING].append('jax.config.update("jax_disable_most_optimizations", True)\n')

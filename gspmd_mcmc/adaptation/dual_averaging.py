@@ -95,8 +95,8 @@ def check_target(settings: Any) -> None:
     name, rate = type(settings).__name__, settings.target_acceptance_rate
     if callable(rate):
         raise TypeError(
-            f"{name}: it takes settings, and no kernel or log density, got {rate!r}; sample brings them "
-            f"together: sample(rng_key, target, position, kernel=NUTS(target, 0.1), warmup={name}())"
+            f"{name}: it takes settings, and no kernel or log density, got {rate!r}; sample brings "
+            f"them together: sample(rng_key, target, kernel=NUTS(target, 0.1), warmup={name}())"
         )
     if not 0 < rate < 1:
         raise ValueError(

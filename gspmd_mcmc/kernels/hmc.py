@@ -120,11 +120,11 @@ class HMC(HamiltonianKernel):
         trajectory_length: None = None,
         gradient_precision: str | None = None,
     ):
-        if trajectory_length is not None:
+        if num_integration_steps is None or trajectory_length is not None:
             raise TypeError(
-                "HMC: it takes num_integration_steps. A length is a setting of gspmd_mcmc.JitteredHMC("
-                f"target, step_size, trajectory_length={trajectory_length}), which keeps it with "
-                "sample(warmup=gspmd_mcmc.WindowAdaptation())"
+                "HMC: expected num_integration_steps, the leapfrogs of a trajectory. A length is a "
+                "setting of gspmd_mcmc.JitteredHMC(target, step_size, trajectory_length), which keeps "
+                "it with sample(warmup=gspmd_mcmc.WindowAdaptation())"
             )
         set_fields(
             self,

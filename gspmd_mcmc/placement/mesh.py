@@ -18,7 +18,7 @@ def make_mesh(
     chains: int | None = None,
     data: int | None = None,
     model: int | None = None,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Any] | np.ndarray | None = None,
 ) -> Mesh:
     """Make a mesh with Auto axes over devices.
 
@@ -70,6 +70,9 @@ def joined_on_chips(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarra
     The devices of a slice, and in it those of a process, stay side by side: links between slices are
     slow, and a process holds rows that follow each other (`local_rows`). The first axes go over them.
     """
+    as_they_come = np.asarray(devices, object).reshape(shape)
+    if devices[0].platform == "cpu":
+        return as_they_come
     groups: dict[tuple[int, int], list[Any]] = defaultdict(list)
     for device in devices:
         groups[getattr(device, "slice_index", 0), device.process_index].append(device)
@@ -84,7 +87,7 @@ def joined_on_chips(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarra
             for _, group in sorted(groups.items())
         ]
     except (AssertionError, NotImplementedError, ValueError):  # They are no box of chips.
-        return np.asarray(devices, object).reshape(shape)
+        return as_they_come
     # [*among, *within] -> an axis of the mesh for each pair
     grid = np.asarray(blocks, object).reshape(*among, *within)
     order = [axis + part for axis in range(len(shape)) for part in (0, len(shape))]

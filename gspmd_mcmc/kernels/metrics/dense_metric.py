@@ -79,7 +79,7 @@ class DenseMetric(Metric):
         """
         if not isinstance(covariances, Mapping):
             covariances = {tuple(dict.fromkeys(names_of(variances))): covariances}
-        variances = jax.tree.map(jnp.asarray, variances)
+        variances = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x, float)), variances)
         groups = read_groups("DenseMetric", list(covariances))
         blocks = Groups.of("DenseMetric", variances, groups)
         factors, diagonals = [], []

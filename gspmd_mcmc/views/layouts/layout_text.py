@@ -80,8 +80,8 @@ def header(leaves: Sequence[LeafLayout]) -> list[str]:
         lines = [f"{lines[0]} on mesh {axes_text(meshes[0].axes)} ({meshes[0]})"]
     else:
         lines += [f"mesh {_letter(i)}: {axes_text(m.axes)} ({m})" for i, m in enumerate(meshes)]
-    for devices in meshes:
-        lines += [f"chips in mesh order: {several(devices.on_chip, 8)}"] if devices.on_chip else []
+    chips = [several(list(mesh.on_chip), 8) for mesh in meshes if mesh.on_chip]
+    lines += [f"chips in mesh order: {places}" for places in chips]
     spread = [leaf.devices for leaf in leaves if leaf.devices and leaf.devices.spans_processes]
     if spread:
         pairs = {p for d in spread for p in zip(d.processes, d.is_addressable, strict=True)}
