@@ -57,6 +57,6 @@ def gradient_precision_of(kernel: str, target: Target, given: str | None) -> str
     if given not in on_device:
         raise ValueError(
             f"{kernel}: gradient_precision: the target is on a {target.platform}, which has no {given} "
-            f"products; expected {' or '.join(on_device)}, or None for its default"
+            f"products; expected one of {', '.join(on_device)}, or None for its default"
         )
     return given
