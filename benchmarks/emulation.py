@@ -7,10 +7,11 @@ calls. Products that ask for full precision have it, unless a test wants a devic
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 import gspmd_mcmc as gm
@@ -110,7 +111,7 @@ def _product(name: str, params: dict, x: jax.Array, y: jax.Array) -> jax.Array:
     x_terms, y_terms = (_terms(factor, mantissa, number) for factor in (x, y))
     product = partial(jax.lax.dot_general_p.bind, **params)
     pairs = [(i, j) for i in range(number) for j in range(number - i)]
-    return sum((product(x_terms[i], y_terms[j]) for i, j in pairs[1:]), product(x_terms[0], y_terms[0]))
+    return reduce(jnp.add, (product(x_terms[i], y_terms[j]) for i, j in pairs))
 
 
 def _terms(x: jax.Array, mantissa: int, number: int) -> list[jax.Array]:

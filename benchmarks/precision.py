@@ -22,8 +22,8 @@ from benchmarks import environment, mnist_data
 from benchmarks.emulation import Emulated
 
 DEVICES = {"tensorfloat32": "gpu", "bfloat16_3x": "tpu", "bfloat16": "tpu"}
-WARM_STEP_SIZE, STEP_SIZE = 1.5e-3, 3.3e-3
-LEAPFROGS, WARM_STEPS, STEPS, CHAINS = 20, 60, 25, 4
+WARM_STEP_SIZE, STEP_SIZE = 3e-3, 3.3e-3
+LEAPFROGS, WARM_STEPS, STEPS, CHAINS = 20, 80, 25, 4
 
 
 def log_prior(params):
@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
 
 def measure(target: gm.Target) -> list[dict]:
     """Return acceptance rates and energy errors by the precision of gradients and of the test."""
-    position = {"w": jnp.zeros((CHAINS, 784, 10)), "b": jnp.zeros((CHAINS, 10))}
+    w = jax.random.normal(jax.random.key(2), (CHAINS, 784, 10))  # weights are as large as a posterior's
+    position = {"w": w, "b": jnp.zeros((CHAINS, 10))}
     init = jax.jit(jax.vmap(gm.HMC.init, in_axes=(None, 0)))
     kernel = gm.HMC(target, WARM_STEP_SIZE, LEAPFROGS)
     state, _ = run(kernel, jax.random.split(jax.random.key(0), WARM_STEPS), init(kernel, position))

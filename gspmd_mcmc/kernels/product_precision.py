@@ -14,6 +14,7 @@ Bayesian Statistics 7 (2003): trajectories by the gradient of an approximation, 
 from contextlib import AbstractContextManager
 
 import jax
+import jax.numpy as jnp
 
 from gspmd_mcmc.targets.target import Target
 
@@ -47,8 +48,9 @@ def gradient_precision_of(kernel: str, target: Target, given: str | None) -> str
     """
     on_device = OF_PLATFORM.get(target.platform, (FULL,))
     if given is None:
-        asks_for_full = jax.config.jax_default_matmul_precision in (FULL, "highest")
-        return FULL if asks_for_full or jax.config.jax_enable_x64 else on_device[0]
+        asked = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        is_full = asked in (FULL, "highest") or jnp.result_type(float) == jnp.float64
+        return FULL if is_full else on_device[0]
     if given not in IN_JAX:
         raise ValueError(
             f"{kernel}: gradient_precision: expected one of {', '.join(IN_JAX)}, or None for the "
@@ -57,6 +59,6 @@ def gradient_precision_of(kernel: str, target: Target, given: str | None) -> str
     if given not in on_device:
         raise ValueError(
             f"{kernel}: gradient_precision: the target is on a {target.platform}, which has no {given} "
-            f"products; expected {' or '.join(on_device)}, or None for its default"
+            f"products; expected one of {', '.join(on_device)}, or None for its default"
         )
     return given
