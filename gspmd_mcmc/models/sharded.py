@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspmd_mcmc.models.tfp import answers, refuse_its_sharded, rows_of_event
+from gspmd_mcmc.models.tfp import answers, refuse_foreign, rows_of_event
 from gspmd_mcmc.placement.explicit import OnMesh, on_any_mesh
 from gspmd_mcmc.placement.mesh import auto_mesh, axes_of
 from gspmd_mcmc.placement.padding import (
@@ -94,7 +94,7 @@ class Sharded(OnMesh):
                 "Sharded: expected a distribution, with sample and log_prob, got "
                 f"{shown(distribution)}{cure}"
             )
-        refuse_its_sharded("Sharded", distribution)
+        refuse_foreign("Sharded", distribution)
         if num_rows is not None and (
             isinstance(num_rows, bool) or not isinstance(num_rows, int | np.integer) or num_rows < 1
         ):

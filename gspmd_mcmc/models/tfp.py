@@ -58,8 +58,14 @@ def without_root(part: Any) -> Any:
     return part.distribution if type(part).__name__ == "Root" else part
 
 
-def refuse_its_sharded(what: str, distribution: Any) -> None:
-    """Raise where a distribution is TFP's ``Sharded``: it is a device's part, inside ``pmap``."""
+def refuse_foreign(what: str, distribution: Any) -> None:
+    """Raise where a distribution is TFP's, but not on JAX, or only one device's part of it."""
+    module = type(distribution).__module__
+    if module.startswith("tensorflow_probability.") and ".substrates.jax." not in module:
+        raise TypeError(
+            f"{what}: {module} does not compute on JAX. Import TFP as tensorflow_probability.substrates"
+            ".jax, of tfp-nightly: stable TFP, 0.25, does not import on this JAX"
+        )
     if axes := tuple(jax.tree.leaves(getattr(distribution, "experimental_shard_axis_names", ()))):
         raise TypeError(
             f"{what}: TFP's Sharded is one device's part of a distribution, inside pmap over {axes}. "
