@@ -65,6 +65,16 @@ SPELLINGS = {
         lambda: joint_of_three().log_prob(0.5, ROWS, ROWS),
         lambda: JointDistributionNamed({"a": NORMAL}).log_prob(a=0.5),
     ],
+    r"Name the parts that are observed: condition\(y=y\)": [
+        lambda: joint_of_three().condition((None, None, ROWS))
+    ],
+    r"a joint distribution by its condition\(y=data\)": [
+        lambda: gm.HMC(joint_of_three(), 0.1, 1),
+        lambda: gm.sample(KEY, joint_of_three(), num_warmup=1, num_samples=1),
+    ],
+    r"the names of the latents: of a model, a dict such as target.origin\(\)": [
+        lambda: gm.HMC(joint_of_three().condition(var1=ROWS, var2=ROWS), 0.1, 1).init((0.5,))
+    ],
     "A joint takes parts and mesh=": [
         lambda: JointDistributionSequential([NORMAL], validate_args=True),
         lambda: JointDistributionNamed({"a": NORMAL}, use_vectorized_map=True),

@@ -146,6 +146,7 @@ class _Joint(OnMesh, ABC):
         function = _log_prob_parts if is_staging() else _jit_log_prob_parts
         return function(self, self._arrays(value))
 
+    @answers("Name the parts that are observed: condition(y=y)")
     @on_any_mesh
     def condition(self, /, **observed: Any) -> Posterior:
         """Observe some parts, and return the posterior of the others.
