@@ -4,6 +4,9 @@ The cases are those of TFP's own tests of `Sharded` and of joint distributions, 
 run on stand-ins with TFP's methods, and on TFP's own distributions where it is installed.
 """
 
+# Calls that are spelled as TFP spells them.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
 import warnings
 
 import jax
@@ -184,8 +187,9 @@ def test_tfps_sharded_is_told_ours():
 
 @pytest.mark.parametrize("module", ["python.distributions", "substrates.numpy.distributions"])
 def test_tfp_that_is_not_on_jax_is_refused(module):
-    Theirs = type("Normal", (), {"__module__": f"tensorflow_probability.{module}.normal"})
-    Theirs.sample = Theirs.log_prob = lambda self, *args: None
+    members = dict.fromkeys(("sample", "log_prob"), lambda self, *args: None)
+    members["__module__"] = f"tensorflow_probability.{module}.normal"
+    Theirs = type("Normal", (), members)
     match = r"does not compute on JAX. Import TFP as .*\.jax, of tfp-nightly: stable TFP, 0.25"
     for make in (Sharded, lambda d: JointDistributionSequential([d]).sample(KEY)):
         with pytest.raises(TypeError, match=match):
@@ -303,6 +307,32 @@ def test_two_axes_of_an_array_on_two_axes_of_the_mesh(tfd):
     assert sharded.sample(KEY, 3).sharding.spec == P(None, "data", "model")
     uneven = Sharded(tfd.Normal(jnp.zeros([5, 4]), 1.0), P("data", "model"), mesh=GRID).sample(KEY)
     assert (uneven.num_rows, uneven.values.sharding.spec) == (5, P("data", "model"))
+
+
+def test_rows_and_columns_of_data_on_two_axes_of_the_mesh():
+    """A matrix of 13 x 4 on 4 x 2 devices; a column's axis costs a leapfrog one all-reduce more."""
+    watched = np.random.default_rng(0).integers(0, 2, (13, 4)).astype(np.int32)
+
+    def model():
+        u = yield Sharded(tfp_like.Sample(NORMAL, [13, 3]), "data", name="u")
+        v = yield tfp_like.Sample(NORMAL, [4, 3], name="v")
+        rows = tfp_like.Independent(tfp_like.Bernoulli(u @ v.T), 2)
+        yield Sharded(rows, P("data", "model"), name="watched")
+
+    target = JointDistributionCoroutine(model, mesh=GRID).condition(watched=watched)
+    (plate,) = target.plates
+    assert {s.data.shape for s in plate.data[0].addressable_shards} == {(4, 2)}
+    rng = np.random.default_rng(1)
+    u, v = rng.normal(size=(13, 3)).astype(np.float32), rng.normal(size=(4, 3)).astype(np.float32)
+    kernel = gm.HMC(target, 0.01, 3)
+    state = kernel.init({"u": u, "v": v})
+    logits = u.astype(float) @ v.T
+    expected = np.sum(watched * logits - np.logaddexp(0, logits))
+    expected += stats.norm.logpdf(u.astype(float)).sum() + stats.norm.logpdf(v.astype(float)).sum()
+    np.testing.assert_allclose(total(state.terms), expected, rtol=1e-6)
+    report = gm.communication(type(kernel).step, kernel, KEY, state)
+    assert {c.kind for c in report.collectives} == {"all-reduce"}
+    assert report.runs("all-reduce", within="leapfrog") == 2
 
 
 def test_no_axis_with_and_without_a_mesh(tfd):

@@ -178,9 +178,9 @@ class Independent(Distribution):
     def __init__(self, distribution, reinterpreted_batch_ndims, name=None):
         batch = distribution.batch_shape
         cut = len(batch) - reinterpreted_batch_ndims
-        parameters = {"distribution": distribution}
-        parameters["reinterpreted_batch_ndims"] = reinterpreted_batch_ndims
-        super().__init__(name, batch[:cut], (*batch[cut:], *distribution.event_shape), **parameters)
+        parameters = {"reinterpreted_batch_ndims": reinterpreted_batch_ndims}
+        event = (*batch[cut:], *distribution.event_shape)
+        super().__init__(name, batch[:cut], event, distribution=distribution, **parameters)
 
     def draw(self, key, shape):
         return self.distribution.sample(shape, seed=key)

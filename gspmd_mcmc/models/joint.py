@@ -71,7 +71,7 @@ class _Joint(OnMesh, ABC):
     @answers("Call it as sample(rng_key, sample_shape, value=value)", seed="the key comes first here")
     @on_any_mesh
     def sample(
-        self, rng_key: jax.Array, sample_shape: int | tuple[int, ...] = (), *, value: Any = None
+        self, rng_key: jax.Array, sample_shape: float | tuple[int, ...] = (), *, value: Any = None
     ) -> Any:
         """Draw all parts, or those that are not given.
 

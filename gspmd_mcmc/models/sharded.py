@@ -115,7 +115,7 @@ class Sharded(OnMesh):
 
     @answers("Call it as sample(rng_key, sample_shape)", seed="the key comes first here")
     @on_any_mesh
-    def sample(self, rng_key: jax.Array, sample_shape: int | tuple[int, ...] = ()) -> Any:
+    def sample(self, rng_key: jax.Array, sample_shape: float | tuple[int, ...] = ()) -> Any:
         """Draw one global sample, laid over the mesh.
 
         Parameters
