@@ -188,7 +188,7 @@ class _Joint(OnMesh, ABC):
 
     def _sample(self, given: dict[Any, Any] | None, rng_key: jax.Array) -> Any:
         def visit(index: int, name: str, part: Any) -> Any:
-            out[name] = None if values is None else values.of(index, name)
+            out[name] = values.of(index, name)
             if out[name] is not None:
                 check_value(f"part {name!r}", part, out[name])
                 return real_rows(out[name])
@@ -196,11 +196,10 @@ class _Joint(OnMesh, ABC):
             out[name] = part.sample(key) if isinstance(part, Sharded) else sharded.draw_part(part, key)
             return real_rows(out[name])
 
-        values = None if given is None else _Values(given)
+        values = _Values(given)
         out: dict[str, Any] = {}
         run(self, visit)
-        if values is not None:
-            values.check_all_read(list(out))
+        values.check_all_read(list(out))
         return self._pack(out)
 
     def __repr__(self) -> str:
@@ -387,13 +386,15 @@ class JointDistributionCoroutine(_Joint):
 
 
 class _Values:
-    """The entries of a value, each to be read by its part."""
+    """The entries of a value, each to be read by its part; of no value all are None."""
 
-    def __init__(self, given: dict[Any, Any]):
-        self.given, self.unread = given, set(given)
+    def __init__(self, given: dict[Any, Any] | None):
+        self.given, self.unread = given, set(given or ())
 
     def of(self, index: int, name: str) -> Any:
         """Return the entry of a part, by its name or its place."""
+        if self.given is None:
+            return None
         key = name if name in self.given else index
         if key not in self.given:
             raise ValueError(f"value: expected one of part {name!r} too, got {self}")
@@ -406,8 +407,9 @@ class _Values:
             raise ValueError(f"value: expected the parts {names}, got {self}")
 
     def __str__(self) -> str:
-        names = [name for name in self.given if isinstance(name, str)]
-        return f"those of {names}" if names else f"{len(self.given)} values"
+        given = self.given or ()
+        names = [name for name in given if isinstance(name, str)]
+        return f"those of {names}" if names else f"{len(given)} values"
 
 
 def _log_prob_each(joint: _Joint, given: dict[Any, Any]) -> dict[str, jax.Array]:

@@ -83,6 +83,8 @@ def held_part(part: Any) -> Any:
     """Return a part as a pytree whose leaves are its arrays."""
 
     def held(node: Any) -> Any:
+        if isinstance(node, Sharded):  # its mesh stays in sight
+            return tree.replace(node, distribution=held(node.distribution))
         return _Held(*jax.tree.flatten(node, is_leaf=is_padded)) if is_distribution(node) else node
 
     function_or_distribution = part if is_distribution(part) else as_partial(part)
