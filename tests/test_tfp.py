@@ -124,6 +124,19 @@ def test_todays_spelling_is_told(match, call):
         call()
 
 
+def test_what_tfps_have_and_ours_have_not():
+    joint, sharded = joint_of_three(), Sharded(NORMAL, mesh=MESH, num_rows=8)
+    with pytest.raises(AttributeError, match=r"has no experimental_pin: condition\(y=y\) is the post"):
+        joint.experimental_pin(var2=ROWS)  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(AttributeError, match="Sharded has no event_shape: jax.eval_shape"):
+        sharded.event_shape  # pyright: ignore[reportAttributeAccessIssue] # noqa: B018
+    shapes = jax.eval_shape(type(sharded).sample, sharded, KEY)
+    assert (shapes.shape, shapes.dtype) == ((8,), np.float32)
+    assert [x.shape for x in jax.eval_shape(type(joint).sample, joint, KEY)] == [(), (8,), (8,)]
+    with pytest.raises(AttributeError, match="Sequential has no nothing$"):
+        joint.nothing  # pyright: ignore[reportAttributeAccessIssue] # noqa: B018
+
+
 @pytest.mark.parametrize("wrong", [1.5, -1, np.nan, np.inf, None, "3", True, [[2], [3]], (2, -1)])
 def test_sample_shapes_that_are_none(wrong):
     for one in (JointDistributionSequential([NORMAL]), Sharded(NORMAL, mesh=MESH, num_rows=8)):

@@ -34,7 +34,7 @@ from gspmd_mcmc.models.joint_parts import (
     trace,
 )
 from gspmd_mcmc.models.sharded import Sharded, check_value, is_distribution, shape_of, shown
-from gspmd_mcmc.models.tfp import answers, without_root
+from gspmd_mcmc.models.tfp import AnswersTFP, answers, without_root
 from gspmd_mcmc.placement.explicit import OnMesh, on_any_mesh
 from gspmd_mcmc.placement.padding import is_padded, real_rows, refuse_padded
 from gspmd_mcmc.targets.checks import check_key, constant_megabytes
@@ -46,7 +46,7 @@ ONE_VALUE = "Call it with one value of all parts, as sample returns it: {}([a, b
 ONE_SAMPLE = "A joint takes parts and mesh=; values are always checked, and jax.vmap makes many samples"
 
 
-class _Joint(OnMesh, ABC):
+class _Joint(AnswersTFP, OnMesh, ABC):
     """What the three forms have in common."""
 
     @abstractmethod

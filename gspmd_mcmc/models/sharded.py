@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspmd_mcmc.models.tfp import answers, refuse_foreign, rows_of_event
+from gspmd_mcmc.models.tfp import AnswersTFP, answers, refuse_foreign, rows_of_event
 from gspmd_mcmc.placement.explicit import OnMesh, on_any_mesh
 from gspmd_mcmc.placement.mesh import auto_mesh, axes_of
 from gspmd_mcmc.placement.padding import (
@@ -34,7 +34,7 @@ from gspmd_mcmc.tree import PyTree, is_staging, pytree, replace, set_fields, sta
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class Sharded(OnMesh):
+class Sharded(AnswersTFP, OnMesh):
     """A distribution whose rows lie over a mesh axis.
 
     It is a pytree: pass it into a program, ``jax.jit(gm.Sharded.log_prob)(sharded, value)``, or make it

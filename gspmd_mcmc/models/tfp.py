@@ -7,7 +7,7 @@ another library's, or a class of your own, may have them too.
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +15,31 @@ import numpy as np
 from gspmd_mcmc.models.supports import is_of_numpyro, is_of_tfp
 
 F = TypeVar("F", bound=Callable)
+SHAPES = "jax.eval_shape(type(it).sample, it, rng_key) has shapes and dtypes"
+# Attributes of TFP's distributions, and what there is instead.
+INSTEAD = {
+    "batch_shape": SHAPES,
+    "dtype": SHAPES,
+    "event_shape": SHAPES,
+    "experimental_default_event_space_bijector": "condition(y=y) samples on the whole real line, and "
+    "its params(position) are the constrained values",
+    "experimental_pin": "condition(y=y) is the posterior given y",
+    "experimental_shard_axis_names": "a Sharded has its axes",
+    "prob": "jnp.exp(log_prob(value))",
+    "sample_distributions": "sample(rng_key) draws values, log_prob_parts(value) is each part's",
+    "unnormalized_log_prob": "log_prob(value), and terms(position) of a posterior",
+}
+
+
+class AnswersTFP:
+    """A distribution that tells, where it lacks what TFP's have, what there is instead."""
+
+    if not TYPE_CHECKING:  # for a type checker it would have all attributes
+
+        def __getattr__(self, name: str) -> Any:
+            instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
+            what = f"{type(self).__name__} has no {name}{instead}"
+            raise AttributeError(what, name=name, obj=self)
 
 
 def answers(call_as: str, **cures: str) -> Callable[[F], F]:
