@@ -434,3 +434,30 @@ def test_a_diamond_of_parts(tfd):
     np.testing.assert_allclose(joint.log_prob(value), expected, rtol=1e-6)
     grad = jax.grad(lambda a: joint.log_prob(value | {"a": a}))(0.5)
     np.testing.assert_allclose(grad, -0.5 + 0.5 + 1.5, rtol=1e-6)
+
+
+# Chains
+
+
+def sharded_latents():
+    w = yield Sharded(tfp_like.Sample(NORMAL, [13, 2]), name="w")
+    s = yield tfp_like.HalfNormal(1.0, name="s")
+    yield Sharded(tfp_like.Independent(tfp_like.Normal(w, s + 0.1), 2), name="y")
+
+
+def test_a_chain_with_sharded_momenta_is_the_same_on_any_mesh():
+    def chains_on(size):
+        joint = JointDistributionCoroutine(sharded_latents, mesh=mesh_of(size))
+        target = joint.condition(y=np.linspace(-1, 1, 26).reshape(13, 2))
+        options = {"num_chains": 2, "num_warmup": 0, "num_samples": 8, "progress": False}
+        start, kernel = gm.prior_start(target), gm.HMC(target, 0.05, 4)
+        draws = gm.sample(KEY, target, start, kernel=kernel, **options)
+        return jax.tree.map(np.asarray, draws.position), np.asarray(draws.stats["is_accepted"])
+
+    (one, accepted), (eight, also) = chains_on(1), chains_on(8)
+    np.testing.assert_array_equal(accepted, also)
+    assert accepted.mean() > 0.5
+    for name, x in one.items():
+        np.testing.assert_allclose(eight[name], x, atol=1e-5)
+    rows = np.diff(one["w"], axis=1).reshape(2, 7, 13, 2)[accepted[:, 1:]]
+    assert len(np.unique(rows)) == rows.size  # every row has momenta of its own
