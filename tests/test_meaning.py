@@ -74,6 +74,11 @@ CASES = {
     ),
     "attribute of the function": ("def f(x): return x - f.mu\nf.mu = 0.0", "f.mu = 1.0"),
     "defaults": ("def f(x, mu=0.0): return x - mu", "f.__defaults__ = (1.0,)"),
+    # As the library `decorator` does, which TFP is written with.
+    "defaults of another": (
+        HELPER + "def f(*args): return helper(*args)\nf.__defaults__, f.__wrapped__ = (1.0,), helper",
+        "mu = 1.0",
+    ),
     # As IPython's autoreload does.
     "code": ("def f(x): return x - 1\ndef g(x): return x - 2", "f.__code__ = g.__code__"),
     "custom derivative": (

@@ -6,8 +6,6 @@
 
 import contextlib
 import functools
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +14,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax.sharding import PartitionSpec as P
+from tfp_like import HalfNormal
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
@@ -137,52 +136,6 @@ def test_bounds_of_a_plate_s_own_rows_are_computed_at_once():
 # Joint distributions.
 
 
-@dataclass(frozen=True)
-class HalfNormal:
-    """A distribution with TFP's methods."""
-
-    scale: Any
-    batch_shape: tuple = ()
-    event_shape: tuple = ()
-
-    def sample(self, sample_shape=(), seed=None):
-        return jnp.abs(self.scale * jax.random.normal(seed, sample_shape))
-
-    def log_prob(self, value):
-        inside = -0.5 * (value / self.scale) ** 2 - jnp.log(self.scale)
-        return jnp.where(value > 0, inside, -jnp.inf)
-
-    def experimental_default_event_space_bijector(self):
-        return Exp()
-
-
-class Exp:
-    """A bijector with TFP's methods."""
-
-    def forward(self, x):
-        return jnp.exp(x)
-
-    def inverse(self, y):
-        return jnp.log(y)
-
-    def forward_log_det_jacobian(self, x, event_ndims):
-        assert event_ndims == 0
-        return x
-
-    def inverse_event_ndims(self, event_ndims):
-        return event_ndims
-
-    def inverse_event_shape(self, shape):
-        return shape
-
-
-class Unknown(HalfNormal):
-    """One that knows no bijector."""
-
-    def experimental_default_event_space_bijector(self):
-        return None
-
-
 def of_parts(least=HalfNormal(0.05)):  # noqa: B008
     """A joint of TFP's and NumPyro's distributions, some of rows, and the data of one part."""
     return gm.JointDistributionNamed(
@@ -211,12 +164,6 @@ def test_a_joint_s_latents_are_constrained_by_the_model():
     log_jacobian = z["spread"] + z["rows"].sum() + np.log(kept["spread"] * share * (1 - share))
     expected = float(joint.log_prob(kept | {"y": Y})) + log_jacobian
     np.testing.assert_allclose(tree.total(state.terms), expected, rtol=1e-5)
-
-
-def test_a_distribution_of_tfp_without_a_bijector_is_refused():
-    match = "part 'spread': Unknown has no default event space bijector"
-    with pytest.raises(ValueError, match=match):
-        of_parts(Unknown(1.0)).condition(y=Y)
 
 
 # Arguments.

@@ -116,7 +116,8 @@ def reads_of(function: types.FunctionType) -> Iterator[Read]:
             yield Read(f"{module}, imported by {name}", sys.modules, sys.modules.get, module)
     defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
     positional = code.co_varnames[: code.co_argcount][-len(defaults) or code.co_argcount :]
-    given = dict(zip(positional, defaults, strict=True))
+    # A decorator's function may show the defaults of the one that it wraps, which is read below.
+    given = dict(zip(positional, defaults, strict=False))
     for variable in given:
         yield Read(f"{variable}, a default of {name}", function, given.get, variable)
     for variable in keywords:

@@ -155,7 +155,8 @@ def target_of(kernel: str, target: Any) -> Target:
         raise TypeError(
             f"{kernel}: expected a target (Posterior, LogDensity), got {type(target).__name__}; wrap a "
             "function as gspmd_mcmc.LogDensity(fn, *data), a NumPyro model by "
-            "gspmd_mcmc.from_numpyro(model, data); a class of your own is a gspmd_mcmc.Target"
+            "gspmd_mcmc.from_numpyro(model, data), a joint distribution by its condition(y=data); a "
+            "class of your own is a gspmd_mcmc.Target"
         )
     return target
 

@@ -34,7 +34,7 @@ from gspmd_mcmc.models.joint_parts import (
     trace,
 )
 from gspmd_mcmc.models.sharded import Sharded, check_value, is_distribution, shape_of, shown
-from gspmd_mcmc.models.tfp import answers, without_root
+from gspmd_mcmc.models.tfp import AnswersTFP, answers, without_root
 from gspmd_mcmc.placement.explicit import OnMesh, on_any_mesh
 from gspmd_mcmc.placement.padding import is_padded, real_rows, refuse_padded
 from gspmd_mcmc.targets.checks import check_key, constant_megabytes
@@ -46,7 +46,7 @@ ONE_VALUE = "Call it with one value of all parts, as sample returns it: {}([a, b
 ONE_SAMPLE = "A joint takes parts and mesh=; values are always checked, and jax.vmap makes many samples"
 
 
-class _Joint(OnMesh, ABC):
+class _Joint(AnswersTFP, OnMesh, ABC):
     """What the three forms have in common."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class _Joint(OnMesh, ABC):
     @answers("Call it as sample(rng_key, sample_shape, value=value)", seed="the key comes first here")
     @on_any_mesh
     def sample(
-        self, rng_key: jax.Array, sample_shape: int | tuple[int, ...] = (), *, value: Any = None
+        self, rng_key: jax.Array, sample_shape: float | tuple[int, ...] = (), *, value: Any = None
     ) -> Any:
         """Draw all parts, or those that are not given.
 
@@ -146,6 +146,7 @@ class _Joint(OnMesh, ABC):
         function = _log_prob_parts if is_staging() else _jit_log_prob_parts
         return function(self, self._arrays(value))
 
+    @answers("Name the parts that are observed: condition(y=y)")
     @on_any_mesh
     def condition(self, /, **observed: Any) -> Posterior:
         """Observe some parts, and return the posterior of the others.
@@ -187,7 +188,7 @@ class _Joint(OnMesh, ABC):
 
     def _sample(self, given: dict[Any, Any] | None, rng_key: jax.Array) -> Any:
         def visit(index: int, name: str, part: Any) -> Any:
-            out[name] = None if values is None else values.of(index, name)
+            out[name] = values.of(index, name)
             if out[name] is not None:
                 check_value(f"part {name!r}", part, out[name])
                 return real_rows(out[name])
@@ -195,11 +196,10 @@ class _Joint(OnMesh, ABC):
             out[name] = part.sample(key) if isinstance(part, Sharded) else sharded.draw_part(part, key)
             return real_rows(out[name])
 
-        values = None if given is None else _Values(given)
+        values = _Values(given)
         out: dict[str, Any] = {}
         run(self, visit)
-        if values is not None:
-            values.check_all_read(list(out))
+        values.check_all_read(list(out))
         return self._pack(out)
 
     def __repr__(self) -> str:
@@ -386,13 +386,15 @@ class JointDistributionCoroutine(_Joint):
 
 
 class _Values:
-    """The entries of a value, each to be read by its part."""
+    """The entries of a value, each to be read by its part; of no value all are None."""
 
-    def __init__(self, given: dict[Any, Any]):
-        self.given, self.unread = given, set(given)
+    def __init__(self, given: dict[Any, Any] | None):
+        self.given, self.unread = given, set(given or ())
 
     def of(self, index: int, name: str) -> Any:
         """Return the entry of a part, by its name or its place."""
+        if self.given is None:
+            return None
         key = name if name in self.given else index
         if key not in self.given:
             raise ValueError(f"value: expected one of part {name!r} too, got {self}")
@@ -405,8 +407,9 @@ class _Values:
             raise ValueError(f"value: expected the parts {names}, got {self}")
 
     def __str__(self) -> str:
-        names = [name for name in self.given if isinstance(name, str)]
-        return f"those of {names}" if names else f"{len(self.given)} values"
+        given = self.given or ()
+        names = [name for name in given if isinstance(name, str)]
+        return f"those of {names}" if names else f"{len(given)} values"
 
 
 def _log_prob_each(joint: _Joint, given: dict[Any, Any]) -> dict[str, jax.Array]:

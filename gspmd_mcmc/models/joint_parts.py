@@ -13,7 +13,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.functions.function import as_partial
 from gspmd_mcmc.functions.modules import hold, release
 from gspmd_mcmc.models.sharded import Sharded, check_value, draw_part, is_distribution, plain, shown
-from gspmd_mcmc.models.tfp import name_of, refuse_its_sharded
+from gspmd_mcmc.models.tfp import name_of, refuse_foreign
 from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.padding import is_padded, real_rows
 
@@ -28,7 +28,7 @@ def run(joint: Any, visit: Callable[[int, str, Any], Any]) -> None:
                 f"part {name!r}: expected a distribution, Sharded(distribution) or (of a coroutine) "
                 f"Root(distribution), got {shown(part)}"
             )
-        refuse_its_sharded(f"part {name!r}", part)
+        refuse_foreign(f"part {name!r}", part)
         if name in seen:
             raise ValueError(f"two parts are called {name!r}; give them names: Sharded(..., name=...)")
         if isinstance(part, Sharded) and part.mesh is None:
@@ -83,6 +83,8 @@ def held_part(part: Any) -> Any:
     """Return a part as a pytree whose leaves are its arrays."""
 
     def held(node: Any) -> Any:
+        if isinstance(node, Sharded):  # its mesh stays in sight
+            return tree.replace(node, distribution=held(node.distribution))
         return _Held(*jax.tree.flatten(node, is_leaf=is_padded)) if is_distribution(node) else node
 
     function_or_distribution = part if is_distribution(part) else as_partial(part)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspmd_mcmc.models.tfp import answers, refuse_its_sharded, rows_of_event
+from gspmd_mcmc.models.tfp import AnswersTFP, answers, refuse_foreign, rows_of_event
 from gspmd_mcmc.placement.explicit import OnMesh, on_any_mesh
 from gspmd_mcmc.placement.mesh import auto_mesh, axes_of
 from gspmd_mcmc.placement.padding import (
@@ -34,7 +34,7 @@ from gspmd_mcmc.tree import PyTree, is_staging, pytree, replace, set_fields, sta
 
 @pytree
 @dataclass(frozen=True, eq=False, init=False)
-class Sharded(OnMesh):
+class Sharded(AnswersTFP, OnMesh):
     """A distribution whose rows lie over a mesh axis.
 
     It is a pytree: pass it into a program, ``jax.jit(gm.Sharded.log_prob)(sharded, value)``, or make it
@@ -94,7 +94,7 @@ class Sharded(OnMesh):
                 "Sharded: expected a distribution, with sample and log_prob, got "
                 f"{shown(distribution)}{cure}"
             )
-        refuse_its_sharded("Sharded", distribution)
+        refuse_foreign("Sharded", distribution)
         if num_rows is not None and (
             isinstance(num_rows, bool) or not isinstance(num_rows, int | np.integer) or num_rows < 1
         ):
@@ -115,7 +115,7 @@ class Sharded(OnMesh):
 
     @answers("Call it as sample(rng_key, sample_shape)", seed="the key comes first here")
     @on_any_mesh
-    def sample(self, rng_key: jax.Array, sample_shape: int | tuple[int, ...] = ()) -> Any:
+    def sample(self, rng_key: jax.Array, sample_shape: float | tuple[int, ...] = ()) -> Any:
         """Draw one global sample, laid over the mesh.
 
         Parameters

@@ -61,7 +61,8 @@ def bijection_of(what: str, distribution: Any) -> Any:
         raise ValueError(
             f"{what}: {type(distribution).__name__} has no default event space bijector, so its "
             "support is not known. Sample a latent on the whole real line, and transform it in the "
-            "model, or observe it"
+            "model, or observe it; if the support is the whole real line, a class of your own with its "
+            "sample and log_prob says so"
         )
     return _OfTFP(bijector, len(tuple(distribution.event_shape)))
 

@@ -7,7 +7,7 @@ another library's, or a class of your own, may have them too.
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +15,31 @@ import numpy as np
 from gspmd_mcmc.models.supports import is_of_numpyro, is_of_tfp
 
 F = TypeVar("F", bound=Callable)
+SHAPES = "jax.eval_shape(type(it).sample, it, rng_key) has shapes and dtypes"
+# Attributes of TFP's distributions, and what there is instead.
+INSTEAD = {
+    "batch_shape": SHAPES,
+    "dtype": SHAPES,
+    "event_shape": SHAPES,
+    "experimental_default_event_space_bijector": "condition(y=y) samples on the whole real line, and "
+    "its params(position) are the constrained values",
+    "experimental_pin": "condition(y=y) is the posterior given y",
+    "experimental_shard_axis_names": "a Sharded has its axes",
+    "prob": "jnp.exp(log_prob(value))",
+    "sample_distributions": "sample(rng_key) draws values, log_prob_parts(value) is each part's",
+    "unnormalized_log_prob": "log_prob(value), and terms(position) of a posterior",
+}
+
+
+class AnswersTFP:
+    """A distribution that tells, where it lacks what TFP's have, what there is instead."""
+
+    if not TYPE_CHECKING:  # for a type checker it would have all attributes
+
+        def __getattr__(self, name: str) -> Any:
+            instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
+            what = f"{type(self).__name__} has no {name}{instead}"
+            raise AttributeError(what, name=name, obj=self)
 
 
 def answers(call_as: str, **cures: str) -> Callable[[F], F]:
@@ -58,8 +83,14 @@ def without_root(part: Any) -> Any:
     return part.distribution if type(part).__name__ == "Root" else part
 
 
-def refuse_its_sharded(what: str, distribution: Any) -> None:
-    """Raise where a distribution is TFP's ``Sharded``: it is a device's part, inside ``pmap``."""
+def refuse_foreign(what: str, distribution: Any) -> None:
+    """Raise where a distribution is TFP's, but not on JAX, or only one device's part of it."""
+    module = type(distribution).__module__
+    if module.startswith("tensorflow_probability.") and ".substrates.jax." not in module:
+        raise TypeError(
+            f"{what}: {module} does not compute on JAX. Import TFP as tensorflow_probability.substrates"
+            ".jax, of tfp-nightly: stable TFP, 0.25, does not import on this JAX"
+        )
     if axes := tuple(jax.tree.leaves(getattr(distribution, "experimental_shard_axis_names", ()))):
         raise TypeError(
             f"{what}: TFP's Sharded is one device's part of a distribution, inside pmap over {axes}. "

@@ -74,14 +74,16 @@ def check(bijections: PyTree, position: PyTree) -> None:
             raise _no_bijection(path, node)
         if not any(head.startswith(keystr(path)) for head in heads):
             raise ValueError(
-                f"bijections{path_str(path)}: the position has no such leaf, it has {heads}"
+                f"bijections{path_str(path)}: the position has no such leaf, it has {heads}. It is a "
+                "tree with the names of the latents: of a model, a dict such as target.origin()"
             )
 
 
 def _no_bijection(path: KeyPath, node: Any) -> TypeError:
     return TypeError(
         f"bijections{path_str(path)}: expected a NumPyro transform (of a constraint it is "
-        f"numpyro.distributions.biject_to(constraint)), got {type(node).__name__}"
+        f"numpyro.distributions.biject_to(constraint)), got {type(node).__name__}. TFP's are those "
+        "of the parts of a joint distribution"
     )
 
 
