@@ -327,15 +327,15 @@ if worst > 1.05:
 # what draws recommend to the second. Here are all users: the entropy of a user's choice over draws, by
 # how many movies the user watched, and how often a choice of a hidden cell was right, by that entropy.
 #
-# What holds, on all of MovieLens 1M and 200 draws: entropy falls from 2.0 nats in the tenth of users that
-# watched least to 0.8 in the tenth that watched most, and it says how far a choice can be trusted.
+# What holds, on all of MovieLens 1M with 200 draws: entropy falls from 2.0 nats in the tenth of users
+# that watched least to 0.8 in the tenth that watched most, and it says how far a choice can be trusted.
 # 97 % of choices are right in the tenth of users with the least entropy and 44 % in that with the most,
-# where the average over draws expects 97 % and 41 %; between, it expects up to 3.5 points too many.
+# where the average over draws expects 97 % and 41 %; between, it expects up to 3.4 points too many.
 #
-# What does not hold: two users show little. Within each tenth entropies reach from near 0 to 3 nats, and
-# the user who watched most has more (1.1) than the mean of that tenth. Where most cells of a user are
-# watched, few good ones are left to choose from. A default run has not converged either (see R-hat), so
-# entropies are those of the region that its draws have visited.
+# What does not hold: two users show little. Within each tenth of users entropies reach from near 0 to
+# 2.5 nats or more, and the user who watched most has more (1.1) than the mean of the last tenth. A
+# default run has not converged either (see R-hat): entropies are those of the region that its draws
+# have visited.
 
 # %%
 counts = dataset.watched.sum(axis=1)
