@@ -265,8 +265,8 @@ def compare(draws, averaged):
     def of_one(position):
         return score(predict(by_users(jax.tree.map(lambda x: x[None], position)), plate.data)[0])
 
-    chosen = np.linspace(0, num_draws - 1, min(NUM_SINGLES, num_draws)).astype(int)
-    singles = [of_one(jax.tree.map(lambda x, i=i: x[i], draws)) for i in chosen]
+    some = np.linspace(0, num_draws - 1, min(NUM_SINGLES, num_draws)).astype(int)
+    singles = [of_one(jax.tree.map(lambda x, i=i: x[i], draws)) for i in some]
     return {
         "bma": score(averaged),
         "single": [float(x) for x in np.mean(singles, axis=0)],
@@ -326,6 +326,16 @@ if worst > 1.05:
 # The notebook compares two users, who watched most and who watched least, and finds more variety in
 # what draws recommend to the second. Here are all users: the entropy of a user's choice over draws, by
 # how many movies the user watched, and how often a choice of a hidden cell was right, by that entropy.
+#
+# What holds, on all of MovieLens 1M with 200 draws: entropy falls from 2.0 nats in the tenth of users
+# that watched least to 0.8 in the tenth that watched most, and it says how far a choice can be trusted.
+# 97 % of choices are right in the tenth of users with the least entropy and 44 % in that with the most,
+# where the average over draws expects 97 % and 41 %; between, it expects up to 3.4 points too many.
+#
+# What does not hold: two users show little. Within each tenth of users entropies reach from near 0 to
+# 2.5 nats or more, and the user who watched most has more (1.1) than the mean of the last tenth. A
+# default run has not converged either (see R-hat): entropies are those of the region that its draws
+# have visited.
 
 # %%
 counts = dataset.watched.sum(axis=1)
@@ -334,7 +344,8 @@ entropy = entropies(choices)
 by_watched, by_entropy = deciles(counts), deciles(entropy)
 entropy_by_watched = [float(entropy[group].mean()) for group in by_watched]
 hits = hit_rates(choices, cells, averaged, by_entropy)
-distinct = {user: len(np.unique(choices[:, user])) for user in (most, least)}
+chosen = {user: choices[choices[:, user] >= 0, user] for user in (most, least)}
+distinct = {user: len(np.unique(movies)) for user, movies in chosen.items()}
 
 table = Table(title="users by movies watched, and by entropy of their choice")
 columns = ["decile", "watched (median)", "entropy (mean)"]
@@ -366,7 +377,8 @@ def title(movie):
 
 def listed(user):
     """List the movies that a user most probably watches, of those not known to be watched."""
-    best = np.argsort(np.where(cells[user] == 1, 1.0, -averaged[user]))[:TOP]
+    best = np.argsort(-averaged[user])
+    best = best[cells[user, best] != 1][:TOP]
     return [
         {
             "title": title(m),
@@ -479,7 +491,7 @@ def plot_hits(axis):
 
 def plot_choices(user, axis):
     """Draw the movies that most draws choose for a user."""
-    movies, times = np.unique(choices[:, user], return_counts=True)
+    movies, times = np.unique(chosen[user], return_counts=True)
     order = np.argsort(-times, kind="stable")[:12]
     axis.barh([shorten(title(m), 34) for m in movies[order]], times[order], color=COLORS[user])
     axis.invert_yaxis()
@@ -491,7 +503,7 @@ def plot_choices(user, axis):
 
 def plot_genres(axis):
     """Draw how many draws choose a movie of each genre, for both users."""
-    found = {u: Counter(g for m in choices[:, u] for g in dataset.genres[m]) for u in COLORS}
+    found = {u: Counter(g for m in chosen[u] for g in dataset.genres[m]) for u in COLORS}
     genres = sorted(set().union(*found.values()))
     for i, (user, color) in enumerate(COLORS.items()):
         heights = [found[user][g] for g in genres]

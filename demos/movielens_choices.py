@@ -43,16 +43,17 @@ def predict(positions, cells):
         Of watching, averaged over draws, [users, movies].
     choices : jax.Array
         Of each draw the movie that a user most probably watches, of those not known to be watched,
-        [draws, users].
+        [draws, users]; -1 for a user who has watched all.
     """
 
     def add(total, position):
         log_odds = logits(position)
         choice = jnp.argmax(jnp.where(is_known, -jnp.inf, log_odds), axis=1)
-        return total + jax.nn.sigmoid(log_odds) / num_draws, choice
+        return total + jax.nn.sigmoid(log_odds) / num_draws, jnp.where(has_choice, choice, -1)
 
     num_draws = len(positions["u"])
     is_known = cells == 1  # watched, and not hidden
+    has_choice = ~jnp.all(is_known, axis=1)
     return jax.lax.scan(add, jnp.zeros(cells.shape), positions)
 
 

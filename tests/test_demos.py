@@ -37,6 +37,32 @@ def test_movielens_offline_on_uneven_rows(run_quick_demo, tmp_path):
     assert summary["recall_at_20_mode"] > summary["recall_at_20_popularity"]
     assert summary["heldout_log_lik_mode"] > summary["heldout_log_lik_popularity"]
     assert len(summary["recommendations_least"]) == 20
+    assert summary["collectives_of_choices"] == 0
+    assert 1 <= summary["distinct_recommended_most"] <= 8  # draws
+    for name in ("entropy_by_watched", "hit_rate_by_entropy"):
+        assert len(summary[name]) == 10, name
+    assert all(0 <= entropy <= np.log(8) + 1e-9 for entropy in summary["entropy_by_watched"])
+    assert "The catalogue has no genres" in done.stdout
+    assert "has no titles" not in done.stdout
+    assert (tmp_path / "movielens.png").stat().st_size > 50_000
+
+
+def test_movielens_of_the_notebook_on_files_without_titles_and_genres(run_quick_demo, tmp_path):
+    """With --paper no cell is hidden, and chains start at draws of the prior."""
+    watched = np.random.default_rng(0).random((48, 30)) < 0.4
+    watched[:2], watched[:, 0] = [[1] * 30, [1] + [0] * 29], True
+    ratings = "".join(f"{i + 1}::{j + 1}::5::0\n" for i, j in zip(*np.nonzero(watched), strict=True))
+    (tmp_path / "ratings.dat").write_text(ratings)
+    (tmp_path / "movies.dat").write_text("".join(f"{j + 1}::::\n" for j in range(30)))
+    options = ("--paper", "--devices", "2", "--any-size", "--data-dir", str(tmp_path))
+    done = run_quick_demo("movielens", tmp_path, *options, is_strict=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = " ".join(done.stdout.split())
+    assert "The catalogue has no titles" in said and "The catalogue has no genres" in said
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["users"], summary["leapfrogs"]) == (48, 100 * (2 + 2 + 4))
+    assert summary["hit_rate_by_entropy"] == [None] * 10
+    assert summary["recommendations_least"][0]["title"].startswith("movie ")
     assert (tmp_path / "movielens.png").stat().st_size > 50_000
 
 
