@@ -19,8 +19,10 @@ from gspmd_mcmc.tree import PyTree, is_staging, is_traced, path_str
 CONSTANT_BYTES = 1 << 20
 # What there is instead of calls that cannot be traced.
 IN_PROGRAMS = {
-    "sample": "num_chains= makes chains, a loop goes over data sets; a program of your own has "
-    "type(kernel).step",
+    "sample": "num_chains= makes chains, a loop goes over data sets. A program of your own takes the "
+    "kernel as an argument: step = jax.jit(type(kernel).step); step(kernel, rng_key, state)",
+    "from_numpyro": "Other data of the same shapes compile nothing new. A program of your own takes "
+    "the kernel as an argument: step = jax.jit(type(kernel).step); step(kernel, rng_key, state)",
     "find_mode": "A loop goes over starts",
 }
 
