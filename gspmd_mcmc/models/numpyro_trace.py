@@ -37,7 +37,7 @@ def trace_sites(bound: Bound) -> tuple[Bound, dict[str, dict]]:
     _warn_of_sites(bound, sites, latents)
     computed = [n for n, s in latents.items() if isinstance(s["bijection"], ByModel)]
     arrays = unpadded(bound.arrays)
-    function = partial(_densities_and_supports, bound.without_arrays(), computed)
+    function = partial(_sites_and_supports, bound.without_arrays(), computed)
     values = {
         n: jax.ShapeDtypeStruct(jnp.shape(s["value"]), s["value"].dtype) for n, s in latents.items()
     }
@@ -133,16 +133,15 @@ def _of_latent(site: dict) -> dict[str, Any]:
     return {"bijection": bijection, "unconstrained": shape, "value": jnp.asarray(site["value"])}
 
 
-def _densities_and_supports(
+def _sites_and_supports(
     bound: Bound, names: list[str], arrays: dict, rng_key: jax.Array, values: dict
 ) -> tuple[list, dict]:
-    """Return log probabilities of all sites, and the bijections of some latents."""
+    """Return what the density of all sites is computed from, and the bijections of some latents."""
     trace = bound.call(arrays, partial(given, values), rng_key)
     sites = [site for site in trace.values() if site["type"] == "sample"]
-    with jax.numpy_rank_promotion("allow"):
-        densities = [site["fn"].log_prob(site["value"]) for site in sites]
+    read = [(s["value"], s["fn"] if is_tree(s["fn"]) else None, s["scale"]) for s in sites]
     found = {name: bijection_of(f"site {name!r}", trace[name]["fn"]) for name in names}
-    return densities, {name: x for name, x in found.items() if is_tree(x)}
+    return jax.tree.leaves(read), {name: x for name, x in found.items() if is_tree(x)}
 
 
 def _supports(bound: Bound, names: list[str], arrays: dict) -> dict[str, Any]:

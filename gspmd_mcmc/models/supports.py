@@ -39,8 +39,8 @@ def is_of_tfp(distribution: Any) -> bool:
 
 
 def is_of_numpyro(distribution: Any) -> bool:
-    """Tell whether a distribution is NumPyro's."""
-    return type(distribution).__module__.startswith("numpyro.")
+    """Tell whether a distribution is NumPyro's, or a user's that derives from one."""
+    return any(cls.__module__.startswith("numpyro.") for cls in type(distribution).__mro__)
 
 
 def bijection_of(what: str, distribution: Any) -> Any:
@@ -70,7 +70,7 @@ def is_tree(thing: Any) -> bool:
     """Tell whether a support or a bijection is a pytree; those that NumPyro makes of TFP's are none."""
     try:
         jax.tree.leaves(thing)
-    except TypeError:
+    except (TypeError, ValueError):
         return False
     return True
 
