@@ -307,3 +307,6 @@ class _Named:
     @property
     def __name__(self) -> str:
         return self.name
+
+    def __repr__(self) -> str:  # without the model, which may have placeholders for its arrays
+        return self.name
