@@ -6,6 +6,7 @@ Each line runs, with NumPyro's density (`from_numpyro` compares), or has a messa
 # What numpyro.sample returns is typed as a number or an array.
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportAssignmentType=false
 
 import functools
 import math

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from gspmd_mcmc.functions.function import as_partial, run
@@ -110,7 +111,7 @@ def _missing_plate(site: dict, in_plates: set[int]) -> tuple[tuple[int, ...], in
     """Return a site's batch shape, and its last dimension of several rows that no plate has."""
     of_value = jnp.shape(site["value"])
     of_value = of_value[: len(of_value) - len(site["fn"].event_shape)]
-    shape = jnp.broadcast_shapes(site["fn"].batch_shape, of_value)
+    shape = np.broadcast_shapes(site["fn"].batch_shape, of_value)
     dims = range(-1, -len(shape) - 1, -1)
     if "_scan_current_index" in site["infer"]:
         dims = dims[:-1]  # the rounds of a scan
