@@ -43,11 +43,11 @@ class Function(Partial):
         return self.reading.call(self.args + args, self.keywords | keywords)
 
     def __reduce__(self):
-        return _rebuilt, (self.reading.function, self.args, self.keywords)
+        return _rebuilt, (self.reading, self.args, self.keywords)
 
 
-def _rebuilt(function: Callable, args: tuple, keywords: dict) -> Function:
-    return Function(function, *args, **keywords)
+def _rebuilt(reading: "_Reading", args: tuple, keywords: dict) -> Function:
+    return Function(reading, *args, **keywords)
 
 
 class _Reading:
@@ -58,6 +58,9 @@ class _Reading:
         self._root = function if about is None else (function, about)
         self.written: set = set()
         self._latest = self._first = _Static(self, Look(self._root))
+
+    def __reduce__(self):
+        return _Reading, (self.function, self.of_model)  # it is read anew, where it is loaded
 
     def now(self) -> "_Static":
         """Return the static part of the pytree."""
@@ -97,6 +100,9 @@ class _Static:
 
     def __hash__(self) -> int:
         return id(self.meaning)
+
+    def __reduce__(self):
+        return _Reading.now, (self.reading,)
 
     def __repr__(self) -> str:
         return repr(self.reading.function)

@@ -172,7 +172,9 @@ class NUTS(HamiltonianKernel):
         if not is_whole or not 1 <= max_tree_depth <= MOST_DOUBLINGS:
             raise ValueError(
                 f"NUTS: max_tree_depth: expected an integer from 1 to {MOST_DOUBLINGS}, got "
-                f"{max_tree_depth!r}"
+                f"{max_tree_depth!r}. For another depth in warm-up (NumPyro's pair), sample twice: the "
+                "second time with a NUTS of the first one's step size and inverse mass matrix, from "
+                "gspmd_mcmc.per_chain(draws.state.position), num_warmup=0"
             )
         set_fields(
             self,

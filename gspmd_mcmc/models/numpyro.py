@@ -1,8 +1,9 @@
 """NumPyro models as targets: sharded plates are streamed, and the target is checked against NumPyro."""
 
+import contextlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,16 @@ import numpy as np
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.functions.function import as_partial, run
-from gspmd_mcmc.models.numpyro_sites import Bound, NumpyroModel, module, read_sites
+from gspmd_mcmc.models.numpyro_arguments import Bound, module
+from gspmd_mcmc.models.numpyro_sites import NumpyroModel, read_sites
+from gspmd_mcmc.models.numpyro_trace import trace_sites
 from gspmd_mcmc.models.site_model import CannotStream
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.mesh import axes_of, named_sharding
 from gspmd_mcmc.placement.padding import unpadded, values_of
 from gspmd_mcmc.targets import independence
+from gspmd_mcmc.targets.checks import check_outside_programs
 from gspmd_mcmc.targets.local import cut, lay_out
 from gspmd_mcmc.targets.posterior import Posterior
 
@@ -66,13 +70,13 @@ def from_numpyro(
         or the target disagrees with NumPyro.
     """
     module("numpyro")
+    check_outside_programs("from_numpyro", (args, kwargs))
     _refuse_own_keywords(model, {"plates": plates, "check": check})
-    bound = Bound.of(model, args, kwargs)
-    sites = bound.trace()
+    bound, sites = trace_sites(Bound.of(model, args, kwargs))
     sharded = _sharded_plates(sites, plates or {}, bound.arrays)
     while True:
-        found = read_sites(bound, sites, sharded)
         try:
+            found = read_sites(bound, sites, sharded)
             target = found.posterior()
             break
         except CannotStream as error:
@@ -107,14 +111,9 @@ def _refuse_own_keywords(model: Callable, ours: dict[str, Any]) -> None:
 
 def _sharded_plates(sites: dict, plates: dict[str, Any], arrays: dict) -> dict[str, tuple[int, Any]]:
     """Return name to rows and mesh axes of the plates that are to be sharded."""
-    of_model = {name: site["args"] for name, site in sites.items() if site["type"] == "plate"}
+    of_model = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
     shardings = [named_sharding(values_of(x)) for x in arrays.values()]
     axes = {axis for s in shardings if s is not None for axis in s.mesh.axis_names}
-    for name, (size, subsample) in of_model.items():
-        if subsample not in (None, size):
-            raise ValueError(
-                f"plates: {name!r} draws {subsample} of its {size} rows; HMC needs all of them"
-            )
     for name, over in plates.items():
         if name not in of_model:
             raise ValueError(f"plates: the model has no plate {name!r}; it has {sorted(of_model)}")
@@ -123,7 +122,7 @@ def _sharded_plates(sites: dict, plates: dict[str, Any], arrays: dict) -> dict[s
                 f"plates: {name!r} is to lie over {over!r}, but the arguments lie on a mesh with axes "
                 f"{sorted(axes)}"
             )
-    return {name: (of_model[name][0], over) for name, over in plates.items()}
+    return {name: (of_model[name], over) for name, over in plates.items()}
 
 
 def _num_outside(model: NumpyroModel, arrays: dict, target: Posterior, position: dict) -> dict:
@@ -137,7 +136,8 @@ def _check_against_numpyro(model: NumpyroModel, arrays: dict, target: Posterior)
     independence.check_rows(target, lay_out(target, origin))
     theirs = as_partial(model.numpyros_log_density)
     for i in range(CHECK_POINTS):
-        position, value, grad = _value_and_grad(theirs, jax.random.key(i), origin, arrays)
+        with explained_loops(model.name):
+            position, value, grad = _value_and_grad(theirs, jax.random.key(i), origin, arrays)
         if np.isfinite(value):
             break
     else:
@@ -148,6 +148,23 @@ def _check_against_numpyro(model: NumpyroModel, arrays: dict, target: Posterior)
     _compare("log density", our_value, value)
     for name, leaf in cut(target, our_grad).items():
         _compare(f"gradient of {name!r}", leaf, grad[name])
+
+
+@contextlib.contextmanager
+def explained_loops(name: str) -> Iterator[None]:
+    """Say what to do about a loop that gradients cannot run backwards."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Reverse-mode differentiation"):
+            raise
+        raise ValueError(
+            f"{name}: it has a loop whose number of rounds is not known (lax.while_loop, or fori_loop "
+            "with bounds that are computed), and reverse-mode gradients run loops backwards. Write "
+            "lax.scan, or fori_loop with fixed bounds, with as many rounds as are ever needed and "
+            "jnp.where for those after the end; or give the loop a jax.custom_vjp. NumPyro's "
+            "forward_mode_differentiation has no counterpart"
+        ) from error
 
 
 @jax.jit

@@ -4,10 +4,7 @@ What a model computes stays NumPyro's, under its own handlers; log probabilities
 except for those that have a cheaper exact derivative here.
 """
 
-import importlib
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,135 +12,64 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd_mcmc.models.numpyro_arguments import Bound, module
+from gspmd_mcmc.models.numpyro_trace import given
 from gspmd_mcmc.models.site_model import (
+    CannotStream,
     Site,
     SiteModel,
     cannot_draw,
-    must_be_continuous,
     rows_of_plates,
 )
 from gspmd_mcmc.models.supports import (
-    bijection_for,
     bijection_of,
     constrained,
     log_jacobian_of,
     unconstrained,
 )
-from gspmd_mcmc.placement.numbers import as_array, check_leaves
-from gspmd_mcmc.placement.padding import is_padded, unpadded
+from gspmd_mcmc.placement.padding import unpadded
 from gspmd_mcmc.targets.bijections import ByModel
 from gspmd_mcmc.targets.likelihoods import bernoulli_logits, categorical_logits
 
 
-def module(name: str) -> Any:
-    """Import a module of NumPyro's, which need not be installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError("numpyro is missing: pip install 'gspmd_mcmc[models]' brings it") from error
+def _bijection(name: str, site: dict, plate_arrays: set[str] | None) -> Any:
+    """Return a latent's bijection: the one computed already, unless its bounds belong to rows.
 
-
-@dataclass(frozen=True, eq=False)
-class Bound:
-    """A model and its arguments by name, the arrays among them apart from the rest.
-
-    Attributes
-    ----------
-    arrays
-        Path of an argument's leaf to the array.
-    lists
-        Names of the arguments that are Python lists.
+    ``plate_arrays`` are the arguments with the rows of sharded plates, of a latent in one of them.
     """
-
-    model: Callable
-    signature: inspect.Signature
-    treedef: Any
-    paths: tuple[str, ...]
-    constants: dict[str, Any]
-    arrays: dict[str, Any]
-    lists: tuple[str, ...]
-
-    @classmethod
-    def of(cls, model: Callable, args: tuple, kwargs: dict) -> "Bound":
-        """Bind a model's arguments."""
-        signature = inspect.signature(model)
-        arguments = dict(signature.bind(*args, **kwargs).arguments)
-        flat, treedef = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_padded)
-        leaves = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
-        # A NumPy scalar may be the size of a plate: like a Python number, it is none of the arrays.
-        arrays = {
-            k: x if is_padded(x) else as_array(f"argument {k}", x)
-            for k, x in leaves.items()
-            if is_padded(x) or (hasattr(x, "dtype") and not isinstance(x, np.generic))
-        }
-        constants = {k: x for k, x in leaves.items() if k not in arrays}
-        check_leaves("argument ", constants)
-        lists = tuple(name for name, x in arguments.items() if isinstance(x, list))
-        return cls(model, signature, treedef, tuple(leaves), constants, arrays, lists)
-
-    def arguments(self, arrays: dict[str, Any]) -> inspect.BoundArguments:
-        """Return the model's arguments with other arrays."""
-        leaves = [(self.constants | arrays)[path] for path in self.paths]
-        return inspect.BoundArguments(self.signature, self.treedef.unflatten(leaves))
-
-    def call(self, arrays: dict[str, Any], substitute: Callable, rng_key: Any = 0) -> dict[str, dict]:
-        """Run the model with other arrays under a substitution; return its trace.
-
-        What is neither substituted nor observed is drawn.
-        """
-        handlers, given = module("numpyro.handlers"), self.arguments(arrays)
-        model = handlers.substitute(handlers.seed(self.model, rng_key), substitute_fn=substitute)
-        with jax.numpy_rank_promotion("allow"):  # NumPyro's own code relies on it
-            return handlers.trace(model).get_trace(*given.args, **given.kwargs)
-
-    def trace(self) -> dict[str, dict]:
-        """Run the model in the abstract, on everything, from NumPyro's own start.
-
-        Latents get two entries more, ``bijection`` and the shape of their ``unconstrained`` value.
-        """
-
-        def run(arrays: dict[str, Any]) -> None:
-            found.update(self.call(arrays, module("numpyro.infer").init_to_uniform))
-            for name, site in found.items():
-                if site["type"] == "sample" and not site["is_observed"]:
-                    site |= _unconstrained(name, site)
-
-        found: dict[str, dict] = {}
-        try:
-            jax.eval_shape(run, unpadded(self.arrays))
-        except (TypeError, AttributeError) as error:
-            if not self.lists:
-                raise
-            raise TypeError(
-                f"the model fails: {error}. Its arguments {list(self.lists)} are Python lists, which "
-                "do not compute as arrays do: pass numpy.asarray(...) of them"
-            ) from error
-        return found
-
-
-def _unconstrained(name: str, site: dict) -> dict[str, Any]:
-    """Return a latent's bijection, and the shape of its unconstrained value."""
-    support = site["fn"].support
-    if support.is_discrete:
-        raise must_be_continuous(f"site {name!r} is discrete (support {support})")
-    bijection, shape = bijection_for(name, f"site {name!r}", site["fn"], _shape(site))
-    if isinstance(bijection, ByModel) and "_scan_current_index" in site["infer"]:
+    if "bounds" in site:
+        bijection, reads = site["bounds"]
+        is_whole = plate_arrays is None
+        if is_whole or not (reads & plate_arrays or any(map(jnp.ndim, jax.tree.leaves(bijection)))):
+            return bijection
+    if isinstance(site["bijection"], ByModel) and "_scan_current_index" in site["infer"]:
         raise ValueError(
-            f"site {name!r}: its support {support} depends on other values of a scan. Sample it on a "
-            "fixed support, and scale it in the model"
+            f"site {name!r}: its support {site['fn'].support} depends on other values of a scan. "
+            "Sample it on a fixed support, and scale it in the model"
         )
-    return {"bijection": bijection, "unconstrained": shape}
+    return site["bijection"]
 
 
-def _shape(msg: dict) -> tuple[int, ...]:
-    """Shape of a site's value; a plate has made ``sample_shape`` a part of the distribution's own."""
-    return (*msg["kwargs"].get("sample_shape", ()), *msg["fn"].shape())
+def _check_streams(bound: Bound, num_rows: dict[str, int]) -> None:
+    """Raise where the model looks at an argument that has the rows of a sharded plate."""
+    for plate, num in num_rows.items():
+        for name, x in bound.looked_at.items():
+            if np.ndim(x) and len(x) == num:
+                raise CannotStream(
+                    plate,
+                    f"the model looks at the values of its argument {name} while it is traced "
+                    "(np.unique(x), int(x.max())). Compute what it needs of them before, and pass that "
+                    "as an argument",
+                )
 
 
 def read_sites(bound: Bound, sites: dict, sharded: dict[str, tuple[int, Any]]) -> "NumpyroModel":
     """Read the sites of a trace; ``sharded`` names plates with their rows and mesh axes."""
-    if any(site["type"] == "param" for site in sites.values()):
-        raise ValueError("the model has numpyro.param sites; HMC samples sample sites only")
+    num_rows = {name: size for name, (size, _) in sharded.items()}
+    over = {name: axes for name, (_, axes) in sharded.items()}
+    _check_streams(bound, num_rows)
+    plate_of_leaf = rows_of_plates(bound.arrays, num_rows, over)
+    row_arrays = {n for n, p in zip(sorted(bound.arrays), plate_of_leaf, strict=True) if p is not None}
     row_axis, plate_of, found = {}, {}, []
     for name, site in ((n, s) for n, s in sites.items() if s["type"] == "sample"):
         frames = [f for f in site["cond_indep_stack"] if f.name in sharded]
@@ -157,26 +83,24 @@ def read_sites(bound: Bound, sites: dict, sharded: dict[str, tuple[int, Any]]) -
             plate_of[name] = frame.name
         latent, bijection = None, None
         if not site["is_observed"]:
-            shape, bijection = list(site["unconstrained"]), site["bijection"]
+            shape = list(site["unconstrained"])
+            bijection = _bijection(name, site, row_arrays if frames else None)
             if frames:
                 shape.insert(0, shape.pop(row_axis[name]))
             latent = jax.ShapeDtypeStruct(tuple(shape), site["value"].dtype)
         found.append(Site(name, plate_of.get(name), latent, bijection))
     by_model = {s.name for s in found if isinstance(s.bijection, ByModel)}
-    num_rows = {name: size for name, (size, _) in sharded.items()}
-    over = {name: axes for name, (_, axes) in sharded.items()}
     return NumpyroModel(
-        name=getattr(bound.model, "__name__", type(bound.model).__name__),
+        name=bound.name,
         door="from_numpyro",
         args=bound.arrays,
         sites=tuple(found),
-        plate_of_leaf=rows_of_plates(bound.arrays, num_rows, over),
+        plate_of_leaf=plate_of_leaf,
         num_rows=num_rows,
         derived_names=tuple(
             n for n, s in sites.items() if s["type"] == "deterministic" or n in by_model
         ),
-        # Functions of the target hold it, and take the arrays as arguments.
-        bound=replace(bound, arrays={}),
+        bound=bound.without_arrays(),
         row_axis=row_axis,
         plate_of=plate_of,
     )
@@ -241,9 +165,10 @@ class NumpyroModel(SiteModel):
     def numpyros_log_density(self, position: dict, arrays: dict) -> jax.Array:
         """Return NumPyro's own log density, of everything at once."""
         potential_energy = module("numpyro.infer.util").potential_energy
-        given = self.bound.arguments(arrays)
-        with jax.numpy_rank_promotion("allow"):
-            seeded = module("numpyro.handlers").seed(self.bound.model, 0)
+        model, given = self.bound.opened(arrays)
+        seeded = module("numpyro.handlers").seed(model, 0)
+        jacobians = tuple(f"_{name}_log_det" for name in self.latents)
+        with jax.numpy_rank_promotion("allow"), unscaled(jacobians):
             return -potential_energy(seeded, given.args, given.kwargs, self._as_numpyro(position))
 
     def trace(self, values: dict, arrays: dict, sizes: dict) -> dict[str, dict]:
@@ -255,12 +180,9 @@ class NumpyroModel(SiteModel):
         name = msg["name"]
         if msg["type"] == "plate":
             return jnp.arange(sizes[name]) if name in sizes else None
-        if msg["type"] != "sample" or name not in values:
-            return None
-        if name in self.by_model:
+        if msg["type"] == "sample" and name in values and name in self.by_model:
             return constrained(bijection_of(f"site {name!r}", msg["fn"]), values[name])
-        value, index = values[name], msg["infer"].get("_scan_current_index")
-        return value if index is None or value.ndim <= len(_shape(msg)) else value[index]
+        return given(values, msg)
 
     def _as_numpyro(self, values: dict) -> dict[str, jax.Array]:
         """Move the rows from the first axis to where NumPyro has them."""
@@ -283,6 +205,18 @@ class NumpyroModel(SiteModel):
             x = self._as_numpyro({name: values[name]})[name]
             out = out + log_jacobian_of(bijection, x, site["value"], out.ndim)
         return jnp.moveaxis(out, self.row_axis[name], 0) if plate else out
+
+
+def unscaled(names: tuple[str, ...]) -> Any:
+    """Return a handler that takes scales and masks off some sites."""
+
+    class Unscaled(module("numpyro.primitives").Messenger):
+        def process_message(self, msg: dict) -> None:
+            if msg["type"] == "sample" and msg["name"] in names:
+                msg["scale"] = None
+                msg["fn"] = getattr(msg["fn"], "base_dist", msg["fn"])
+
+    return Unscaled()
 
 
 def log_prob(distribution: Any, value: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ then the sum of its sites' log probabilities in that row.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -126,7 +126,7 @@ class SiteModel(ABC):
     @property
     def by_model(self) -> frozenset[str]:
         """Latents that come unconstrained, as only the model knows their support."""
-        return frozenset(n for n, b in self.bijections.items() if isinstance(b, ByModel))
+        return frozenset(s.name for s in self.sites if is_by_model(s))
 
     def posterior(self) -> Posterior:
         """Build the target.
@@ -142,13 +142,13 @@ class SiteModel(ABC):
         model, function = self.without_arrays(), partial(of_model, self.door)
         plates = [
             Plate(
-                function(_named(partial(model._rows, plate), f"{self.name}.{plate}"), *standins),
+                function(_Named(partial(model._rows, plate), f"{self.name}.{plate}"), *standins),
                 self._leaves_of(plate),
                 local=tuple(s.name for s in self.sites if s.plate == plate and s.latent is not None),
             )
             for plate in self.num_rows
         ]
-        prior = function(_named(model._prior, self.name), *standins)
+        prior = function(_Named(model._prior, self.name), *standins)
         return tree.replace(
             Posterior(prior, *plates, bijections=self.bijections or None),
             latents=tuple(self.latents.items()),
@@ -159,7 +159,9 @@ class SiteModel(ABC):
     def without_arrays(self) -> Self:
         """Return what functions of a target hold: data of other values are no other program."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.args)
-        return tree.replace(self, args=shapes)
+        # The posterior has the bijections, whose bounds may be data.
+        bare = (replace(s, bijection=s.bijection if is_by_model(s) else None) for s in self.sites)
+        return tree.replace(self, args=shapes, sites=tuple(bare))
 
     def _prior(self, leaves: list, dummies: dict, params: PyTree) -> dict[str, jax.Array]:
         """Log probabilities of the sites outside of sharded plates."""
@@ -241,6 +243,11 @@ class SiteModel(ABC):
         return jax.tree.structure(self.args, is_leaf=is_padded).unflatten(leaves)
 
 
+def is_by_model(site: Site) -> bool:
+    """Tell whether only the model knows a latent's support."""
+    return isinstance(site.bijection, ByModel)
+
+
 def rows_of_plates(args: PyTree, num_rows: dict[str, int], axes: dict[str, Any]) -> tuple:
     """Find the plate whose rows each leaf of the arguments has, by length and mesh axis.
 
@@ -287,9 +294,19 @@ def _first_row(values: Any) -> Any:
     return jnp.asarray(np.asarray(to_host(values[:1])))
 
 
-def _named(function: Callable, name: str) -> Callable:
-    def named(*args):
-        return function(*args)
+@dataclass(frozen=True, eq=False)
+class _Named:
+    """A function under the name that messages have for it; it pickles, as draws do that hold it."""
 
-    named.__name__ = name
-    return named
+    function: Callable
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:  # without the model, which may have placeholders for its arrays
+        return self.name

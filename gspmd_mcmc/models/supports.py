@@ -39,8 +39,8 @@ def is_of_tfp(distribution: Any) -> bool:
 
 
 def is_of_numpyro(distribution: Any) -> bool:
-    """Tell whether a distribution is NumPyro's."""
-    return type(distribution).__module__.startswith("numpyro.")
+    """Tell whether a distribution is NumPyro's, or a user's that derives from one."""
+    return any(cls.__module__.startswith("numpyro.") for cls in type(distribution).__mro__)
 
 
 def bijection_of(what: str, distribution: Any) -> Any:
@@ -67,6 +67,15 @@ def bijection_of(what: str, distribution: Any) -> Any:
     return _OfTFP(bijector, len(tuple(distribution.event_shape)))
 
 
+def is_tree(thing: Any) -> bool:
+    """Tell whether a support or a bijection is a pytree; those that NumPyro makes of TFP's are none."""
+    try:
+        jax.tree.leaves(thing)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def bijection_for(
     name: str, what: str, distribution: Any, shape: tuple[int, ...]
 ) -> tuple[Any, tuple[int, ...]]:
@@ -75,9 +84,9 @@ def bijection_for(
     That is `ByModel` where the support depends on what a program computes; TFP's objects too are asked
     each time, as they need not be pytrees.
     """
-    is_known = is_of_numpyro(distribution) and not any(
-        is_traced(x) for x in jax.tree.leaves(distribution.support)
-    )
+    support = distribution.support if is_of_numpyro(distribution) else None
+    is_known = is_tree(support) and not any(map(is_traced, jax.tree.leaves(support)))
+    is_known = is_known and support is not None
     if is_known:
         with jax.ensure_compile_time_eval():  # arrays, where a model is being traced
             bijection = bijection_of(what, distribution)

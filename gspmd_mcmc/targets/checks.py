@@ -25,6 +25,8 @@ IN_PROGRAMS = {
     "sample": "num_chains= makes chains, and a loop goes over data sets. A program of your own takes "
     "the kernel as an argument and loops over steps: jax.jit(lambda kernel, keys, state: "
     "jax.lax.scan(lambda state, key: kernel.step(key, state), state, keys))",
+    "from_numpyro": "Other data of the same shapes compile nothing new. A program of your own takes "
+    "the kernel as an argument: step = jax.jit(type(kernel).step); step(kernel, rng_key, state)",
     "find_mode": "A loop goes over starts",
 }
 

@@ -43,6 +43,15 @@ class Rows:
     specs: tuple[tuple, ...]
     platform: str
 
+    def __getstate__(self) -> dict:
+        if self.mesh is not None:
+            raise TypeError(
+                "pickle: rows lie over a mesh, and its devices are those of this process. Pickle "
+                "jax.tree.map(numpy.asarray, draws.position), keep draws.to_datatree(), or sample with "
+                "to=ZarrSink(folder)"
+            )
+        return vars(self)
+
     @property
     def num_blocks(self) -> int:
         """In how many blocks the rows lie: the product of their mesh axes."""
