@@ -195,7 +195,7 @@ def test_what_no_statistic_sees_is_noted_whatever_the_draws(good):
     assert found.warnings == good.warnings and found.notes == [gm.MCLMC.note] and good.notes == []
     out = io.StringIO()
     Console(file=out, width=300).print(found)
-    page = found._repr_mimebundle_([], [])["text/html"]
+    page = found._repr_mimebundle_([], [])["text/html"]  # pyright: ignore[reportAttributeAccessIssue]
     assert all("These draws are biased" in text for text in (str(found), out.getvalue(), page))
     assert "These draws are biased" not in str(good)
     assert {k.note for k in (gm.HMC, gm.JitteredHMC, gm.NUTS, gm.MAMS)} == {""}
