@@ -81,10 +81,10 @@ class Stopwatch:
         """Leapfrogs in a second in which nothing was compiled."""
         return self.leapfrogs / max(self.seconds - self.compile_seconds, 1e-9)
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event.startswith("/jax/core/compile/"):
             end = time.perf_counter()
-            self._intervals.append((end - duration, end))
+            self._intervals.append((end - duration_secs, end))
 
     def _union(self) -> float:
         """Length of the union of the intervals: tracing a program includes tracing its parts."""

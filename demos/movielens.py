@@ -259,7 +259,7 @@ def score(probabilities):
     return [float(x) for x in scores(probabilities[:num_users], all_cells)]
 
 
-def compare(draws, averaged):
+def compare(draws, averaged, mode):
     """Score four predictions of the hidden cells: recall and log likelihood of each."""
 
     def of_one(position):
@@ -282,7 +282,7 @@ with console.status(f"averaging {num_draws} draws"):
     positions = by_users(flat)
     averaged, choices = predict(positions, plate.data)
     choices_report = gm.communication(predict, positions, plate.data)
-    results = compare(flat, averaged) if hidden_share else {}
+    results = compare(flat, averaged, mode) if hidden_share else {}
     averaged, choices = np.asarray(averaged)[:num_users], np.asarray(choices)[:, :num_users]
 
 table = Table(title="on the hidden cells")
@@ -522,8 +522,8 @@ panels = [
 ]
 figure = plt.figure(figsize=(15, 13), layout="constrained")
 lines = figure.add_gridspec(3, 1, height_ratios=[1, 1.2, 1.2])
-for line, plots in zip(lines, panels, strict=True):
-    axes = figure.add_subfigure(line).subplots(1, len(plots), squeeze=False)
+for number, plots in enumerate(panels):
+    axes = figure.add_subfigure(lines[number]).subplots(1, len(plots), squeeze=False)
     for axis, plot in zip(axes[0], plots, strict=True):
         plot(axis)
 size = f"{num_users} x {num_movies} cells on {len(devices)} devices"

@@ -96,8 +96,8 @@ def hit_rates(choices, cells, probabilities, groups):
     """
     chosen = choices.T  # [users, draws]
     of_choice = np.take_along_axis(cells, chosen, axis=1)
-    counts = np.sum(is_hidden(of_choice), axis=1)
-    hits = np.sum(is_hidden(of_choice) * is_watched(of_choice), axis=1, dtype=np.int64)
+    counts = np.count_nonzero(is_hidden(of_choice), axis=1)
+    hits = np.count_nonzero(is_hidden(of_choice) & (is_watched(of_choice) == 1), axis=1)
     chance = np.take_along_axis(probabilities, chosen, axis=1)
     expected = np.sum(np.where(is_hidden(of_choice), chance, 0.0), axis=1)
     return [_ratio(hits[g], expected[g], counts[g]) for g in groups]

@@ -221,7 +221,7 @@ def _missing(place: Path | zipfile.Path) -> list[str]:
     return [name for name in (_RATINGS, _MOVIES) if not (place / name).is_file()]
 
 
-def _read_zip(path: Path, sizes: Sizes, source: str) -> Watched:
+def _read_zip(path: Path, sizes: Sizes | None, source: str) -> Watched:
     try:
         with zipfile.ZipFile(path) as archive:
             top = zipfile.Path(archive)
@@ -234,7 +234,7 @@ def _read_zip(path: Path, sizes: Sizes, source: str) -> Watched:
         raise ValueError(f"{path}: expected a whole zip file, got: {error}") from error
 
 
-def _read_place(place: Path | zipfile.Path, sizes: Sizes, source: str) -> Watched:
+def _read_place(place: Path | zipfile.Path, sizes: Sizes | None, source: str) -> Watched:
     movies_path, ratings_path = place / _MOVIES, place / _RATINGS
     movies = _parse_movies(movies_path.read_bytes(), str(movies_path))
     ratings = _parse_ratings(ratings_path.read_bytes(), str(ratings_path))
