@@ -37,13 +37,14 @@ AS_A_USERS_PROCESS = dict(os.environ)  # the variables of one
 # The slowest files, the slowest first: begun in this order, so that both processes end together. The
 # summary of a run of many files tells how long each took.
 LONG = (
-    *("test_processes", "test_readme", "test_from_numpyro", "test_resume", "test_survival"),
-    *("test_sample", "test_local_latents", "test_stuck_chains", "test_demos", "test_kernel_contract"),
-    *("test_retracing", "test_chees", "test_warmup", "test_mesh_equivalence", "test_explicit_mesh"),
-    *("test_supports", "test_validation", "test_summary", "test_sinks", "test_resolution"),
-    *("test_isokinetic", "test_sharded", "test_plan", "test_calibration", "test_invariance"),
-    *("test_neural_network", "test_plan_a_pod", "test_metrics", "test_sharded_distributions"),
-    *("test_bad_input",),
+    *("test_processes", "test_from_numpyro", "test_readme", "test_demos", "test_resume"),
+    *("test_local_latents", "test_kernel_contract", "test_sample", "test_stuck_chains"),
+    *("test_survival", "test_explicit_mesh", "test_warmup", "test_plan", "test_sinks"),
+    *("test_coming_from", "test_chees", "test_supports", "test_isokinetic"),
+    *("test_mesh_equivalence", "test_bad_input", "test_sharded", "test_retracing"),
+    *("test_calibration", "test_metrics", "test_invariance", "test_sharded_distributions"),
+    *("test_from_numpyro_users", "test_validation", "test_joint", "test_architecture"),
+    *("test_diagnostics", "test_bijections", "test_resolution", "test_energy", "test_tfp"),
 )
 LEAST_SECONDS = 10.0
 

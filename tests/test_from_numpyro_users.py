@@ -404,7 +404,7 @@ def target():
 
 
 def test_a_program_takes_the_kernel_and_neither_a_model_nor_a_run():
-    match = r"step = jax.jit\(type\(kernel\).step\); step\(kernel, rng_key, state\)"
+    match = "A program of your own takes the kernel as an argument"
     with pytest.raises(TypeError, match="from_numpyro: .*" + match):
         jax.jit(lambda y: gm.from_numpyro(regression, X, y).origin())(Y)
     outside = target()

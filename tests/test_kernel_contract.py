@@ -76,7 +76,8 @@ def jittered_hmc(target, step_size, metric=None, **options):
 
 
 def nuts(target, step_size, metric=None, **options):
-    return gm.NUTS(target, step_size, metric, **({"max_tree_depth": 6} | options))
+    settings: Any = {"max_tree_depth": 6} | options
+    return gm.NUTS(target, step_size, metric, **settings)
 
 
 def mams(target, step_size, metric=None, **options):

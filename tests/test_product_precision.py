@@ -18,7 +18,6 @@ from scipy import stats
 import gspmd_mcmc as gm
 from benchmarks.emulation import Emulated, emulated
 from gspmd_mcmc import LowRank, Rotated, tree
-from gspmd_mcmc.adaptation import own_step_size
 from gspmd_mcmc.adaptation.hmc_burn_in import BurnInHMC
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric
@@ -26,6 +25,7 @@ from gspmd_mcmc.kernels.metrics.low_rank_metric import LowRankMetric
 from gspmd_mcmc.kernels.metrics.rotated_metric import RotatedMetric
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.identity import facts_of_run, require_same
+from gspmd_mcmc.sampling.run import Plan
 from gspmd_mcmc.targets import likelihoods
 from gspmd_mcmc.tree import pytree
 
@@ -338,12 +338,11 @@ def test_kernels_that_stand_for_another_have_its_precision(name):
     """Else the first gradient of their trajectories, which is the state's, would be of another one."""
     kernel = KERNELS[name](regression("tpu"), gradient_precision="bfloat16")
     burn_in = BurnInHMC.of(kernel)
-    stand_ins = (
+    stand_ins: Any = (
         kernel.with_jitter(jax.random.key(0), jnp.int32(0)),
         kernel.one_leapfrog(),
         burn_in.with_jitter(jax.random.key(0), jnp.int32(0)).hmc,
-        burn_in.one_leapfrog().with_jitter(jax.random.key(0), jnp.int32(0)).hmc,
-        own_step_size._hmc(kernel, jnp.int32(1)),
+        burn_in.one_leapfrog().hmc,
     )
     assert {k.gradient_precision for k in stand_ins} == {"bfloat16"}
 
@@ -354,7 +353,8 @@ def test_the_precision_is_a_part_of_a_runs_identity():
 
     def facts(precision):
         kernel = KERNELS["HMC"](target, gradient_precision=precision)
-        return facts_of_run(jax.random.key(0), kernel, gm.WindowAdaptation(), Partial(flat), layout, {})
+        plan = Plan(jax.random.key(0), gm.WindowAdaptation(), Partial(flat), None, 1, 0, 1, 1)
+        return facts_of_run(plan, kernel, layout)
 
     require_same(facts("bfloat16"), facts("bfloat16"), "folder")
     with pytest.raises(

@@ -90,7 +90,8 @@ def test_a_warm_up_is_no_function_of_a_kernel():
 def test_a_metric_is_left_alone_while_many_chains_tune_the_length(own):
     kernel = gm.JitteredHMC(TARGET, 0.1, 1.0, inverse_mass_matrix=own)
     warmup = gm.ChEESAdaptation(adapt_mass_matrix=False)
-    kept = sample(kernel=kernel, warmup=warmup, num_chains=32, num_warmup=40, num_samples=0).kernel
+    options = {"num_chains": 32, "num_warmup": 40, "num_samples": 0}
+    kept: Any = sample(kernel=kernel, warmup=warmup, **options).kernel
     assert tree_equal(kept.inverse_mass_matrix, own)
     assert kept.step_size != kernel.step_size and kept.trajectory_length != kernel.trajectory_length
 
@@ -115,7 +116,7 @@ def test_a_dense_metric_becomes_the_covariance():
     options = {"num_chains": 1, "num_warmup": 20_000, "num_samples": 0}
     warmup = gm.WindowAdaptation(metric=gm.Dense())
     kernel = gm.JitteredHMC(PAIRED, 0.1, 2.0)
-    tuned = sample(PAIRED, jnp.zeros(2), kernel=kernel, warmup=warmup, **options).kernel
+    tuned: Any = sample(PAIRED, jnp.zeros(2), kernel=kernel, warmup=warmup, **options).kernel
     assert tuned.trajectory_length == 2
     learned = jax.vmap(tuned.velocity)(jnp.eye(2))
     within(np.abs(learned / COVARIANCE - 1).max(), 0.1, "error of the metric")

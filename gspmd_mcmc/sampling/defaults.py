@@ -83,7 +83,7 @@ def chosen_warmup(
 
 def kernel_for(target: Target, num_chains: int, max_tree_depth: int | None = None) -> Kernel:
     """Return the default kernel; raise if a depth is given, and so many chains build no trees."""
-    depth = {} if max_tree_depth is None else {"max_tree_depth": max_tree_depth}
+    depth: dict[str, Any] = {} if max_tree_depth is None else {"max_tree_depth": max_tree_depth}
     if num_chains < MANY_CHAINS:
         return NUTS(target, 0.1, **depth)
     if depth:
