@@ -177,7 +177,7 @@ def test_an_asynchronous_collective_counts_once():
     assert (sent.kind, sent.group_size, sent.num_bytes, sent.operand_bytes, sent.runs) == (
         *("all-gather", 8, 8 * SMALL, SMALL, 1),
     )
-    assert work.runs("all-gather") == 1 and work.runs("all-reduce") == 0
+    assert work.count("all-gather") == 1 and work.count("all-reduce") == 0
 
 
 # Loops and branches.
@@ -221,6 +221,7 @@ def test_one_iteration_of_a_loop_has_its_condition():
     work = work_of(program, "leapfrog")
     assert (work.bytes_read, work.bytes_written, work.kernels) == (READ, WRITTEN, 2)
     assert work.other_flops == 64_000 + 1
+    assert work.readbacks == 1  # of the condition: the compiler does not know the trips
 
 
 def test_an_inner_loop_counts_by_its_trips():
@@ -234,6 +235,7 @@ def test_an_inner_loop_counts_by_its_trips():
     )  # fmt: skip
     work = work_of(program, "leapfrog")
     assert (work.bytes_read, work.bytes_written) == (7 * READ + 8, 7 * WRITTEN + 1)
+    assert work.readbacks == 1  # of the outer loop alone
     whole = work_of(program, trips={"leapfrog": 3})
     assert (whole.bytes_read, whole.kernels) == (3 * work.bytes_read, 3 * work.kernels)
 
@@ -310,7 +312,7 @@ def test_a_product_has_its_sizes_and_its_precision(line, product):
             f"ROOT %o = {line}",
         )
     )
-    assert work.products == (product,)
+    assert work.each[-1].products == (product,)
     assert work.product_flops == {product.factors: product.flops}
     assert work.other_flops == 0
 

@@ -34,12 +34,11 @@ class Product:
     rows: int
     terms: int
     columns: int
-    runs: int = 1
 
     @property
     def flops(self) -> int:
         """Floating-point operations: a product of n terms counts 2 n."""
-        return 2 * self.rows * self.terms * self.columns * self.runs
+        return 2 * self.rows * self.terms * self.columns
 
 
 def flops_of(

@@ -27,7 +27,48 @@ from gspmd_mcmc.views.program.report import Traffic
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # The computations of these run operation by operation, not as one kernel.
 _DESCENDED = frozenset(("while", "call", "conditional", "async-start"))
-_Scheduled = tuple[Operation, Mapping[str, Operation]]  # an operation and those beside it
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operation that a device starts, and how often it runs; the other numbers are of one run.
+
+    Attributes
+    ----------
+    name
+        As the text has it.
+    source
+        The line of Python that it comes from, or nothing.
+    bytes_read, bytes_written, tile_bytes
+        As of `Work`.
+    products, other_flops
+        Matrix products and convolutions with their sizes; floating-point operations of everything else.
+    collectives
+        What it sends.
+    estimated_cycles
+        The compiler's own estimate, where the text has it (TPU).
+    """
+
+    name: str
+    source: str
+    bytes_read: int
+    bytes_written: int
+    tile_bytes: int
+    products: tuple[Product, ...]
+    other_flops: int
+    collectives: tuple[Traffic, ...]
+    estimated_cycles: int | None
+    runs: int = 1
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of elements that one run reads and writes."""
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that pass through memory in one run, with those that tiles add."""
+        return self.bytes_moved + self.tile_bytes
 
 
 @dataclass(frozen=True)
@@ -36,37 +77,33 @@ class Work:
 
     Attributes
     ----------
-    bytes_read, bytes_written
-        Between the device's memory and its processors: the operands and results of every kernel. Of an
-        operand that a kernel only slices, the slice; of an array that is updated in place, the update.
-        What stays in a TPU's memory on the chip, by its layout ``S(1)``, is not moved. What a GPU finds
-        in its cache is not known to the compiler, and counts.
-    tile_bytes
-        What a TPU moves besides, because it lays arrays out in whole tiles: a dimension of 10 in tiles
-        of 128 moves 12.8 times its bytes.
-    kernels
-        Operations that the device starts one after the other. A call of a library counts as one.
-    products
-        Matrix products and convolutions, each with its sizes and how often it runs.
-    other_flops
-        All others: one an element of each elementwise operation or reduction.
-    collectives
-        What is sent, each kind and size with how often it runs. Groups of unknown size have 0 devices.
-    estimated_cycles
-        The sum of the compiler's own estimates, where the text has them (TPU); None where it has none.
+    each
+        Every kernel, with how often it runs.
+    readbacks
+        How often a loop whose trip count the compiler does not know tests whether to go on: a GPU's
+        host waits for that.
     notes
         What to know about the counts: which branch of a conditional, which loops.
     """
 
-    bytes_read: int = 0
-    bytes_written: int = 0
-    tile_bytes: int = 0
-    kernels: int = 0
-    products: tuple[Product, ...] = ()
-    other_flops: int = 0
-    collectives: tuple[Traffic, ...] = ()
-    estimated_cycles: int | None = None
+    each: tuple[Kernel, ...] = ()
+    readbacks: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes from the device's memory to its processors: the operands of every kernel.
+
+        Of an operand that a kernel only slices, the slice; of an array that is updated in place, the
+        update. What stays in a TPU's memory on the chip, by its layout ``S(1)``, is not moved. What a
+        GPU finds in its cache is not known to the compiler, and counts.
+        """
+        return sum(kernel.bytes_read * kernel.runs for kernel in self.each)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes from the processors to memory: the results of every kernel."""
+        return sum(kernel.bytes_written * kernel.runs for kernel in self.each)
 
     @property
     def bytes_moved(self) -> int:
@@ -74,12 +111,12 @@ class Work:
         return self.bytes_read + self.bytes_written
 
     @property
-    def product_flops(self) -> dict[str, int]:
-        """Floating-point operations of products, by what is multiplied: ``"bf16"``, ``"f32 high"``."""
-        found: Counter[str] = Counter()
-        for product in self.products:
-            found[product.factors] += product.flops
-        return dict(found)
+    def tile_bytes(self) -> int:
+        """Bytes that a TPU moves besides, because it lays arrays out in whole tiles.
+
+        A dimension of 10 in tiles of 128 moves 12.8 times its bytes.
+        """
+        return sum(kernel.tile_bytes * kernel.runs for kernel in self.each)
 
     @property
     def memory_bytes(self) -> int:
@@ -87,42 +124,60 @@ class Work:
         return self.bytes_moved + self.tile_bytes
 
     @property
+    def kernels(self) -> int:
+        """Operations that the device starts one after the other; a call of a library counts as one."""
+        return sum(kernel.runs for kernel in self.each)
+
+    @property
+    def product_flops(self) -> dict[str, int]:
+        """Floating-point operations of matrix products and convolutions, by what is multiplied.
+
+        Keys: the dtype of the factors, with the precision that the text states: ``"f32 high"``.
+        """
+        found: Counter[str] = Counter()
+        for kernel in self.each:
+            for product in kernel.products:
+                found[product.factors] += product.flops * kernel.runs
+        return dict(found)
+
+    @property
+    def other_flops(self) -> int:
+        """Floating-point operations of the rest: one an element of what is computed or reduced."""
+        return sum(kernel.other_flops * kernel.runs for kernel in self.each)
+
+    @property
+    def collectives(self) -> tuple[Traffic, ...]:
+        """What is sent, with how often; where groups could not be read they have 0 devices."""
+        return tuple(
+            replace(sent, runs=sent.runs * kernel.runs)
+            for kernel in self.each
+            for sent in kernel.collectives
+            if kernel.runs
+        )
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes of the results of all collectives, each as often as it runs."""
         return sum(c.num_bytes * c.runs for c in self.collectives)
 
-    def runs(self, kind: str) -> int:
-        """How often collectives of a kind run, ``"all-reduce"``."""
+    @property
+    def estimated_cycles(self) -> int | None:
+        """The sum of the compiler's own estimates, where the text has them (TPU)."""
+        known = [k.estimated_cycles * k.runs for k in self.each if k.estimated_cycles is not None]
+        return sum(known) if known else None
+
+    def count(self, kind: str) -> int:
+        """How often collectives of a kind run, such as ``"all-reduce"``."""
         return sum(c.runs for c in self.collectives if c.kind == kind)
 
     def __add__(self, other: "Work") -> "Work":
-        counted = [n for n in (self.estimated_cycles, other.estimated_cycles) if n is not None]
-        return Work(
-            bytes_read=self.bytes_read + other.bytes_read,
-            bytes_written=self.bytes_written + other.bytes_written,
-            tile_bytes=self.tile_bytes + other.tile_bytes,
-            kernels=self.kernels + other.kernels,
-            products=self.products + other.products,
-            other_flops=self.other_flops + other.other_flops,
-            collectives=self.collectives + other.collectives,
-            estimated_cycles=sum(counted) if counted else None,
-            notes=tuple(dict.fromkeys(self.notes + other.notes)),
-        )
+        notes = tuple(dict.fromkeys(self.notes + other.notes))
+        return Work(self.each + other.each, self.readbacks + other.readbacks, notes)
 
     def times(self, count: int) -> "Work":
         """Return this work done several times over."""
-        cycles = self.estimated_cycles
-        return Work(
-            bytes_read=self.bytes_read * count,
-            bytes_written=self.bytes_written * count,
-            tile_bytes=self.tile_bytes * count,
-            kernels=self.kernels * count,
-            products=tuple(replace(p, runs=p.runs * count) for p in self.products if count),
-            other_flops=self.other_flops * count,
-            collectives=tuple(replace(c, runs=c.runs * count) for c in self.collectives if count),
-            estimated_cycles=None if cycles is None else cycles * count,
-            notes=self.notes,
-        )
+        each = tuple(replace(kernel, runs=kernel.runs * count) for kernel in self.each)
+        return replace(self, each=each, readbacks=self.readbacks * count)
 
 
 def work_of(
@@ -161,25 +216,6 @@ def work_of(
     return replace(work, notes=work.notes + several) if len(loops) > 1 else work
 
 
-def scheduled(program: Program, within: str) -> Iterator[Operation]:
-    """Yield the kernels of one iteration of a loop, in all branches, inner loops once."""
-    for loop in _loops_named(program, program.entry, within):
-        for name in called_computations(loop):
-            yield from (o for o, _ in _flat(program, name) if is_kernel(o))
-
-
-def _flat(program: Program, computation: str) -> Iterator[_Scheduled]:
-    """Yield what a computation runs, with the computations that it calls, each once."""
-    operations = program.computations.get(computation, ())
-    siblings = {o.name: o for o in operations}
-    for operation in operations:
-        if operation.opcode not in _DESCENDED:
-            yield operation, siblings
-            continue
-        for name in called_computations(operation):
-            yield from _flat(program, name)
-
-
 def _loops_named(program: Program, computation: str, name: str) -> Iterator[Operation]:
     """Find the loops of a name; those inside of one are part of its iteration."""
     for operation in program.computations.get(computation, ()):
@@ -194,7 +230,8 @@ def _loops_named(program: Program, computation: str, name: str) -> Iterator[Oper
 
 def _iteration(program: Program, loop: Operation, trips: Mapping[str, int]) -> Work:
     """Return the work of a loop's condition and body."""
-    return sum((_computation(program, c, trips) for c in called_computations(loop)), Work())
+    readbacks = Work(readbacks=int(program.loop(loop).trips is None))
+    return sum((_computation(program, c, trips) for c in called_computations(loop)), readbacks)
 
 
 def _computation(program: Program, name: str, trips: Mapping[str, int]) -> Work:
@@ -243,16 +280,18 @@ def _kernel(program: Program, operation: Operation, siblings: Mapping[str, Opera
     products, rest = flops_of(program, operation, siblings)
     tiles: Amount = read + written
     cycles = _CYCLES.search(operation.attributes)
-    return Work(
+    kernel = Kernel(
+        name=operation.name,
+        source=str(next(iter(program.stack(operation)), "")),
         bytes_read=round(read.num_bytes),
         bytes_written=round(written.num_bytes),
         tile_bytes=round(tiles.tiled_bytes - tiles.num_bytes),
-        kernels=1,
         products=products,
         other_flops=rest,
         collectives=tuple(_collectives(program, operation, siblings)),
         estimated_cycles=int(cycles.group(1)) if cycles else None,
     )
+    return Work((kernel,))
 
 
 def _collectives(
