@@ -59,6 +59,7 @@ _BETWEEN_DEVICES = re.compile(
 )
 _TABLE_LINE = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_PACKAGE = f"{Path(__file__).parents[2]}/"
 _DTYPES = {
     **{"bfloat": "bf", "float": "f", "uint": "u", "int": "s"},
     **{"complex": "c", "bool": "pred"},
@@ -116,6 +117,12 @@ class Loop:
 
     def __str__(self) -> str:
         return f"{self.name} x {'?' if self.trips is None else self.trips}"
+
+
+def own_line(stack: tuple[Frame, ...]) -> str:
+    """Write the innermost line of the caller's own code, or else of this package; or nothing."""
+    own = [frame for frame in stack if not frame.file.startswith(_PACKAGE)]
+    return str((own or list(stack) or [""])[0])
 
 
 Step = tuple[Operation, str, tuple[Loop, ...]]  # an operation, its computation, the loops around it

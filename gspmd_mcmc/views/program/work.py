@@ -19,6 +19,7 @@ from gspmd_mcmc.views.program.hlo import (
     collective_kind,
     is_start,
     num_bytes_of,
+    own_line,
     result_shape,
 )
 from gspmd_mcmc.views.program.memory_traffic import Amount, fused_operations, is_kernel, moved
@@ -38,7 +39,7 @@ class Kernel:
     name
         As the text has it.
     source
-        The line of Python that it comes from, or nothing.
+        The line of Python that it comes from: of the caller's own code, if there is one.
     bytes_read, bytes_written, tile_bytes
         As of `Work`.
     products, other_flops
@@ -282,7 +283,7 @@ def _kernel(program: Program, operation: Operation, siblings: Mapping[str, Opera
     cycles = _CYCLES.search(operation.attributes)
     kernel = Kernel(
         name=operation.name,
-        source=str(next(iter(program.stack(operation)), "")),
+        source=own_line(program.stack(operation)),
         bytes_read=round(read.num_bytes),
         bytes_written=round(written.num_bytes),
         tile_bytes=round(tiles.tiled_bytes - tiles.num_bytes),
