@@ -3,8 +3,8 @@
 The gradient of ``effect[index]`` adds to one latent from many threads at once. jaxlib 0.10.2 makes a
 compare-and-swap loop of that in float32: threads that meet at a latent try again until each was alone.
 The fewer the latents, the longer it takes, and each run adds in another order. The HLO does not show
-it; the assembly (PTX), which ``--xla_dump_to`` keeps, does. Atomics on integers, and the integer maximum
-that a maximum of floats is made of, are exact and are no concern here.
+it; the assembly (PTX), which ``--xla_dump_to`` keeps, does. Atomics on integers, and the integer
+maximum that one of floats is made of, are exact and are no concern here.
 """
 
 import re
