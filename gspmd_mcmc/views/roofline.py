@@ -1,0 +1,310 @@
+"""The time of a leapfrog on a chip from what its program does there, what bounds it, and where to run.
+
+What a program moves, launches, multiplies and sends are facts of the compiler (`program.work`).
+Seconds are arithmetic: those facts over the peak figures of a kind of device. Kernels run one after the
+other, each as long as its bytes, its arithmetic or its launch takes, whichever is longest; collectives
+add what `collective_times` says of the wire.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from gspmd_mcmc.views.chips import LINKS, Accelerator, Interconnect, accelerator
+from gspmd_mcmc.views.collective_times import MODELED_KINDS, collective_seconds
+from gspmd_mcmc.views.notation import bytes_text
+from gspmd_mcmc.views.program.work import Kernel, Work
+from gspmd_mcmc.views.throughput import Throughput
+
+MOST_KERNELS = 3  # that are named
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds of some work on one kind of device, at best. ``print`` says what is fact and what is not.
+
+    Attributes
+    ----------
+    work
+        What the compiler's program does.
+    device
+        The kind of device.
+    throughput
+        What it does in a second at best.
+    wire_seconds
+        Seconds of the collectives.
+    data_bytes
+        Bytes of data that a device must read once; 0: not given.
+    unit
+        What the work is, one of them: "leapfrog".
+    """
+
+    work: Work
+    device: str
+    throughput: Throughput
+    wire_seconds: float
+    data_bytes: int = 0
+    unit: str = "leapfrog"
+
+    @cached_property
+    def memory_seconds(self) -> float:
+        """Seconds that memory takes for the bytes that pass through it."""
+        return self.work.memory_bytes / self.throughput.memory_bandwidth
+
+    @cached_property
+    def arithmetic_seconds(self) -> float:
+        """Seconds of products, padded to what a matrix unit takes, and of everything else."""
+        return sum(kernel.runs * self._arithmetic(kernel) for kernel in self.work.each)
+
+    @cached_property
+    def launch_seconds(self) -> float:
+        """Seconds of launching every kernel, and of reading back whether loops go on."""
+        waits = self.work.readbacks * self.throughput.readback_seconds
+        return self.work.kernels * self.throughput.launch_seconds + waits
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds at best, kernel after kernel."""
+        return self.seconds_of(1)
+
+    def seconds_of(self, factor: float) -> float:
+        """Seconds where each kernel has ``factor`` times its bytes and its arithmetic."""
+        kernels = sum(kernel.runs * self._longest(kernel, factor) for kernel in self.work.each)
+        return kernels + self.work.readbacks * self.throughput.readback_seconds + self.wire_seconds
+
+    @property
+    def per_second(self) -> float:
+        """How many fit into a second at best."""
+        return 1 / self.seconds if self.seconds else math.inf
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: "memory", "arithmetic", "launches" or "the wire"."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds of each of the four, as if there were nothing else."""
+        return {
+            "memory": self.memory_seconds,
+            "arithmetic": self.arithmetic_seconds,
+            "launches": self.launch_seconds,
+            "the wire": self.wire_seconds,
+        }
+
+    @property
+    def bytes_ratio(self) -> float | None:
+        """Bytes moved over the bytes of data that must be read once; None if those were not given."""
+        return self.work.bytes_moved / self.data_bytes if self.data_bytes else None
+
+    @property
+    def estimated_seconds(self) -> float | None:
+        """The compiler's own estimate of its kernels, where it has one and the clock is known (TPU)."""
+        cycles, clock = self.work.estimated_cycles, self.throughput.clock_hz
+        return None if cycles is None or clock is None else cycles / clock
+
+    def _arithmetic(self, kernel: Kernel) -> float:
+        products = sum(self.throughput.product_seconds(product) for product in kernel.products)
+        return products + kernel.other_flops / self.throughput.vector_flops
+
+    def _longest(self, kernel: Kernel, factor: float) -> float:
+        memory = kernel.memory_bytes / self.throughput.memory_bandwidth
+        return max(factor * memory, factor * self._arithmetic(kernel), self.throughput.launch_seconds)
+
+    def __str__(self) -> str:
+        """Write the compiler's facts, then the arithmetic on them."""
+        return "\n".join([*_facts(self), *_arithmetic_lines(self)])
+
+
+def roofline(
+    work: Work,
+    device: str | Accelerator,
+    *,
+    data_bytes: int = 0,
+    interconnect: Interconnect | Sequence[Interconnect] | None = None,
+    throughput: Throughput | None = None,
+    unit: str = "leapfrog",
+) -> Roofline:
+    """Return the seconds that some work takes on a kind of device at best, and what bounds it.
+
+    Parameters
+    ----------
+    work
+        What `work_of` counted, for one device.
+    device
+        Such as "H100 80GB", "TPU v3 core", or an `Accelerator`.
+    data_bytes
+        Bytes of data that a device holds and must read once: bytes moved stand against them.
+    interconnect
+        What joins the devices, or several, the innermost first; None: the usual ones of this device.
+    throughput
+        What the device does in a second, where it is not in the table: ``measure_cpu()``.
+    unit
+        What the work is, for the text.
+
+    Raises
+    ------
+    ValueError
+        If nothing is known of the device's throughput or of what joins it, or if the devices of a
+        collective are not known, or it is of a kind that has no formula.
+    """
+    name = device if isinstance(device, str) else device.name
+    if throughput is None:
+        throughput = accelerator(device).throughput
+    if throughput is None:
+        raise ValueError(
+            f"{name}: what it does in a second is not known. Give it: "
+            "roofline(..., throughput=Throughput(memory_bandwidth=..., product_flops=..., ...))"
+        )
+    is_one = isinstance(interconnect, Interconnect)
+    links = (interconnect,) if is_one else tuple(interconnect or LINKS.get(name, ()))
+    return Roofline(work, name, throughput, _wire_seconds(work, links, name), data_bytes, unit)
+
+
+def _wire_seconds(work: Work, links: tuple[Interconnect, ...], name: str) -> float:
+    seconds = 0.0
+    for sent in work.collectives:
+        if sent.group_size == 1:
+            continue
+        if not links:
+            raise ValueError(f"{name}: what joins its devices is not known: give interconnect=...")
+        if sent.group_size == 0 or sent.kind not in MODELED_KINDS:
+            raise ValueError(
+                f"{sent.kind} of {sent.num_bytes:,} bytes among groups of {sent.group_size} devices: "
+                f"its time is not known. Known: {', '.join(MODELED_KINDS)}, in groups that can be read"
+            )
+        num_bytes = sent.num_bytes if sent.kind == "all-gather" else sent.operand_bytes
+        seconds += sent.runs * collective_seconds(sent.kind, num_bytes, sent.group_size, links)
+    return seconds
+
+
+def _facts(found: Roofline) -> list[str]:
+    work, unit = found.work, found.unit
+    moved = f"{bytes_text(work.bytes_read)} read, {bytes_text(work.bytes_written)} written"
+    tiles = f", {bytes_text(work.tile_bytes)} more by whole tiles" if work.tile_bytes else ""
+    lines = [
+        f"One {unit} on one {found.device}, as its compiler has it (facts):",
+        f"  memory: {bytes_text(work.bytes_moved)} moved ({moved}){tiles}",
+    ]
+    if found.bytes_ratio is not None:
+        data = bytes_text(found.data_bytes)
+        lines.append(f"  the data are {data}: {found.bytes_ratio:.1f} times that is moved")
+    largest = sorted(work.each, key=lambda k: k.memory_bytes * k.runs, reverse=True)[:MOST_KERNELS]
+    for kernel in largest:
+        source = f", {kernel.source}" if kernel.source else ""
+        runs = f" x {kernel.runs}" if kernel.runs > 1 else ""
+        lines.append(f"    {kernel.name}{runs}: {bytes_text(kernel.bytes_moved)}{source}")
+    waits = f", {work.readbacks} reads of a loop's condition" if work.readbacks else ""
+    lines.append(f"  kernels: {work.kernels}{waits}")
+    products = ", ".join(f"{n / 1e9:.3g} GFLOP of {kind}" for kind, n in work.product_flops.items())
+    lines.append(f"  arithmetic: {products or 'no products'}; {work.other_flops / 1e9:.3g} GFLOP else")
+    for sent in work.collectives:
+        runs = f"{sent.runs} x " if sent.runs > 1 else ""
+        among = f"among {sent.group_size} devices"
+        lines.append(f"  sent: {runs}{sent.kind}, {bytes_text(sent.num_bytes)} {among}")
+    if found.estimated_seconds is not None:
+        cycles = f"{work.estimated_cycles:,} cycles"
+        lines.append(f"  its own estimate: {cycles}, {_time(found.estimated_seconds)}")
+    return lines + [f"  {note}" for note in work.notes]
+
+
+def _arithmetic_lines(found: Roofline) -> list[str]:
+    parts = ", ".join(f"{name} {_time(seconds)}" for name, seconds in found.parts.items())
+    return [
+        "From these, over the device's peak figures (arithmetic, at best):",
+        f"  {parts}",
+        f"  kernel after kernel {_time(found.seconds)}, bound by {found.bound}: "
+        f"{found.per_second:,.0f} {found.unit}s a second",
+    ]
+
+
+def _time(seconds: float) -> str:
+    """Write seconds with a unit that suits them."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
+
+
+# Where should this run?
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Seconds of a leapfrog on a card and on a CPU for numbers of chains, and which is the faster.
+
+    Attributes
+    ----------
+    card, cpu
+        Rooflines of the same model's programs, by their number of chains.
+    """
+
+    card: Mapping[int, Roofline]
+    cpu: Mapping[int, Roofline]
+
+    def ratio(self, chains: int) -> float:
+        """How many times as fast the card is; below 1 the CPU is faster."""
+        return _seconds_of(self.cpu, chains) / _seconds_of(self.card, chains)
+
+    @property
+    def card_wins_from(self) -> int | None:
+        """The least number of chains, a power of two, from which the card is faster; None: none."""
+        return next((n for n in (2**k for k in range(17)) if self.ratio(n) > 1), None)
+
+    def __str__(self) -> str:
+        """Say where to run, in words."""
+        least = min(self.card)
+        card, cpu = self.card[least], self.cpu[min(self.cpu)]
+        lines = [
+            f"{least} chain{'s' * (least > 1)}: {_time(card.seconds)} a {card.unit} on one "
+            f"{card.device} ({card.work.kernels} kernels, bound by {card.bound}), "
+            f"{_time(_seconds_of(self.cpu, least))} on {cpu.device} ({cpu.work.kernels} kernels, bound "
+            f"by {cpu.bound}): run it on the {'card' if self.ratio(least) > 1 else 'CPU'}",
+        ]
+        start = self.card_wins_from
+        if start is None:
+            lines.append("The card is not faster with up to 65,536 chains either.")
+        elif start > least:
+            lines.append(f"From about {start} chains on the card is faster.")
+        return "\n".join([*lines, _assumption(self)])
+
+
+def where_to_run(card: Mapping[int, Roofline], cpu: Mapping[int, Roofline]) -> Placement:
+    """Compare a model's programs on a card and on a CPU, with one number of chains or with several.
+
+    Parameters
+    ----------
+    card, cpu
+        Rooflines by number of chains: ``{1: roofline(...)}``. With one number, each kernel's bytes and
+        arithmetic are taken to grow with the chains, and their number to stay: too much for data that
+        all chains share. With two, such as 1 and 16, seconds lie on the line through both.
+
+    Raises
+    ------
+    ValueError
+        If one of them is empty or a number of chains is below 1.
+    """
+    for name, rooflines in (("card", card), ("cpu", cpu)):
+        if not rooflines or min(rooflines) < 1:
+            raise ValueError(f"{name}: rooflines by number of chains, 1 or more, not {list(rooflines)}")
+    return Placement(dict(card), dict(cpu))
+
+
+def _seconds_of(rooflines: Mapping[int, Roofline], chains: int) -> float:
+    """Return the seconds for a number of chains: compiled for, on a line through two, or scaled."""
+    if chains in rooflines:
+        return rooflines[chains].seconds
+    known = sorted(rooflines)
+    if len(known) == 1:
+        return rooflines[known[0]].seconds_of(chains / known[0])
+    above = next((i for i, n in enumerate(known) if n > chains), len(known) - 1)
+    low, high = known[max(above, 1) - 1], known[max(above, 1)]
+    start, end = rooflines[low].seconds, rooflines[high].seconds
+    return max(start + (end - start) * (chains - low) / (high - low), 0.0) or start
+
+
+def _assumption(placement: Placement) -> str:
+    if len(placement.card) == 1 or len(placement.cpu) == 1:
+        return "(Arithmetic: bytes and operations of a kernel grow with the chains, launches do not.)"
+    return "(Arithmetic: seconds of other numbers of chains lie on lines through those compiled for.)"
