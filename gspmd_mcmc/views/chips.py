@@ -19,7 +19,7 @@ from gspmd_mcmc.views.throughput import THROUGHPUTS, Throughput
 _TPU = "https://cloud.google.com/tpu/docs"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _GIB = 1 << 30
-_GPU = 0.75  # share of a GPU's memory that JAX takes
+GPU_SHARE = 0.75  # share of a GPU's memory that JAX takes
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ ACCELERATORS = {
         ("TPU v5e", 16 * _GIB, f"{_TPU}/v5e", 1.0),
         ("TPU v5p", 95 * _GIB, f"{_TPU}/v5p", 1.0),
         ("TPU v6e", 32 * _GIB, f"{_TPU}/v6e", 1.0),
-        ("T4", 16 * 10**9, f"{_NVIDIA}/tesla-t4", _GPU),
-        ("L4", 24 * 10**9, f"{_NVIDIA}/l4", _GPU),
-        ("V100 32GB", 32 * 10**9, f"{_NVIDIA}/v100", _GPU),
-        ("A100 40GB", 40 * 10**9, f"{_NVIDIA}/a100", _GPU),
-        ("A100 80GB", 80 * 10**9, f"{_NVIDIA}/a100", _GPU),
-        ("H100 80GB", 80 * 10**9, f"{_NVIDIA}/h100", _GPU),
-        ("H200", 141 * 10**9, f"{_NVIDIA}/h200", _GPU),
-        ("B200", 180 * 10**9, f"{_NVIDIA}/dgx-b200", _GPU),
+        ("T4", 16 * 10**9, f"{_NVIDIA}/tesla-t4", GPU_SHARE),
+        ("L4", 24 * 10**9, f"{_NVIDIA}/l4", GPU_SHARE),
+        ("V100 32GB", 32 * 10**9, f"{_NVIDIA}/v100", GPU_SHARE),
+        ("A100 40GB", 40 * 10**9, f"{_NVIDIA}/a100", GPU_SHARE),
+        ("A100 80GB", 80 * 10**9, f"{_NVIDIA}/a100", GPU_SHARE),
+        ("H100 80GB", 80 * 10**9, f"{_NVIDIA}/h100", GPU_SHARE),
+        ("H200", 141 * 10**9, f"{_NVIDIA}/h200", GPU_SHARE),
+        ("B200", 180 * 10**9, f"{_NVIDIA}/dgx-b200", GPU_SHARE),
     )
 }
 
