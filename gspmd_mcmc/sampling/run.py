@@ -208,6 +208,11 @@ class Run:
             step_size=float(told["step_size"]),
         )
 
+    def program(self) -> str:
+        """Return the text of the program of the steps; what has run is not compiled again."""
+        args = (self.state, self.adaptation, self.fixed, self.draw, not self.is_warm, 0, 1, 1)
+        return advance.lower(*args).compile().as_text() or ""
+
     @property
     def kernel(self) -> Kernel:
         """The kernel of the next step."""

@@ -24,7 +24,13 @@ from gspmd_mcmc.sampling import defaults, identity, resumption
 from gspmd_mcmc.sampling import start as starts
 from gspmd_mcmc.sampling.memory import explained
 from gspmd_mcmc.sampling.mode import Mode
-from gspmd_mcmc.sampling.reporting import ChunkReport, Report, warn_of_run, warn_of_small_data
+from gspmd_mcmc.sampling.reporting import (
+    ChunkReport,
+    Report,
+    warn_of_launches,
+    warn_of_run,
+    warn_of_small_data,
+)
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.run_state import keep_position
 from gspmd_mcmc.storage.draws import Draws
@@ -242,6 +248,7 @@ def sample(
         report = Report(is_shown=is_shown, callback=callback)
         with resumption.supervised(run, checkpoints, facts, every, report) as supervision:
             draws = run.go(*supervision)
+        warn_of_launches(target.platform, run.program, report.fastest, num_chains)
         warn_of_run(draws, num_samples, keeps_positions=collect.func is keep_position)
     return draws
 

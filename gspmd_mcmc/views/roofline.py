@@ -14,10 +14,12 @@ from functools import cached_property
 from gspmd_mcmc.views.chips import LINKS, Accelerator, Interconnect, accelerator
 from gspmd_mcmc.views.collective_times import MODELED_KINDS, collective_seconds
 from gspmd_mcmc.views.notation import bytes_text
-from gspmd_mcmc.views.program.work import Kernel, Work
-from gspmd_mcmc.views.throughput import Throughput
+from gspmd_mcmc.views.program.hlo import read_program
+from gspmd_mcmc.views.program.work import Kernel, Work, work_of
+from gspmd_mcmc.views.throughput import GPU_LAUNCH_SECONDS, GPU_READBACK_SECONDS, Throughput
 
 MOST_KERNELS = 3  # that are named
+BOUND_SHARE = 0.5  # of a leapfrog's time that launches take, where a run is bound by them
 
 
 @dataclass(frozen=True)
@@ -308,3 +310,32 @@ def _assumption(placement: Placement) -> str:
     if len(placement.card) == 1 or len(placement.cpu) == 1:
         return "(Arithmetic: bytes and operations of a kernel grow with the chains, launches do not.)"
     return "(Arithmetic: seconds of other numbers of chains lie on lines through those compiled for.)"
+
+
+def on_launches(text: str, seconds: float, num_chains: int) -> str | None:
+    """Say that a run on a GPU was bound by launches of kernels, or None.
+
+    Parameters
+    ----------
+    text
+        The program of its steps.
+    seconds
+        That a leapfrog of all chains took, measured.
+    num_chains
+        How many they are.
+    """
+    program = read_program(text)
+    if not any(loop.name == "leapfrog" for nest in program.loop_nests() for loop in nest):
+        return None  # a trajectory of one leapfrog is no loop
+    # Loops of the model's own, of which nobody knows how often they run, count once: the least.
+    once = {loop.name: 1 for nest in program.loop_nests() for loop in nest}
+    work = work_of(program, "leapfrog", trips=once)
+    launches = work.kernels * GPU_LAUNCH_SECONDS + work.readbacks * GPU_READBACK_SECONDS
+    if launches < BOUND_SHARE * seconds:
+        return None
+    return (
+        f"bound by launches: a leapfrog of {num_chains} chains took {_time(seconds)} and starts "
+        f"{work.kernels} kernels, about {_time(launches)} of that. More chains cost next to nothing on "
+        "this GPU (num_chains=...); for so little arithmetic a CPU may be faster "
+        "(JAX_PLATFORMS=cpu in the environment)"
+    )
