@@ -276,14 +276,33 @@ def plan(
     RuntimeError
         If the compiler fails, or programs of different meshes are too different to extrapolate.
     """
+    mesh = make_abstract_mesh(chains=chains, data=data, model=model)
+    mesh, chip, device = read_devices(mesh, on, accelerator)
+    return plan_on_mesh(build, mesh, chip, device, trips or {})
+
+
+def read_devices(
+    mesh: AbstractMesh, on: str | None, accelerator: str | Accelerator | None
+) -> tuple[AbstractMesh, Chip | None, Accelerator | None]:
+    """Return the mesh, and the chip or the accelerator that its devices are to be; see `plan`."""
     if on is not None and accelerator is not None:
         raise ValueError(
             f"on={on!r} is a chip, whose compiler knows its memory, and accelerator={accelerator!r} "
             "another answer to the same question; give one of them"
         )
-    device = chips.accelerator(accelerator) if accelerator is not None else None
-    mesh = make_abstract_mesh(chains=chains, data=data, model=model)
-    mesh, chip = (mesh, None) if on is None else mesh_on(mesh, on)
+    if on is None:
+        return mesh, None, None if accelerator is None else chips.accelerator(accelerator)
+    return *mesh_on(mesh, on), None
+
+
+def plan_on_mesh(
+    build: Callable,
+    mesh: AbstractMesh,
+    chip: Chip | None,
+    device: Accelerator | None,
+    trips: Mapping[str, int],
+) -> MeshPlan:
+    """Do as `plan` says, for a mesh whose devices are the chip's."""
     began = time.perf_counter()
     function, args = build_program(build, mesh)
     compiled, refusal, rule = None, None, None
@@ -318,7 +337,7 @@ def plan(
         refusal=refusal,
         compiled=compiled,
         data_bytes=sum(a.bytes_per_device for a in data),
-        trips=dict(trips or {}),
+        trips=trips,
     )
 
 
