@@ -1,4 +1,4 @@
-"""A whole run planned on a mesh that is not there: every program of `sample`, and what a device would hold."""
+"""A whole run on a mesh that is not there: every program of `sample`, and what devices would hold."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -200,7 +200,7 @@ def plan_sample(
     to: Sink | None = None,
     device_bytes: int | None = None,
 ) -> SamplePlan:
-    """Compile every program of a run for a mesh that is not there: does tomorrow's run fit?
+    """Compile every program of a run for a mesh that is not there, to learn whether the run will fit.
 
     Nothing is run and no array is made. What chains start from, warm-up by stages, chunks of draws,
     what is done between windows, and the statistics of a summary are compiled as `plan` compiles a

@@ -128,8 +128,8 @@ def read_start(
 ) -> tuple[Layout, Partial | None, PyTree]:
     """Find out what kind of start this is; nothing is computed.
 
-    Returns the layout, and either ``start(rng_key) -> position`` of one chain, or None and the positions
-    of all chains.
+    Returns the layout, and either ``start(rng_key) -> position`` of one chain, or None and the
+    positions of all chains.
     """
     if isinstance(initial, Mode):
         initial = uniform_start(initial.position, 0.0)
