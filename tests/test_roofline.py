@@ -15,7 +15,7 @@ from gspmd_mcmc.views.program.flops import Product
 from gspmd_mcmc.views.program.report import Traffic
 from gspmd_mcmc.views.program.work import Kernel, Work
 from gspmd_mcmc.views.roofline import on_launches, roofline, where_to_run
-from gspmd_mcmc.views.throughput import THROUGHPUTS, Throughput, measure_cpu
+from gspmd_mcmc.views.throughput import THROUGHPUTS, Throughput, measure_throughput
 
 KERNEL = Kernel("fusion", "model.py:7", 0, 0, 0, (), 0, (), None)
 H100 = THROUGHPUTS["H100 80GB"]
@@ -103,12 +103,14 @@ def test_every_accelerator_with_memory_has_a_throughput_with_sound_figures():
         assert 1e11 < found.memory_bandwidth < found.vector_flops < max(found.product_flops.values())
 
 
-def test_this_cpu_is_measured():
-    found = measure_cpu(seconds=0.01)
+def test_this_device_is_measured():
+    found = measure_throughput(seconds=0.01)
     assert 1e8 < found.memory_bandwidth < 1e13
     assert 1e8 < found.product_flops["f32"] < 1e15
     assert 1e-9 < found.launch_seconds < 1e-3
-    assert found.product_seconds(THIN) == THIN.flops / found.product_flops["f32"]
+    assert found.product_seconds(THIN) == THIN.flops / found.product_flops["default"]
+    full = replace(THIN, factors="f32 highest")
+    assert found.product_seconds(full) == THIN.flops / found.product_flops["f32"]
 
 
 # What is said.

@@ -180,6 +180,18 @@ def test_an_asynchronous_collective_counts_once():
     assert work.count("all-gather") == 1 and work.count("all-reduce") == 0
 
 
+@pytest.mark.parametrize(
+    ("attributes", "devices"),
+    [("replica_groups={{0,1,2,3},{4,5,6,7}}", 4), ("replica_groups={}", 8),
+     ("replica_groups=[2,4]<=[8]", 4), ("source_target_pairs={{0,1},{1,2},{2,0}}", 3),
+     ("replica_groups={{0,1},{2}}", 0)],
+)  # fmt: skip
+def test_how_many_devices_take_part_is_read(attributes, devices):
+    kind = "collective-permute" if "pairs" in attributes else "all-reduce"
+    work = work_of(program_of(f"ROOT %o = f32[10,64]{{1,0}} {kind}(%small), {attributes}"))
+    assert [c.group_size for c in work.collectives] == [devices]
+
+
 # Loops and branches.
 
 STATE = "(s32[], f32[1000,64]{1,0})"

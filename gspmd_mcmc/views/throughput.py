@@ -28,11 +28,14 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc.views.program.flops import Product
+from gspmd_mcmc.views.program.hlo import read_program
+from gspmd_mcmc.views.program.work import work_of
 
 _ALGORITHM = re.compile(r"dot_(\w+?)_\w+?(?:_x(\d))?$")
 _BITS = re.compile(r"\d+")
@@ -158,30 +161,47 @@ THROUGHPUTS = {
 }
 
 
-def measure_cpu(seconds: float = 0.5) -> Throughput:
-    """Measure the CPU that this process runs on, in about four times so many seconds.
+def measure_throughput(seconds: float = 0.5) -> Throughput:
+    """Measure the device that this process computes on, in about six times so many seconds.
 
-    Bandwidth: a float32 array of 256 MB times a number. Products: float32 of 1,024 squared. Vector: a
-    chain of multiplications and additions on an array that stays in cache. A launch: one kernel of
-    XLA's in a loop of kernels that do nothing much.
+    Bandwidth: a float32 array of 256 MB times a number. Products: of 2,048 squared, float32 in full
+    precision and in the device's default one, and bfloat16. Vector: a chain of multiplications and
+    additions on an array that stays in cache. A launch: a loop of kernels that do next to nothing, its
+    time over their number.
     """
-    large, square, small = jnp.ones(1 << 26), jnp.ones((1024, 1024)), jnp.ones(1 << 14)
-    moved = 2 * large.nbytes / _fastest(lambda: jax.jit(lambda x: 2 * x)(large), seconds)
-    product = 2 * 1024**3 / _fastest(lambda: jax.jit(jnp.matmul)(square, square), seconds)
-    vector = 1000 * 2 * small.size / _fastest(lambda: _chained(small), seconds)
-    launch = _fastest(lambda: _looped(jnp.zeros(8)), seconds) / 1000
-    return Throughput(moved, {"f32": product}, vector, launch, float32={})
+    large, square, small = jnp.ones(1 << 26), jnp.ones((2048, 2048)), jnp.ones(1 << 14)
+    half = square.astype(jnp.bfloat16)
+    moved = 2 * large.nbytes / _fastest(lambda: _doubled(large), seconds)
+    factors = {"f32": (square, "highest"), "default": (square, None), "bf16": (half, None)}
+    products = {
+        name: 2 * 2048**3 / _fastest(lambda x=x, how=how: _product(x, how), seconds)
+        for name, (x, how) in factors.items()
+    }
+    vector = _TURNS * 2 * small.size / _fastest(lambda: _chained(small), seconds)
+    looped = _looped.lower(jnp.zeros(8)).compile()
+    kernels = work_of(read_program(looped.as_text() or "")).kernels
+    launch = _fastest(lambda: looped(jnp.zeros(8)), seconds) / max(kernels, 1)
+    return Throughput(moved, products, vector, launch, float32={"": ("default", 1)})
+
+
+_TURNS = 1000
+_doubled = jax.jit(lambda x: 2 * x)
+
+
+@partial(jax.jit, static_argnums=1)
+def _product(x: jax.Array, precision: str | None) -> jax.Array:
+    return jnp.matmul(x, x, precision=precision, preferred_element_type=jnp.float32)
 
 
 @jax.jit
 def _chained(x: jax.Array) -> jax.Array:
-    return jax.lax.fori_loop(0, 1000, lambda _, y: 0.5 * y + 1, x)
+    return jax.lax.fori_loop(0, _TURNS, lambda _, y: 0.5 * y + 1, x)
 
 
 @jax.jit
 def _looped(x: jax.Array) -> jax.Array:
-    """Sort eight numbers a thousand times: kernels that nothing fuses."""
-    return jax.lax.fori_loop(0, 1000, lambda _, y: jnp.sort(y), x)
+    """Sort eight numbers many times: nothing fuses such kernels."""
+    return jax.lax.fori_loop(0, _TURNS, lambda _, y: jnp.sort(y), x)
 
 
 def _fastest(run: Callable[[], jax.Array], seconds: float) -> float:

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from gspmd_mcmc.views.program import device_groups
 from gspmd_mcmc.views.program.flops import Product, flops_of
 from gspmd_mcmc.views.program.hlo import (
@@ -305,13 +307,21 @@ def _collectives(
         yield from _collectives(program, inner, named)
     kind = collective_kind(operation)
     if kind and is_start(operation):
-        groups = device_groups.read_groups(operation.attributes, program.num_devices)
         operands = (siblings[name].shape for name in operation.operands if name in siblings)
         yield Traffic(
             kind=kind,
             axes=(),
-            group_size=0 if groups is None else groups.shape[1],
+            group_size=_group_size(operation, program.num_devices),
             num_bytes=num_bytes_of(result_shape(operation, siblings)),
             operand_bytes=sum(map(num_bytes_of, operands)),
             runs=1,
         )
+
+
+def _group_size(operation: Operation, num_devices: int) -> int:
+    """Return how many devices take part with each other in a collective; 0 if it cannot be read."""
+    pairs = device_groups.read_pairs(operation.attributes)
+    if pairs is not None:
+        return len(np.unique(pairs))
+    groups = device_groups.read_groups(operation.attributes, num_devices)
+    return 0 if groups is None else groups.shape[1]
