@@ -54,6 +54,7 @@ from gspmd_mcmc.adaptation.estimators.rotated import Rotated
 
 # Sample: where chains start, and what comes back
 from gspmd_mcmc.sampling.sample import sample
+from gspmd_mcmc.sampling.sample_plan import plan_sample
 from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.sampling.start import per_chain, prior_start, uniform_start
 from gspmd_mcmc.sampling.mode import Mode, find_mode
@@ -155,6 +156,7 @@ __all__ = [
     "SamplingWarning",
     "find_mode",
     "per_chain",
+    "plan_sample",
     "prior_start",
     "sample",
     "uniform_start",

@@ -74,6 +74,14 @@ ARGUMENTS: dict[str, tuple[type[Exception], Callable[[Any], bool], str]] = {
 }
 
 
+def check_arguments(given: dict[str, Any]) -> None:
+    """Raise unless arguments by name are what `ARGUMENTS` says."""
+    for name, value in given.items():
+        if name in ARGUMENTS and not ARGUMENTS[name][1](value):
+            error, _, expected = ARGUMENTS[name]
+            raise error(f"{name}: expected {expected}, got {value!r}")
+
+
 @on_any_mesh
 def sample(
     rng_key: jax.Array,
@@ -198,9 +206,7 @@ def sample(
     settings = {"device_bytes": device_bytes, "every": every, "checkpoint": checkpoint}
     tuning = {"target_acceptance_rate": target_acceptance_rate, "metric": metric}
     given = counts | observers | settings | tuning | {"collect": collect}
-    for name, (error, holds, expected) in ARGUMENTS.items():
-        if not holds(given[name]):
-            raise error(f"{name}: expected {expected}, got {given[name]!r}")
+    check_arguments(given)
     counts = {name: int(count) for name, count in counts.items()}
     num_chains, num_warmup, num_samples, _ = counts.values()
     if to is not None:

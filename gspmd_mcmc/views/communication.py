@@ -145,6 +145,9 @@ def _collectives(
     def is_outside(frame: hlo.Frame) -> bool:
         return not frame.file.startswith(_VIEWS)
 
+    computations = program.computations.values()
+    fusions = [o for o in itertools.chain.from_iterable(computations) if o.opcode == "fusion"]
+    fusion_of = {name: o for o in fusions for name in hlo.called_computations(o)}
     found = []
     for operation, computation, loops in walk:
         kind = hlo.collective_kind(operation)
@@ -153,6 +156,12 @@ def _collectives(
             axes, group_size = _devices(operation, mesh, num_devices)
             shape = hlo.result_shape(operation, siblings)
             operands = _bare(", ".join(siblings[o].shape for o in operation.operands if o in siblings))
+            fusion = fusion_of.get(computation)
+            kept = hlo.kept_slice(operation, siblings) if fusion else None
+            if kept is not None:
+                kind, shape = "reduce-scatter", kept.shape
+            # What is fused may have lost its name and its lines; the fusion has them.
+            named = operation if operation.op_name or fusion is None else fusion
             found.append(
                 Collective(
                     kind=kind,
@@ -163,9 +172,9 @@ def _collectives(
                     axes=axes,
                     group_size=group_size,
                     loops=loops,
-                    op_name=operation.op_name,
+                    op_name=named.op_name,
                     # The call of `communication` itself and what led to it caused nothing.
-                    stack=tuple(itertools.takewhile(is_outside, program.stack(operation))),
+                    stack=tuple(itertools.takewhile(is_outside, program.stack(named))),
                 )
             )
     return tuple(found)

@@ -4,7 +4,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -27,14 +28,19 @@ from gspmd_mcmc.views.communication import describe_argument
 from gspmd_mcmc.views.notation import bytes_text
 from gspmd_mcmc.views.program.aot_compilation import (
     MOST_DEVICES,
+    Compiled,
     Refused,
     build_program,
     compile_aot,
     shapes_of,
 )
+from gspmd_mcmc.views.program.atomics import Atomic, find_atomics
+from gspmd_mcmc.views.program.hlo import Program, read_program
 from gspmd_mcmc.views.program.report import Collective, Communication
 from gspmd_mcmc.views.program.report_views import draw_report, plain
 from gspmd_mcmc.views.program.topologies import Chip, chip_of
+from gspmd_mcmc.views.program.work import Work, work_of
+from gspmd_mcmc.views.roofline import Roofline, roofline
 from gspmd_mcmc.views.visualize import LayoutView, visualize
 
 _MEMORY = ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes", "alias_bytes")
@@ -99,6 +105,12 @@ class MeshPlan(JupyterMixin):
     refusal
         What that compiler says of a program that does not fit; None if it took the program. The report
         is then that of virtual CPU devices.
+    compiled
+        The program as that compiler made it; None without ``on`` or if it refused the program.
+    data_bytes
+        Bytes of the targets' data on a device: a gradient must read them once.
+    trips
+        As `plan` was given them.
     """
 
     mesh: AbstractMesh
@@ -110,6 +122,9 @@ class MeshPlan(JupyterMixin):
     small_data: str | None = None
     chip: Chip | None = None
     refusal: str | None = None
+    compiled: Compiled | None = None
+    data_bytes: int = 0
+    trips: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool | None:
@@ -124,11 +139,68 @@ class MeshPlan(JupyterMixin):
             return None
         return self.report.peak_bytes <= self.accelerator.usable_bytes
 
+    def work(self, within: str | None = None) -> Work:
+        """Count what the chip's program moves, launches, multiplies and sends on a device.
+
+        Parameters
+        ----------
+        within
+            The name of a loop, such as "leapfrog": in one iteration of it. None: in the whole call.
+
+        Raises
+        ------
+        ValueError
+            If no chip's compiler made the program; if it has no such loop, or one in it whose trip
+            count is known neither to the compiler nor by ``trips``.
+        """
+        return work_of(self._program, within, trips=self.trips)
+
+    def roofline(self, within: str | None = None) -> Roofline:
+        """Return the seconds of `work` on the chip at best, and what bounds it: arithmetic, no fact.
+
+        Raises
+        ------
+        ValueError
+            As `work` does.
+        """
+        work, unit = self.work(within), within or "call"
+        chip: Any = self.chip
+        return roofline(work, chip.accelerator, data_bytes=self.data_bytes, unit=unit)
+
+    def atomics(self) -> tuple[Atomic, ...]:
+        """Return the atomic operations on floats of a GPU's kernels, each with its line and cure.
+
+        Raises
+        ------
+        ValueError
+            If no chip's compiler made the program.
+        """
+        program = self._program
+        return find_atomics(self.compiled.assembly if self.compiled else (), program)
+
+    @cached_property
+    def _program(self) -> Program:
+        if self.compiled is None:
+            raise ValueError(
+                "no chip's compiler made this program: plan it with on=..., on a chip it fits"
+            )
+        return read_program(self.compiled.text)
+
     def __rich__(self) -> Group:
-        """Draw the layout, the collectives, the memory, and whether they fit."""
-        small_data = [Text(self.small_data)] if self.small_data else []
-        how = Text(self._how(), style="dim")
-        return Group(self.layout, draw_report(self.report), Text(self._verdict()), *small_data, how)
+        """Draw the layout, the collectives, the memory, whether it fits, and the work of a leapfrog."""
+        small_data = [self.small_data] if self.small_data else []
+        work = [] if self.compiled is None else self._work_lines()
+        lines = [Text(line) for line in (self._verdict(), *small_data, *work)]
+        return Group(self.layout, draw_report(self.report), *lines, Text(self._how(), style="dim"))
+
+    def _work_lines(self) -> list[str]:
+        """Write the roofline of a leapfrog, or of the call if there is no such loop; and atomics."""
+        names = {loop.name for nest in self.report.loop_nests for loop in nest}
+        try:
+            lines = [str(self.roofline("leapfrog" if "leapfrog" in names else None))]
+        except ValueError as error:  # A trip count is not known.
+            lines = [f"work: {error}"]
+        return lines + [f"atomic: {atomic}" for atomic in self.atomics()]
 
     def _verdict(self) -> str:
         if self.refusal is not None and self.chip is not None:
@@ -204,32 +276,73 @@ def plan(
     RuntimeError
         If the compiler fails, or programs of different meshes are too different to extrapolate.
     """
+    mesh = make_abstract_mesh(chains=chains, data=data, model=model)
+    mesh, chip, device = read_devices(mesh, on, accelerator)
+    return plan_on_mesh(build, mesh, chip, device, trips or {})
+
+
+def read_devices(
+    mesh: AbstractMesh, on: str | None, accelerator: str | Accelerator | None
+) -> tuple[AbstractMesh, Chip | None, Accelerator | None]:
+    """Return the mesh, and the chip or the accelerator that its devices are to be; see `plan`."""
     if on is not None and accelerator is not None:
         raise ValueError(
             f"on={on!r} is a chip, whose compiler knows its memory, and accelerator={accelerator!r} "
             "another answer to the same question; give one of them"
         )
-    device = chips.accelerator(accelerator) if accelerator is not None else None
-    mesh = make_abstract_mesh(chains=chains, data=data, model=model)
-    mesh, chip = (mesh, None) if on is None else mesh_on(mesh, on)
+    if on is None:
+        return mesh, None, None if accelerator is None else chips.accelerator(accelerator)
+    return *mesh_on(mesh, on), None
+
+
+def plan_on_mesh(
+    build: Callable,
+    mesh: AbstractMesh,
+    chip: Chip | None,
+    device: Accelerator | None,
+    trips: Mapping[str, int],
+) -> MeshPlan:
+    """Do as `plan` says, for a mesh whose devices are the chip's."""
     began = time.perf_counter()
     function, args = build_program(build, mesh)
-    rule, refusal = None, None
-    try:
-        if chip is None:
-            report, rule = _for_virtual_devices(build, function, args, mesh)
-        else:
-            report = compile_aot(function, args, mesh, chip).report
-    except Refused as error:
-        refusal = str(error)
+    compiled, refusal, rule = None, None, None
+    if chip is not None:
+        try:
+            compiled = compile_aot(function, args, mesh, chip)
+        except Refused as error:
+            refusal = str(error)
+    if compiled is not None:
+        report = compiled.report
+    else:
         report, rule = _for_virtual_devices(build, function, args, mesh)
     report = report.with_trips(**trips) if trips else report
     seconds = time.perf_counter() - began
     layout = visualize(_drawn(report, args, mesh))
-    nodes = jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, Target))
-    small = [on_small_data(node) for node in nodes if isinstance(node, Target)]
-    small_data = next(filter(None, small), None)
-    return MeshPlan(mesh, report, layout, device, rule, seconds, small_data, chip, refusal)
+    targets = {
+        path_str(path): node
+        for path, node in jax.tree_util.tree_leaves_with_path(args, is_leaf=_is_target)
+        if _is_target(node)
+    }
+    small = filter(None, map(on_small_data, targets.values()))
+    data = [a for a in report.arguments if any(a.path.startswith(path) for path in targets)]
+    return MeshPlan(
+        mesh=mesh,
+        report=report,
+        layout=layout,
+        accelerator=device,
+        rule=rule,
+        seconds=seconds,
+        small_data=next(small, None),
+        chip=chip,
+        refusal=refusal,
+        compiled=compiled,
+        data_bytes=sum(a.bytes_per_device for a in data),
+        trips=trips,
+    )
+
+
+def _is_target(node: Any) -> bool:
+    return isinstance(node, Target)
 
 
 def mesh_on(mesh: AbstractMesh, on: str) -> tuple[AbstractMesh, Chip]:

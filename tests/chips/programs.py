@@ -18,7 +18,7 @@ def mnist_prior(params):
 
 
 def mnist_likelihood(params, batch):
-    logits = batch["image"].astype(jnp.float32) @ (params["w"] / 255.0) + params["b"]
+    logits = batch["image"].astype(jnp.float32) @ (params["w"] / 255.0) + params["b"][None]
     return gm.categorical_logits(logits, batch["label"])
 
 
@@ -30,20 +30,21 @@ def mnist(mesh):
 
 
 def movielens_prior(params):
-    return -0.5 * params["movies"] ** 2
+    return -0.5 * params["V"] ** 2, -0.5 * params["v"] ** 2
 
 
 def movielens_likelihood(params, watched):
-    users = params["users"]
-    terms = gm.bernoulli_logits(users @ params["movies"].T, watched)
-    return terms.sum(1) - 0.5 * (users**2).sum(1)
+    logits = gm.inner_products(params["U"], params["V"], params["u"], params["v"])
+    own = -0.5 * (jnp.sum(params["U"] ** 2, axis=1) + params["u"] ** 2)
+    return jnp.sum(gm.bernoulli_logits(logits, watched), axis=1) + own
 
 
 def movielens(mesh):
     watched = gm.place(S((USERS, FILMS), jnp.uint8), mesh, P("data"))
-    target = gm.Posterior(movielens_prior, gm.Plate(movielens_likelihood, watched, local=("users",)))
-    latents = {"users": USERS, "movies": FILMS}
-    return target, {name: S((n, DIMENSIONS), jnp.float32) for name, n in latents.items()}
+    plate = gm.Plate(movielens_likelihood, watched, local=("U", "u"))
+    shapes = {"U": (USERS, DIMENSIONS), "u": (USERS,), "V": (FILMS, DIMENSIONS), "v": (FILMS,)}
+    position = {name: S(shape, jnp.float32) for name, shape in shapes.items()}
+    return gm.Posterior(movielens_prior, plate), position
 
 
 MODELS = {"mnist": mnist, "movielens": movielens}

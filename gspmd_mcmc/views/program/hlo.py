@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspmd_mcmc.views.program.trip_counts import trip_count
+
 KINDS = (
     "all-reduce",
     "all-gather",
@@ -162,10 +164,11 @@ class Program:
 
     def loop(self, operation: Operation) -> Loop:
         """Return the loop that a ``while`` operation is."""
-        trips = _TRIPS.search(operation.attributes)
+        known = _TRIPS.search(operation.attributes)
+        trips = int(known.group(1)) if known else trip_count(self.computations, operation)
         frame = next(iter(self.stack(operation)), None)
         name = _scope(operation.op_name) or (frame and frame.function) or operation.name
-        return Loop(name, int(trips.group(1)) if trips else None, str(frame or ""))
+        return Loop(name, trips, str(frame or ""))
 
 
 def read_program(text: str) -> Program:
@@ -255,6 +258,17 @@ def result_shape(operation: Operation, siblings: Mapping[str, Operation]) -> str
     # The end is elsewhere, in the next iteration of a loop perhaps: (operands, result, ...).
     parts = tuple_shapes(operation.shape)
     return operation.shape if kind == "all-reduce" or len(parts) < 2 else parts[1]
+
+
+def kept_slice(operation: Operation, siblings: Mapping[str, Operation]) -> Operation | None:
+    """Return the part that a fusion keeps of a sum over devices: both together are a reduce-scatter.
+
+    The TPU's compiler writes one so. ``siblings`` are the operations of the fusion.
+    """
+    readers = [o for o in siblings.values() if operation.name in o.operands]
+    if operation.opcode != "all-reduce" or [o.opcode for o in readers] != ["dynamic-slice"]:
+        return None
+    return readers[0] if readers[0].line.startswith("ROOT ") else None
 
 
 def _end(operation: Operation, siblings: Mapping[str, Operation]) -> Operation | None:
