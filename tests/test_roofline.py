@@ -72,26 +72,42 @@ THIN = Product("f32", 7500, 784, 10)
 
 
 @pytest.mark.parametrize(
-    ("device", "factors", "passes", "rate", "padded"),
-    [("TPU v3 core", "f32", 1, 61.5e12, (7500, 896, 128)),
-     ("TPU v3 core", "f32 high", 3, 61.5e12, (7500, 896, 128)),
-     ("TPU v3 core", "f32 highest", 6, 61.5e12, (7500, 896, 128)),
-     ("TPU v3 core", "s8", 1, 61.5e12, (7500, 896, 128)),  # it has no unit for bytes
-     ("TPU v5e", "u8", 1, 393e12, (7500, 896, 128)),
-     ("TPU v6e", "bf16", 1, 918e12, (7500, 1024, 256)),
-     ("H100 80GB", "bf16", 1, 989e12, (7500, 784, 16)),
-     ("H100 80GB", "f32", 1, 494e12, (7500, 784, 16)),  # TensorFloat-32
-     ("H100 80GB", "f32 high", 1, 67e12, (7500, 784, 10)),  # vector units
-     ("H100 80GB", "f32 dot_bf16_bf16_f32_x3", 3, 989e12, (7500, 784, 16)),
-     ("H100 80GB", "f32 dot_tf32_tf32_f32", 1, 494e12, (7500, 784, 16)),
-     ("V100 32GB", "f32", 1, 15.7e12, (7500, 784, 10)),
-     ("L4", "f8e4m3fn", 1, 242e12, (7500, 784, 16))],
+    ("device", "factors", "rate", "padded"),
+    [("TPU v3 core", "f32", 61.5e12, (7500, 896, 128)),
+     ("TPU v3 core", "f32 high", 61.5e12, (7500, 896, 128)),  # three terms of 10 columns
+     ("TPU v3 core", "f32 highest", 61.5e12, (7500, 896, 128)),
+     ("TPU v3 core", "s8", 61.5e12, (7500, 896, 128)),  # it has no unit for bytes
+     ("TPU v5e", "u8", 393e12, (7500, 896, 128)),
+     ("TPU v6e", "bf16", 918e12, (7500, 1024, 256)),
+     ("H100 80GB", "bf16", 989e12, (7500, 784, 16)),
+     ("H100 80GB", "f32", 494e12, (7500, 784, 16)),  # TensorFloat-32
+     ("H100 80GB", "f32 high", 67e12, (7500, 784, 10)),  # vector units
+     ("H100 80GB", "f32 dot_bf16_bf16_f32_x3", 989e12, (7500, 784, 32)),
+     ("H100 80GB", "f32 dot_tf32_tf32_f32", 494e12, (7500, 784, 16)),
+     ("V100 32GB", "f32", 15.7e12, (7500, 784, 10)),
+     ("L4", "f8e4m3fn", 242e12, (7500, 784, 16))],
 )  # fmt: skip
-def test_a_product_takes_the_unit_of_its_factors_and_its_padding(device, factors, passes, rate, padded):
+def test_a_product_takes_the_unit_of_its_factors_and_its_padding(device, factors, rate, padded):
     rows, terms, columns = padded
-    expected = passes * 2 * rows * terms * columns / rate
+    expected = 2 * rows * terms * columns / rate
     for product in (replace(THIN, factors=factors), Product(factors, 10, 784, 7500)):
         assert THROUGHPUTS[device].product_seconds(product) == pytest.approx(expected)
+
+
+def test_terms_of_a_wide_product_are_products_of_their_own():
+    wide = Product("f32 high", 7500, 896, 128)
+    one = THROUGHPUTS["TPU v3 core"].product_seconds(replace(wide, factors="f32"))
+    assert THROUGHPUTS["TPU v3 core"].product_seconds(wide) == pytest.approx(3 * one)
+
+
+def test_the_compiler_s_own_estimate_counts_where_it_is_more():
+    work = work_of(bytes_read=450_000, collectives=(SENT,), estimated_cycles=1880)
+    found = roofline(work, "TPU v3 core")  # 1 us of memory, 2 us of cycles
+    assert found.seconds == pytest.approx(1e-6 + found.wire_seconds)
+    assert found.predicted_seconds == pytest.approx(2e-6 + found.wire_seconds)
+    assert found.per_second == 1 / found.predicted_seconds
+    less = roofline(work_of(bytes_read=450_000, estimated_cycles=9), "TPU v3 core")
+    assert less.predicted_seconds == less.seconds
 
 
 def test_every_accelerator_with_memory_has_a_throughput_with_sound_figures():
@@ -134,6 +150,9 @@ def test_the_text_tells_facts_from_arithmetic():
     ):  # fmt: skip
         assert fact in facts
     assert "at best" in arithmetic and "leapfrogs a second" in arithmetic and "bound by" in arithmetic
+    assert "by the compiler's own estimate" not in arithmetic
+    slow = replace(work, each=(replace(work.each[0], estimated_cycles=94_000_000),))
+    assert "10 leapfrogs a second, by the compiler's own estimate" in str(roofline(slow, "TPU v3 core"))
     assert found.bytes_ratio == 2
     assert roofline(work, "TPU v3 core").bytes_ratio is None
 

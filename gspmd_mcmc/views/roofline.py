@@ -18,8 +18,6 @@ from gspmd_mcmc.views.program.hlo import read_program
 from gspmd_mcmc.views.program.work import Kernel, Work, work_of
 from gspmd_mcmc.views.throughput import GPU_LAUNCH_SECONDS, GPU_READBACK_SECONDS, Throughput
 
-# Chips whose compilers are asked, by their names there, are devices of these kinds.
-OF_CHIP = {"TPU v2": "TPU v2 core", "TPU v3": "TPU v3 core", "H100": "H100 80GB"}
 MOST_KERNELS = 3  # that are named
 BOUND_SHARE = 0.5  # of a leapfrog's time that launches take, where a run is bound by them
 
@@ -78,9 +76,14 @@ class Roofline:
         return kernels + self.work.readbacks * self.throughput.readback_seconds + self.wire_seconds
 
     @property
+    def predicted_seconds(self) -> float:
+        """Seconds at best, or what the compiler itself estimates of its kernels, if that is more."""
+        return max(self.seconds, (self.estimated_seconds or 0.0) + self.wire_seconds)
+
+    @property
     def per_second(self) -> float:
-        """How many fit into a second at best."""
-        return 1 / self.seconds if self.seconds else math.inf
+        """How many fit into a second, as predicted."""
+        return 1 / self.predicted_seconds if self.predicted_seconds else math.inf
 
     @property
     def bound(self) -> str:
@@ -137,7 +140,7 @@ def roofline(
     work
         What `work_of` counted, for one device.
     device
-        Such as "H100 80GB" or "TPU v3 core", a chip of `plan`, "H100", or an `Accelerator`.
+        Such as "H100 80GB", "TPU v3 core", or an `Accelerator`.
     data_bytes
         Bytes of data that a device holds and must read once: bytes moved stand against them.
     interconnect
@@ -153,7 +156,6 @@ def roofline(
         If nothing is known of the device's throughput or of what joins it, or if the devices of a
         collective are not known, or it is of a kind that has no formula.
     """
-    device = OF_CHIP.get(device, device) if isinstance(device, str) else device
     name = device if isinstance(device, str) else device.name
     if throughput is None:
         throughput = accelerator(device).throughput
@@ -210,17 +212,19 @@ def _facts(found: Roofline) -> list[str]:
         lines.append(f"  sent: {runs}{sent.kind}, {bytes_text(sent.num_bytes)} {among}")
     if found.estimated_seconds is not None:
         cycles = f"{work.estimated_cycles:,} cycles"
-        lines.append(f"  its own estimate: {cycles}, {_time(found.estimated_seconds)}")
+        lines.append(f"  its own estimate of these kernels: {cycles}, {_time(found.estimated_seconds)}")
     return lines + [f"  {note}" for note in work.notes]
 
 
 def _arithmetic_lines(found: Roofline) -> list[str]:
     parts = ", ".join(f"{name} {_time(seconds)}" for name, seconds in found.parts.items())
+    is_slower = found.predicted_seconds > found.seconds
+    own = ", by the compiler's own estimate, which is slower" if is_slower else ""
     return [
         "From these, over the device's peak figures (arithmetic, at best):",
         f"  {parts}",
-        f"  kernel after kernel {_time(found.seconds)}, bound by {found.bound}: "
-        f"{found.per_second:,.0f} {found.unit}s a second",
+        f"  kernel after kernel {_time(found.seconds)}, bound by {found.bound}; predicted: "
+        f"{found.per_second:,.0f} {found.unit}s a second{own}",
     ]
 
 

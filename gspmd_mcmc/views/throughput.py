@@ -81,10 +81,10 @@ class Throughput:
         if rate is None:
             return passes * product.flops / self.vector_flops
         terms, columns = self.product_tile
-        # The narrow side lies in the matrix unit, the long one streams through it.
+        # The narrow side lies in the matrix unit, all terms of it side by side; the long one streams
+        # through.
         narrow, long = sorted((product.rows, product.columns))
-        padded = 2 * long * _up_to(product.terms, terms) * _up_to(narrow, columns)
-        return passes * padded / rate
+        return 2 * long * _up_to(product.terms, terms) * _up_to(passes * narrow, columns) / rate
 
     def _made_of(self, factors: str) -> tuple[str, int]:
         """Return what matrix units multiply to make a product of such factors, and how often."""

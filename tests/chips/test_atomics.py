@@ -1,5 +1,7 @@
 """Atomics on floats in the assembly that the GPU's own compiler writes."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -54,7 +56,7 @@ def test_the_gradient_of_an_index_is_a_compare_and_swap_loop_and_its_line_is_nam
         assert (atomic.form, atomic.dtype) == ("compare-and-swap loop", "f32")
         assert "test_atomics.py" in atomic.source and f"({log_density.__name__})" in atomic.source
         line = int(atomic.source.split(":")[1].split()[0])
-        assert "the line to be named" in open(__file__).read().splitlines()[line - 1]
+        assert "the line to be named" in Path(__file__).read_text().splitlines()[line - 1]
     said = " ".join(str(plan).split())
     assert "compare-and-swap loop on f32" in said and "one-hot" in said
 

@@ -1,6 +1,5 @@
 """Every kernel on the notebook's two models at full size, for chips, by their own compilers."""
 
-
 import audit
 import programs
 import pytest

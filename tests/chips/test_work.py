@@ -43,7 +43,8 @@ MOVED = {
     "each element is read and written": (doubled, (TABLE,), 2 * WHOLE, 2 * WHOLE + 100),
     "one row is written in place": (row_written, (TABLE,), ROW, 4 * ROW),
     "one row is read": (row_read, (LINE, TABLE), 3 * ROW, 5 * ROW),
-    "a table is read once for each product": (product, (VECTORS, TABLE), 2 * WHOLE, 6.5 * WHOLE),
+    # A TPU's compiler makes the table bfloat16 before the loop, and both products in one kernel.
+    "a table is read for two products": (product, (VECTORS, TABLE), WHOLE / 2, 6.5 * WHOLE),
 }
 
 
