@@ -62,8 +62,8 @@ def main(argv: list[str]) -> int:
     console.print(
         "Of one device, one leapfrog of all chains. MB moved, kernels, collectives, atomics on floats, "
         "memory: facts of the chip's compiler (on a card, a GPU's would time kernels and may choose "
-        "others). Predicted leapfrogs a second and what bounds them: arithmetic on vendors' peaks; on a "
-        "TPU its compiler's own estimate of its kernels where that is slower. Nothing is measured. "
+        "others). Predicted leapfrogs a second and what bounds them: arithmetic on vendors' peaks; on "
+        "a TPU its compiler's own estimate of its kernels where that is slower. Nothing is measured. "
         "times data: of the data in bytes, whatever form a contender keeps them in. The notebook's own "
         f"run on 8 TPU v3 cores, measured: {NOTEBOOK['mnist']:,} (MNIST), {NOTEBOOK['movielens']:,} "
         f"(MovieLens, 2 chains). {time.perf_counter() - began:.0f} s in all"
