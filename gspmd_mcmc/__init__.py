@@ -77,6 +77,7 @@ from gspmd_mcmc.views.visualize import LayoutView, visualize
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.program.report import BudgetExceeded
 from gspmd_mcmc.views.plan import plan
+from gspmd_mcmc.views.where_to_run import where_to_run
 from gspmd_mcmc.views.chips import Accelerator
 from gspmd_mcmc.views import cost, plots
 
@@ -181,6 +182,7 @@ __all__ = [
     "plan",
     "plots",
     "visualize",
+    "where_to_run",
     # Several processes
     "ProcessLost",
     "ProcessesDisagree",

@@ -14,8 +14,9 @@ from gspmd_mcmc.views.collective_times import collective_seconds
 from gspmd_mcmc.views.program.flops import Product
 from gspmd_mcmc.views.program.report import Traffic
 from gspmd_mcmc.views.program.work import Kernel, Work
-from gspmd_mcmc.views.roofline import on_launches, roofline, where_to_run
+from gspmd_mcmc.views.roofline import on_launches, roofline
 from gspmd_mcmc.views.throughput import THROUGHPUTS, Throughput, measure_throughput
+from gspmd_mcmc.views.where_to_run import Placement
 
 KERNEL = Kernel("fusion", "model.py:7", 0, 0, 0, (), 0, (), None)
 H100 = THROUGHPUTS["H100 80GB"]
@@ -163,7 +164,7 @@ def test_the_text_tells_facts_from_arithmetic():
 def test_a_small_model_runs_on_the_cpu_and_many_chains_on_the_card():
     cpu = Throughput(2e10, {"f32": 1e11}, 5e10, launch_seconds=3e-7)
     small = Work((replace(KERNEL, bytes_read=4000, other_flops=1000, runs=20),))
-    place = where_to_run(
+    place = Placement(
         {1: roofline(small, "H100 80GB")}, {1: roofline(small, "this CPU", throughput=cpu)}
     )
     # 20 kernels: 50 us on the card; on the CPU 0.3 us each, then 0.2 us a chain.
@@ -177,7 +178,7 @@ def test_seconds_between_numbers_of_chains_lie_on_a_line():
     cpu = Throughput(1e9, {}, 1e9)
     one, nine = (roofline(work_of(bytes_read=n), "this CPU", throughput=cpu) for n in (2000, 10_000))
     card = {n: roofline(work_of(bytes_read=4), "H100 80GB") for n in (1, 9)}
-    place = where_to_run(card, {1: one, 9: nine})
+    place = Placement(card, {1: one, 9: nine})
     for chains, seconds in ((1, 2e-6), (2, 3e-6), (9, 10e-6), (16, 17e-6)):
         assert place.ratio(chains) == pytest.approx(seconds / 2.5e-6)
     assert place.card_wins_from == 2
@@ -186,7 +187,7 @@ def test_seconds_between_numbers_of_chains_lie_on_a_line():
 
 def test_a_card_that_never_wins_is_said_so():
     cpu = Throughput(1e15, {}, 1e15)
-    place = where_to_run(
+    place = Placement(
         {1: roofline(work_of(bytes_read=4), "T4")},
         {1: roofline(work_of(bytes_read=4), "this CPU", throughput=cpu)},
     )
@@ -209,9 +210,10 @@ def test_what_is_not_known_is_refused(device, changes, message):
         roofline(work_of(**changes), device)
 
 
-def test_where_to_run_needs_a_program_for_each():
-    with pytest.raises(ValueError, match="card: rooflines by number of chains"):
-        where_to_run({}, {})
+def test_where_to_run_needs_a_program():
+    for builds in ({}, {0: print}):
+        with pytest.raises(ValueError, match="builds: a function of a mesh, or several by numbers"):
+            gm.where_to_run(builds)
 
 
 # What `sample` says of launches.

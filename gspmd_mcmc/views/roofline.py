@@ -1,4 +1,4 @@
-"""The time of a leapfrog on a chip from what its program does there, what bounds it, and where to run.
+"""The time of a leapfrog on a chip from what its program does there, and what bounds it.
 
 What a program moves, launches, multiplies and sends are facts of the compiler (`program.work`).
 Seconds are arithmetic: those facts over the peak figures of a kind of device. Kernels run one after the
@@ -7,7 +7,7 @@ add what `collective_times` says of the wire.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -212,111 +212,33 @@ def _facts(found: Roofline) -> list[str]:
         lines.append(f"  sent: {runs}{sent.kind}, {bytes_text(sent.num_bytes)} {among}")
     if found.estimated_seconds is not None:
         cycles = f"{work.estimated_cycles:,} cycles"
-        lines.append(f"  its own estimate of these kernels: {cycles}, {_time(found.estimated_seconds)}")
+        lines.append(
+            f"  its own estimate of these kernels: {cycles}, {time_text(found.estimated_seconds)}"
+        )
     return lines + [f"  {note}" for note in work.notes]
 
 
 def _arithmetic_lines(found: Roofline) -> list[str]:
-    parts = ", ".join(f"{name} {_time(seconds)}" for name, seconds in found.parts.items())
+    parts = ", ".join(f"{name} {time_text(seconds)}" for name, seconds in found.parts.items())
     is_slower = found.predicted_seconds > found.seconds
     own = ", by the compiler's own estimate, which is slower" if is_slower else ""
     return [
         "From these, over the device's peak figures (arithmetic, at best):",
         f"  {parts}",
-        f"  kernel after kernel {_time(found.seconds)}, bound by {found.bound}; predicted: "
+        f"  kernel after kernel {time_text(found.seconds)}, bound by {found.bound}; predicted: "
         f"{found.per_second:,.0f} {found.unit}s a second{own}",
     ]
 
 
-def _time(seconds: float) -> str:
-    """Write seconds with a unit that suits them."""
+def time_text(seconds: float) -> str:
+    """Write seconds with a unit that suits them: ``2.5 us``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
 
 
-# Where should this run?
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Seconds of a leapfrog on a card and on a CPU for numbers of chains, and which is the faster.
-
-    Attributes
-    ----------
-    card, cpu
-        Rooflines of the same model's programs, by their number of chains.
-    """
-
-    card: Mapping[int, Roofline]
-    cpu: Mapping[int, Roofline]
-
-    def ratio(self, chains: int) -> float:
-        """How many times as fast the card is; below 1 the CPU is faster."""
-        return _seconds_of(self.cpu, chains) / _seconds_of(self.card, chains)
-
-    @property
-    def card_wins_from(self) -> int | None:
-        """The least number of chains, a power of two, from which the card is faster; None: none."""
-        return next((n for n in (2**k for k in range(17)) if self.ratio(n) > 1), None)
-
-    def __str__(self) -> str:
-        """Say where to run, in words."""
-        least = min(self.card)
-        card, cpu = self.card[least], self.cpu[min(self.cpu)]
-        lines = [
-            f"{least} chain{'s' * (least > 1)}: {_time(card.seconds)} a {card.unit} on one "
-            f"{card.device} ({card.work.kernels} kernels, bound by {card.bound}), "
-            f"{_time(_seconds_of(self.cpu, least))} on {cpu.device} ({cpu.work.kernels} kernels, bound "
-            f"by {cpu.bound}): run it on the {'card' if self.ratio(least) > 1 else 'CPU'}",
-        ]
-        start = self.card_wins_from
-        if start is None:
-            lines.append("The card is not faster with up to 65,536 chains either.")
-        elif start > least:
-            lines.append(f"From about {start} chains on the card is faster.")
-        return "\n".join([*lines, _assumption(self)])
-
-
-def where_to_run(card: Mapping[int, Roofline], cpu: Mapping[int, Roofline]) -> Placement:
-    """Compare a model's programs on a card and on a CPU, with one number of chains or with several.
-
-    Parameters
-    ----------
-    card, cpu
-        Rooflines by number of chains: ``{1: roofline(...)}``. With one number, each kernel's bytes and
-        arithmetic are taken to grow with the chains, and their number to stay: too much for data that
-        all chains share. With two, such as 1 and 16, seconds lie on the line through both.
-
-    Raises
-    ------
-    ValueError
-        If one of them is empty or a number of chains is below 1.
-    """
-    for name, rooflines in (("card", card), ("cpu", cpu)):
-        if not rooflines or min(rooflines) < 1:
-            raise ValueError(f"{name}: rooflines by number of chains, 1 or more, not {list(rooflines)}")
-    return Placement(dict(card), dict(cpu))
-
-
-def _seconds_of(rooflines: Mapping[int, Roofline], chains: int) -> float:
-    """Return the seconds for a number of chains: compiled for, on a line through two, or scaled."""
-    if chains in rooflines:
-        return rooflines[chains].seconds
-    known = sorted(rooflines)
-    if len(known) == 1:
-        return rooflines[known[0]].seconds_of(chains / known[0])
-    above = next((i for i, n in enumerate(known) if n > chains), len(known) - 1)
-    low, high = known[max(above, 1) - 1], known[max(above, 1)]
-    start, end = rooflines[low].seconds, rooflines[high].seconds
-    return max(start + (end - start) * (chains - low) / (high - low), 0.0) or start
-
-
-def _assumption(placement: Placement) -> str:
-    if len(placement.card) == 1 or len(placement.cpu) == 1:
-        return "(Arithmetic: bytes and operations of a kernel grow with the chains, launches do not.)"
-    return "(Arithmetic: seconds of other numbers of chains lie on lines through those compiled for.)"
+# What `sample` says
 
 
 def on_launches(text: str, seconds: float, num_chains: int) -> str | None:
@@ -341,8 +263,8 @@ def on_launches(text: str, seconds: float, num_chains: int) -> str | None:
     if launches < BOUND_SHARE * seconds:
         return None
     return (
-        f"bound by launches: a leapfrog of {num_chains} chains took {_time(seconds)} and starts "
-        f"{work.kernels} kernels, about {_time(launches)} of that. More chains cost next to nothing on "
-        "this GPU (num_chains=...); for so little arithmetic a CPU may be faster "
+        f"bound by launches: a leapfrog of {num_chains} chains took {time_text(seconds)} and starts "
+        f"{work.kernels} kernels, about {time_text(launches)} of that. More chains cost next to nothing "
+        "on this GPU (num_chains=...); for so little arithmetic a CPU may be faster "
         "(JAX_PLATFORMS=cpu in the environment)"
     )
