@@ -264,7 +264,7 @@ def on_launches(text: str, seconds: float, num_chains: int) -> str | None:
         return None
     return (
         f"bound by launches: a leapfrog of {num_chains} chains took {time_text(seconds)} and starts "
-        f"{work.kernels} kernels, about {time_text(launches)} of that. More chains cost next to nothing "
-        "on this GPU (num_chains=...); for so little arithmetic a CPU may be faster "
+        f"{work.kernels} kernels, about {time_text(launches)} of that. More chains cost next to "
+        "nothing on this GPU (num_chains=...); for so little arithmetic a CPU may be faster "
         "(JAX_PLATFORMS=cpu in the environment)"
     )
