@@ -19,9 +19,6 @@ PODS: dict[str, Any] = {
     "256 TPU v5e": ("TPU v5e", {"data": 256}),
     "1,024 TPU v5p": ("TPU v5p", {"data": 1024}),
 }
-    "256 TPU v5e": ("TPU v5e", {"data": 256}),
-    "1,024 TPU v5p": ("TPU v5p", {"data": 1024}),
-}
 # What has no loop of leapfrogs, and its gradients a step.
 GRADIENTS = {"MCLMC": 2}
 MB = 10**6
