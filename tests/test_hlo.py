@@ -362,6 +362,8 @@ FUSED = (
     ("last", "lines", "kind", "shape"),
     [
         (f"ROOT %s = f32[8]{{0:T(128)}} {SLICE}", [FUSED], "reduce-scatter", "f32[8]"),
+        # All devices keep the same part.
+        ("ROOT %s = f32[8] slice(%ar), slice={[0:8]}", [FUSED], "all-reduce", "f32[32]"),
         # The sum is read whole, or what is kept of it is not the end; or it is not fused.
         (f"%s = f32[8]{{0}} {SLICE}\n  ROOT %t = f32[8] negate(%s)", [FUSED], "all-reduce", "f32[32]"),
         (

@@ -20,6 +20,7 @@ from gspmd_mcmc.views.program.topologies import CHIPS, Gpu, Tpu, chip_of
 
 PLAN: Any = sys.modules[gm.plan.__module__]
 S = jax.ShapeDtypeStruct
+H100: Any = CHIPS["H100"]
 
 
 def logistic_likelihood(params, block):
@@ -121,7 +122,7 @@ def test_every_number_of_devices_has_a_topology_of_at_least_as_many(chip):
 def test_a_card_is_described_by_its_own_figures():
     texts = [chip.target_config() for chip in CHIPS.values() if isinstance(chip, Gpu)]
     assert len(set(texts)) == len(texts)
-    fields = dict(re.findall(r"(\w+): ([\w.]+)", CHIPS["H100"].target_config()))
+    fields = dict(re.findall(r"(\w+): ([\w.]+)", H100.target_config()))
     assert fields["core_count"] == "132"
     assert fields["shared_memory_per_block_optin"] == "232448"
     assert float(fields["memory_bandwidth"]) == pytest.approx(3.35e12, rel=1e-2)

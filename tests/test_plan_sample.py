@@ -31,7 +31,7 @@ def flat_prior(params):
     return -0.5 * params["mean"] ** 2, -0.5 * params["log_sd"] ** 2
 
 
-def build(mesh, count: Any = S((2002,), jnp.int32), make=S):  # noqa: B008 - immutable
+def build(mesh, count: Any = S((2002,), jnp.int32), make: Any = S):  # noqa: B008 - immutable
     data = gm.place({"count": count}, mesh, P("data"))
     target = gm.Posterior(flat_prior, gm.Plate(effects_likelihood, data, local="effect"))
     shapes = {"effect": (2002,), "mean": (), "log_sd": ()}
@@ -47,7 +47,7 @@ def warm_up():
 
 
 TURN = "end of warm-up"
-COUNTS = {"num_chains": 4, "num_warmup": 30, "num_samples": 12}
+COUNTS: dict[str, Any] = {"num_chains": 4, "num_warmup": 30, "num_samples": 12}
 # Those that are compiled here, by their names in a plan and in the code; the others are in tests/chips.
 PROGRAMS = {SET_UP: "set_up", BUFFERS: "empty_buffers", STEPS: "advance", TURN: "end_stage"}
 
@@ -114,6 +114,7 @@ def test_a_plan_counts_what_the_run_holds_beside_a_program(planned):
     # Of each draw the positions, padded, of the chains and rows of a device, and stats.
     assert draws >= 2 * 12 * 4 * (2002 // 4 + 2)
     assert programs[TURN].beside_bytes == draws
+    assert programs[TURN].peak_bytes == programs[TURN].plan.report.peak_bytes + draws
     assert programs[STEPS].beside_bytes == 0
     data = programs["start"].plan.data_bytes
     assert data == 4 * math.ceil(2002 / 4)

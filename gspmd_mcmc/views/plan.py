@@ -165,7 +165,7 @@ class MeshPlan(JupyterMixin):
         """
         work, unit = self.work(within), within or "call"
         chip: Any = self.chip
-        return roofline(work, chip.accelerator, data_bytes=self.data_bytes, unit=unit)
+        return roofline(work, chip.name, data_bytes=self.data_bytes, unit=unit)
 
     def atomics(self) -> tuple[Atomic, ...]:
         """Return the atomic operations on floats of a GPU's kernels, each with its line and cure.

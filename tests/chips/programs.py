@@ -1,6 +1,7 @@
 """The reference notebook's two models at full size, as programs of shapes on a mesh."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ def step(model, kernel, mesh, num_chains=2):
     target, position = model(mesh)
     kernel = KERNELS[kernel](target)
     kind = type(kernel)
-    over = {"spmd_axis_name": "chains"} if "chains" in mesh.shape else {}
+    over: dict[str, Any] = {"spmd_axis_name": "chains"} if "chains" in mesh.shape else {}
     spec = P("chains") if over else P()
     shapes = jax.tree.map(lambda x: S((num_chains, *x.shape), x.dtype), position)
     init = jax.vmap(kind.init, in_axes=(None, 0), **over)

@@ -73,7 +73,7 @@ def logistic_rows_in_double(params, block):
 def plate(rows, mesh):
     data = {"x": S((ROWS, COLUMNS), jnp.float32), "y": S((ROWS,), jnp.bool_)}
     target = gm.Posterior(prior, gm.Plate(rows, gm.place(data, mesh, P("data"))))
-    return step_of(gm.HMC(target, np.float32(0.1), 10), {"w": S((COLUMNS,), jnp.float32)})
+    return step_of(gm.HMC(target, 0.1, 10), {"w": S((COLUMNS,), jnp.float32)})
 
 
 def effects(params, block):

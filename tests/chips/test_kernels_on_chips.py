@@ -1,5 +1,7 @@
 """Every kernel on the notebook's two models at full size, for chips, by their own compilers."""
 
+from typing import Any
+
 import audit
 import programs
 import pytest
@@ -7,13 +9,16 @@ import pytest
 import gspmd_mcmc as gm
 
 # The chip and the mesh; what a device may need in MB, by model: of NUTS, and of every other kernel.
-PLACES = {
+PLACES: dict[str, Any] = {
     "8 TPU v3": ("TPU v3", {"data": 8}, {"mnist": (24, 14), "movielens": (140, 68)}),
     "2 x 4 TPU v3": ("TPU v3", {"chains": 2, "data": 4}, {"mnist": (39, 18), "movielens": (92, 40)}),
     "2 x 4 TPU v5e": ("TPU v5e", {"chains": 2, "data": 4}, {"mnist": (20, 17), "movielens": (42, 14)}),
     "8 H100": ("8 x H100", {"data": 8}, {"mnist": (63, 86), "movielens": (95, 65)}),
 }
-PODS = {"256 TPU v5e": ("TPU v5e", {"data": 256}), "1,024 TPU v5p": ("TPU v5p", {"data": 1024})}
+PODS: dict[str, Any] = {
+    "256 TPU v5e": ("TPU v5e", {"data": 256}),
+    "1,024 TPU v5p": ("TPU v5p", {"data": 1024}),
+}
 # What has no loop of leapfrogs, and its gradients a step.
 GRADIENTS = {"MCLMC": 2}
 MB = 10**6

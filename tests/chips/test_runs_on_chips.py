@@ -63,7 +63,7 @@ def only(monkeypatch):
 )
 def test_a_run_fits_with_its_draws(on, axes, model, kernel, most):
     """All of it, from the start to the diagnostics."""
-    counts = {"num_chains": 2, "num_warmup": 200, "num_samples": 100}
+    counts: dict[str, Any] = {"num_chains": 2, "num_warmup": 200, "num_samples": 100}
     run = gm.plan_sample(programs.MODELS[model], on=on, kernel=kernel, **axes, **counts)
     assert audited(run) == []
     assert run.fits
@@ -78,7 +78,7 @@ def test_a_run_fits_with_its_draws(on, axes, model, kernel, most):
     print(run)
 
 
-WARM_UPS = {
+WARM_UPS: dict[str, Any] = {
     "SNAPER": ("TPU v3", {"data": 8}, "mnist", programs.KERNELS["JitteredHMC"], gm.SNAPERAdaptation()),
     "ChEES": ("8 x H100", {"data": 8}, "mnist", programs.KERNELS["JitteredHMC"], gm.ChEESAdaptation()),
     "MAMS": ("TPU v5e", {"chains": 2, "data": 4}, "movielens", programs.KERNELS["MAMS"], None),
@@ -99,7 +99,7 @@ def test_a_warm_up_is_right_on_chips(name, only):
             program == "start" or re.match(f"{STEPS}|begin|end|stuck|{BUFFERS}|{SET_UP}", program)
         )
     )
-    counts = {"num_chains": 4, "num_warmup": 200, "num_samples": 100}
+    counts: dict[str, Any] = {"num_chains": 4, "num_warmup": 200, "num_samples": 100}
     run = gm.plan_sample(programs.MODELS[model], on=on, kernel=kernel, warmup=warmup, **axes, **counts)
     assert audited(run) == []
     assert run.fits

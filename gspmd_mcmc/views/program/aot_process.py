@@ -28,12 +28,13 @@ def main(folder: Path) -> None:
     if options["topology"] is None:
         jax.config.update("jax_num_cpu_devices", math.prod(options["axes"].values()))
     program = export.deserialize(bytearray((folder / "program.bin").read_bytes()))
+    found: dict[str, Any]
     try:
         found = _compile(program, _mesh(**options), options["donated"])
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        found = {"refusal": str(error)}  # The chip has not the memory.
+        found = {"refusal": str(error)}  # The chip does not have the memory.
     found["assembly"] = [path.read_text() for path in sorted(folder.glob("dump/*.ptx"))]
     (folder / "compiled.json").write_text(json.dumps(found))
 
@@ -70,7 +71,7 @@ def _compile(program: export.Exported, mesh: Mesh, donated: list[int]) -> dict[s
         traced = jax.jit(call, donate_argnums=numbers, keep_unused=True).trace(*shapes)
         lowered = traced.lower(lowering_platforms=program.platforms)
         # A program for the CPU is never run: skip optimizing machine code. Its HLO is the same.
-        quick = {"xla_backend_optimization_level": "0"} if program.platforms == ("cpu",) else {}
+        quick: Any = {"xla_backend_optimization_level": "0"} if program.platforms == ("cpu",) else {}
         compiled = lowered.compile(compiler_options=quick)
     seconds = time.perf_counter() - began
     taken = dict(zip(used, compiled.input_shardings[0], strict=True))

@@ -32,8 +32,6 @@ class Chip:
     ----------
     name
         As `plan` takes it: "TPU v3", "H100".
-    accelerator
-        The name of a device of it in `ACCELERATORS`.
     device_kind, num_cores
         As its JAX devices have them.
     platform, lowered_for
@@ -43,7 +41,6 @@ class Chip:
     """
 
     name: str
-    accelerator: str
     device_kind: str
     num_cores: int | None = None
     platform: ClassVar[str]
@@ -244,55 +241,55 @@ CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
         Tpu(
-            name="TPU v2", accelerator="TPU v2 core", device_kind="TPU v2",
+            name="TPU v2", device_kind="TPU v2",
             version="v2", shapes=_FLAT, devices_of_chip=2, usable_gib=7.48,
         ),
         Tpu(
-            name="TPU v3", accelerator="TPU v3 core", device_kind="TPU v3",
+            name="TPU v3", device_kind="TPU v3",
             version="v3", shapes=(*_FLAT, "16x32", "32x32"), devices_of_chip=2, usable_gib=15.48,
         ),
         Tpu(
-            name="TPU v4", accelerator="TPU v4", device_kind="TPU v4", num_cores=2,
+            name="TPU v4", device_kind="TPU v4", num_cores=2,
             version="v4", shapes=_DEEP, options={"chip_config_name": "megacore"}, usable_gib=30.75,
         ),
         Tpu(
-            name="TPU v5e", accelerator="TPU v5e", device_kind="TPU v5 lite",
+            name="TPU v5e", device_kind="TPU v5 lite",
             version="v5e", shapes=_FLAT, usable_gib=15.75,
         ),
         Tpu(
-            name="TPU v5p", accelerator="TPU v5p", device_kind="TPU v5", num_cores=2,
+            name="TPU v5p", device_kind="TPU v5", num_cores=2,
             version="v5p", shapes=(*_DEEP, "16x16x24"), usable_gib=95.74,
         ),
         Tpu(
-            name="TPU v6e", accelerator="TPU v6e", device_kind="TPU v6 lite",
+            name="TPU v6e", device_kind="TPU v6 lite",
             version="v6e", shapes=_FLAT, usable_gib=31.25,
         ),
         Gpu(
-            name="A100 80GB", accelerator="A100 80GB", device_kind="NVIDIA A100-SXM4-80GB",
+            name="A100 80GB", device_kind="NVIDIA A100-SXM4-80GB",
             capability=(8, 0), cores=108, fpus_per_core=64, clock_rate_ghz=1.41,
             shared_memory_per_core=164 << 10, l2_cache=40 << 20,
             memory_bandwidth=2_039_040_000_000, memory=85_100_068_864,
         ),
         Gpu(
-            name="L4", accelerator="L4", device_kind="NVIDIA L4",
+            name="L4", device_kind="NVIDIA L4",
             capability=(8, 9), cores=58, fpus_per_core=128, clock_rate_ghz=2.04, threads_per_core=1536,
             shared_memory_per_core=100 << 10, l2_cache=48 << 20,
             memory_bandwidth=300_000_000_000, memory=24_000_000_000,
         ),
         Gpu(
-            name="H100", accelerator="H100 80GB", device_kind="NVIDIA H100 80GB HBM3",
+            name="H100", device_kind="NVIDIA H100 80GB HBM3",
             capability=(9, 0), cores=132, fpus_per_core=128, clock_rate_ghz=1.98,
             shared_memory_per_core=228 << 10, l2_cache=50 << 20, extension="ACCELERATED_FEATURES",
             memory_bandwidth=3_352_320_000_000, memory=84_942_979_072,
         ),
         Gpu(
-            name="H200", accelerator="H200", device_kind="NVIDIA H200 141GB HBM3e",
+            name="H200", device_kind="NVIDIA H200 141GB HBM3e",
             capability=(9, 0), cores=132, fpus_per_core=128, clock_rate_ghz=1.98,
             shared_memory_per_core=228 << 10, l2_cache=50 << 20, extension="ACCELERATED_FEATURES",
             memory_bandwidth=4_800_000_000_000, memory=151_397_597_184,
         ),
         Gpu(
-            name="B200", accelerator="B200", device_kind="NVIDIA B200",
+            name="B200", device_kind="NVIDIA B200",
             capability=(10, 0), cores=148, fpus_per_core=128, clock_rate_ghz=1.965,
             shared_memory_per_core=228 << 10, l2_cache=132_644_864, extension="ACCELERATED_FEATURES",
             memory_bandwidth=7_672_320_000_000, memory=191_514_411_008,
