@@ -102,6 +102,12 @@ def test_a_compiler_that_is_missing_is_named_with_what_brings_it(on, module, ext
         gm.plan(step, data=8, on=on)
 
 
+def test_an_older_jax_says_which_is_needed(monkeypatch, installed):
+    monkeypatch.setattr(PLAN, "AbstractDevice", lambda device_kind, num_cores: None)
+    with pytest.raises(ImportError, match="jax 0.10.2 or later is needed"):
+        gm.plan(step, data=8, on="TPU v3")
+
+
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=list(CHIPS))
 def test_every_number_of_devices_has_a_topology_of_at_least_as_many(chip):
     assert chip_of(chip.name) == (None, chip)

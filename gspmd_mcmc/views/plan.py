@@ -356,7 +356,10 @@ def mesh_on(mesh: AbstractMesh, on: str) -> tuple[AbstractMesh, Chip]:
     count, chip = chip_of(on)
     chip.check(count, mesh.size)
     device: Any = AbstractDevice
-    kind = device(device_kind=chip.device_kind, num_cores=chip.num_cores, platform=chip.platform)
+    try:
+        kind = device(device_kind=chip.device_kind, num_cores=chip.num_cores, platform=chip.platform)
+    except TypeError as error:
+        raise ImportError(f"on={on!r}: jax 0.10.2 or later is needed, got {jax.__version__}") from error
     return mesh.update(abstract_device=kind), chip
 
 
