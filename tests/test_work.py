@@ -43,7 +43,7 @@ def moved(*lines, before=""):
 
 SLICED = "dynamic_slice_sizes={10,64}"
 MOVES = [
-    ("ROOT %o = f32[1000,64]{1,0} add(%big, %big)", 2 * BIG, BIG),
+    ("ROOT %o = f32[1000,64]{1,0} add(%big, %big)", BIG, BIG),  # it is read once
     ("ROOT %o = f32[1000,64]{1,0} copy(%big)", BIG, BIG),
     ("ROOT %o = f32[64000]{0} bitcast(%big)", 0, 0),
     (f"ROOT %o = f32[10,64]{{1,0}} dynamic-slice(%big, %at, %zero), {SLICED}", SMALL + 8, SMALL),
@@ -222,8 +222,8 @@ def body_text(name, *lines):
 
 NEGATE = "%y = f32[1000,64]{1,0} negate(%x)"
 INIT = f"%init = {STATE} tuple(%at, %big)"
-# An iteration: the condition reads two numbers and writes a predicate.
-READ, WRITTEN = BIG + 8, BIG + 1
+# An iteration: the condition reads a number and writes a predicate.
+READ, WRITTEN = BIG + 4, BIG + 1
 
 
 def test_one_iteration_of_a_loop_has_its_condition():
@@ -246,7 +246,7 @@ def test_an_inner_loop_counts_by_its_trips():
         before=CONDITION + body_text("body", NEGATE) + body,
     )  # fmt: skip
     work = work_of(program, "leapfrog")
-    assert (work.bytes_read, work.bytes_written) == (7 * READ + 8, 7 * WRITTEN + 1)
+    assert (work.bytes_read, work.bytes_written) == (7 * READ + 4, 7 * WRITTEN + 1)
     assert work.readbacks == 1  # of the outer loop alone
     whole = work_of(program, trips={"leapfrog": 3})
     assert (whole.bytes_read, whole.kernels) == (3 * work.bytes_read, 3 * work.kernels)
@@ -338,6 +338,18 @@ def test_a_batched_product_written_as_a_convolution_counts_only_what_meets_the_i
     given = ("%left = f32[8,5,3]{2,1,0} parameter(3)", "%right = f32[8,3,2]{2,1,0} parameter(4)")
     work = work_of(program_of(*given, line))
     assert work.product_flops == {"f32": 2 * 8 * 5 * 3 * 2}
+
+
+@pytest.mark.parametrize(
+    ("line", "is_noted"),
+    [('custom-call(%big), custom_call_target="a_library"', True), ("cholesky(%big), lower=true", True),
+     ("negate(%big)", False), (PRODUCTS[4][0].partition("} ")[2], False),
+     ('custom-call(), custom_call_target="AllocateBuffer"', False)],
+)  # fmt: skip
+def test_arithmetic_that_is_not_counted_is_noted(line, is_noted):
+    notes = work_of(program_of(f"ROOT %o = f32[1000,64]{{1,0}} {line}")).notes
+    assert bool(notes) == is_noted
+    assert not notes or "is not counted" in notes[0]
 
 
 def test_the_compiler_s_own_cycles_are_added_up():

@@ -19,6 +19,7 @@ _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _SETTING = re.compile(r"(\w+)=([\dx_\-]+)")
 _PRECISION = re.compile(r"operand_precision=\{(\w+),(\w+)\}")
 _ALGORITHM = re.compile(r"algorithm=(\w+)")
+_FACTORIZATIONS = ("cholesky", "triangular-solve", "fft")
 _PRODUCT_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__triton_gemm", "__onednn$matmul")
 
 
@@ -60,6 +61,13 @@ def flops_of(
         return (), elements(operation.shape)
     is_reduction = operation.opcode in ("reduce", "reduce-window", "scatter", "sort")
     return (), sum(map(elements, operands)) if is_reduction else 0
+
+
+def is_uncounted(operation: Operation) -> bool:
+    """Tell whether an operation computes what `flops_of` has no count for: factorizations, calls."""
+    is_call = operation.opcode == "custom-call"
+    is_known = any(target in operation.attributes for target in _PRODUCT_CALLS)
+    return operation.opcode in _FACTORIZATIONS or (is_call and not is_known)
 
 
 def _product(operation: Operation, operands: list[str]) -> Product | None:

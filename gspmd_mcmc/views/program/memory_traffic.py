@@ -206,11 +206,14 @@ def moved(
     if not is_kernel(operation):
         return Amount(), Amount()
     opcode, result = _result(operation, siblings)
-    operands = [siblings[name].shape for name in operation.operands if name in siblings]
-    inside = fused_operations(program, operation)
-    if inside:
+    names = [name for name in operation.operands if name in siblings]
+    operands = [siblings[name].shape for name in names]
+    if inside := fused_operations(program, operation):
         shares = _parameter_shares(program, inside)
-        read = total(memory_amount(shape).times(shares.get(i, 1.0)) for i, shape in enumerate(operands))
+        of_operand = dict.fromkeys(names, 0.0)
+        for i, name in enumerate(names):
+            of_operand[name] = min(1.0, of_operand[name] + shares.get(i, 1.0))
+        read = total(memory_amount(siblings[n].shape).times(of_operand[n]) for n in of_operand)
         return read, _written(inside, result)
     if opcode in SLICES:
         indices = total(memory_amount(shape) for shape in operands[1:])
@@ -221,7 +224,8 @@ def moved(
         again = memory_amount(update) if opcode == "scatter" else Amount()  # adds to what is there
         read = memory_amount(update) + again + total(memory_amount(shape) for shape in others)
         return read, _like(result, update)
-    return total(memory_amount(shape) for shape in operands), memory_amount(result)
+    once = dict.fromkeys(names)  # an operand that is given twice is read once
+    return total(memory_amount(siblings[name].shape) for name in once), memory_amount(result)
 
 
 def _like(array: str, part: str) -> Amount:

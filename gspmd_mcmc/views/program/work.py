@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gspmd_mcmc.views.program import device_groups
-from gspmd_mcmc.views.program.flops import Product, flops_of
+from gspmd_mcmc.views.program.flops import Product, flops_of, is_uncounted
 from gspmd_mcmc.views.program.hlo import (
     Operation,
     Program,
@@ -86,7 +86,8 @@ class Work:
         How often a loop whose trip count the compiler does not know tests whether to go on: a GPU's
         host waits for that.
     notes
-        What to know about the counts: which branch of a conditional, which loops.
+        What to know about the counts: which branch of a conditional, which loops, whose arithmetic is
+        not counted.
     """
 
     each: tuple[Kernel, ...] = ()
@@ -294,7 +295,8 @@ def _kernel(program: Program, operation: Operation, siblings: Mapping[str, Opera
         collectives=tuple(_collectives(program, operation, siblings)),
         estimated_cycles=int(cycles.group(1)) if cycles else None,
     )
-    return Work((kernel,))
+    uncounted = f"{operation.name}: what this {operation.opcode} computes is not counted"
+    return Work((kernel,), notes=(uncounted,) if is_uncounted(operation) else ())
 
 
 def _collectives(
