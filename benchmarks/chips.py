@@ -123,7 +123,7 @@ def _row(model: str, on: str, kernel: str, contender: str, chains: int) -> dict[
     compiled = compile_aot(function, args, mesh, chip)
     program = read_program(compiled.text)
     work = leapfrog_of(program)
-    found = roofline(work, chip.accelerator, data_bytes=chips_programs.DATA_BYTES[model] // mesh.size)
+    found = roofline(work, chip.name, data_bytes=chips_programs.DATA_BYTES[model] // mesh.size)
     return {
         "model": model,
         "chip": chip.name,

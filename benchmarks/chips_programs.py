@@ -121,7 +121,7 @@ def _peers_data(model: str, form: str, chains: int, mesh: Any) -> tuple[Callable
 
 
 def _blackjax(model: str, form: str, kernel: str, chains: int, mesh: Any) -> Program:
-    import blackjax
+    import blackjax  # pyright: ignore[reportMissingImports]
 
     from benchmarks.contenders import blackjax as contender
 
@@ -181,7 +181,7 @@ def _numpyro(model: str, form: str, kernel: str, chains: int, mesh: Any) -> Prog
         contender.mnist_model if is_textbook else written,
         step_size=STEP_SIZE,
         num_steps=LEAPFROGS,
-        trajectory_length=None,
+        trajectory_length=None,  # pyright: ignore[reportArgumentType]
         adapt_step_size=False,
         adapt_mass_matrix=False,
         inverse_mass_matrix=metric if model == "movielens" and form != "textbook" else None,

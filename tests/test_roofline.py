@@ -13,6 +13,7 @@ from gspmd_mcmc.views.chips import ACCELERATORS, ETHERNET_10G, LINKS, NVLINK_4, 
 from gspmd_mcmc.views.collective_times import collective_seconds
 from gspmd_mcmc.views.program.flops import Product
 from gspmd_mcmc.views.program.report import Traffic
+from gspmd_mcmc.views.program.topologies import CHIPS
 from gspmd_mcmc.views.program.work import Kernel, Work
 from gspmd_mcmc.views.roofline import on_launches, roofline
 from gspmd_mcmc.views.throughput import THROUGHPUTS, Throughput, measure_throughput
@@ -192,6 +193,14 @@ def test_a_card_that_never_wins_is_said_so():
         {1: roofline(work_of(bytes_read=4), "this CPU", throughput=cpu)},
     )
     assert place.card_wins_from is None and "not faster" in str(place)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_chip_that_programs_are_compiled_for_has_a_roofline_and_links_if_it_has_several(chip):
+    found = roofline(work_of(bytes_read=10**9), chip)
+    assert found.bound == "memory" and found.seconds > 1e-5
+    if chip != "L4":
+        assert roofline(work_of(bytes_read=4, collectives=(SENT,)), chip).wire_seconds > 0
 
 
 # What is not known is refused.

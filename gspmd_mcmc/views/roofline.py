@@ -18,6 +18,8 @@ from gspmd_mcmc.views.program.hlo import read_program
 from gspmd_mcmc.views.program.work import Kernel, Work, work_of
 from gspmd_mcmc.views.throughput import GPU_LAUNCH_SECONDS, GPU_READBACK_SECONDS, Throughput
 
+# Chips whose compilers are asked, by their names there, are devices of these kinds.
+OF_CHIP = {"TPU v2": "TPU v2 core", "TPU v3": "TPU v3 core", "H100": "H100 80GB"}
 MOST_KERNELS = 3  # that are named
 BOUND_SHARE = 0.5  # of a leapfrog's time that launches take, where a run is bound by them
 
@@ -140,7 +142,7 @@ def roofline(
     work
         What `work_of` counted, for one device.
     device
-        Such as "H100 80GB", "TPU v3 core", or an `Accelerator`.
+        Such as "H100 80GB" or "TPU v3 core", a chip of `plan`, "H100", or an `Accelerator`.
     data_bytes
         Bytes of data that a device holds and must read once: bytes moved stand against them.
     interconnect
@@ -156,6 +158,7 @@ def roofline(
         If nothing is known of the device's throughput or of what joins it, or if the devices of a
         collective are not known, or it is of a kind that has no formula.
     """
+    device = OF_CHIP.get(device, device) if isinstance(device, str) else device
     name = device if isinstance(device, str) else device.name
     if throughput is None:
         throughput = accelerator(device).throughput

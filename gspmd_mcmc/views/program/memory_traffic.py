@@ -111,8 +111,6 @@ ELEMENTWISE = _ELEMENTWISE - {
     *("reshape", "reverse", "transpose"),
 }  # those that compute something
 _ARRAY = re.compile(r"\b(?:pred|bf16|f8\w+|f4\w+|[fsuc]\d+)\[[\d,<=]*\](?:\{([^}]*)\})?")
-_DIMS = re.compile(r"\[([\d,<=]*)\]")
-_TILE = re.compile(r"\(([\d,*]+)\)")
 _SPACE = re.compile(r"S\((\d+)\)")
 _PARAMETER = re.compile(r" parameter\((\d+)\)")
 _INDEX = re.compile(r"index=(\d+)")
@@ -150,8 +148,8 @@ def memory_amount(shape: str) -> Amount:
     for array in _ARRAY.finditer(shape):
         layout = array.group(1) or ""
         space = _SPACE.search(layout)
-        is_elsewhere = space is not None and space.group(1) != "0"
-        if is_elsewhere and (space.group(1) == _HOST or ":T(" in layout):
+        number = space.group(1) if space else "0"
+        if number == _HOST or (number != "0" and ":T(" in layout):
             continue
         num_bytes = num_bytes_of(array.group())
         found += Amount(num_bytes, _tiled_bytes(array.group(), layout, num_bytes))
@@ -163,9 +161,9 @@ def _tiled_bytes(array: str, layout: str, num_bytes: int) -> int:
     order, _, tiles = layout.partition(":T")
     if not tiles or not num_bytes:
         return num_bytes
-    dims = [int(d.removeprefix("<=")) for d in _DIMS.search(array).group(1).split(",") if d]
+    ((_, dims),) = shapes_of(array)
     major_first = [dims[int(i)] for i in reversed([i for i in order.split(",") if i])]
-    tile = _TILE.match(tiles).group(1).split(",")
+    tile = tiles[1:].partition(")")[0].split(",")
     padded = [1] * (len(tile) - len(major_first)) + major_first
     for i in range(-len(tile), 0):
         if tile[i] == "*":  # this dimension is one with the next
