@@ -64,7 +64,7 @@ def only(monkeypatch):
     ],
 )
 def test_a_run_fits_with_its_draws(on, axes, model, kernel, most):
-    """All of it, from the start to the diagnostics, which take columns in blocks as large as they may."""
+    """All of it, from the start to the diagnostics, which take blocks as large as they may."""
     counts: dict[str, Any] = {"num_chains": 2, "num_warmup": 200, "num_samples": 100}
     run = gm.plan_sample(programs.MODELS[model], on=on, kernel=kernel, **axes, **counts)
     print(run)
