@@ -150,16 +150,12 @@ def _collectives(
     fusion_of = {name: o for o in fusions for name in hlo.called_computations(o)}
     found = []
     for operation, computation, loops in walk:
-        kind = hlo.collective_kind(operation)
-        if kind and hlo.is_start(operation):
+        if hlo.collective_kind(operation) and hlo.is_start(operation):
             siblings = {o.name: o for o in program.computations[computation]}
             axes, group_size = _devices(operation, mesh, num_devices)
-            shape = hlo.result_shape(operation, siblings)
             operands = _bare(", ".join(siblings[o].shape for o in operation.operands if o in siblings))
             fusion = fusion_of.get(computation)
-            kept = hlo.kept_slice(operation, siblings) if fusion else None
-            if kept is not None:
-                kind, shape = "reduce-scatter", kept.shape
+            kind, shape = hlo.kind_and_result(operation, siblings, is_fused=fusion is not None)
             # What is fused may have lost its name and its lines; the fusion has them.
             named = operation if operation.op_name or fusion is None else fusion
             found.append(

@@ -260,6 +260,16 @@ def result_shape(operation: Operation, siblings: Mapping[str, Operation]) -> str
     return operation.shape if kind == "all-reduce" or len(parts) < 2 else parts[1]
 
 
+def kind_and_result(
+    operation: Operation, siblings: Mapping[str, Operation], *, is_fused: bool
+) -> tuple[str, str]:
+    """Return the kind of a collective and the shape of its result; of one in a fusion, the fusion's."""
+    kept = kept_slice(operation, siblings) if is_fused else None
+    if kept is not None:
+        return "reduce-scatter", kept.shape
+    return collective_kind(operation), result_shape(operation, siblings)
+
+
 def kept_slice(operation: Operation, siblings: Mapping[str, Operation]) -> Operation | None:
     """Return the part that a fusion keeps of a sum over devices: both together are a reduce-scatter.
 

@@ -20,9 +20,9 @@ from gspmd_mcmc.views.program.hlo import (
     called_computations,
     collective_kind,
     is_start,
+    kind_and_result,
     num_bytes_of,
     own_line,
-    result_shape,
 )
 from gspmd_mcmc.views.program.memory_traffic import Amount, fused_operations, is_kernel, moved
 from gspmd_mcmc.views.program.report import Traffic
@@ -300,21 +300,24 @@ def _kernel(program: Program, operation: Operation, siblings: Mapping[str, Opera
 
 
 def _collectives(
-    program: Program, operation: Operation, siblings: Mapping[str, Operation]
+    program: Program,
+    operation: Operation,
+    siblings: Mapping[str, Operation],
+    is_fused: bool = False,
 ) -> Iterator[Traffic]:
     """Yield the collective that an operation is, or those that are fused in it."""
     inside = fused_operations(program, operation)
     named = {o.name: o for o in inside}
     for inner in inside:
-        yield from _collectives(program, inner, named)
-    kind = collective_kind(operation)
-    if kind and is_start(operation):
+        yield from _collectives(program, inner, named, is_fused=True)
+    if collective_kind(operation) and is_start(operation):
+        kind, shape = kind_and_result(operation, siblings, is_fused=is_fused)
         operands = (siblings[name].shape for name in operation.operands if name in siblings)
         yield Traffic(
             kind=kind,
             axes=(),
             group_size=_group_size(operation, program.num_devices),
-            num_bytes=num_bytes_of(result_shape(operation, siblings)),
+            num_bytes=num_bytes_of(shape),
             operand_bytes=sum(map(num_bytes_of, operands)),
             runs=1,
         )
