@@ -19,93 +19,20 @@ from gspmd_mcmc.views.program.hlo import (
     tuple_shapes,
 )
 
-NO_KERNEL = frozenset(
-    [
-        "add-dependency",
-        "after-all",
-        "bitcast",
-        "constant",
-        "domain",
-        "get-dimension-size",
-        "get-tuple-element",
-        "opt-barrier",
-        "optimization-barrier",
-        "parameter",
-        "partition-id",
-        "replica-id",
-        "tuple",
-    ]
-)
+_IDLE = """add-dependency after-all bitcast constant domain get-dimension-size get-tuple-element
+    opt-barrier optimization-barrier parameter partition-id replica-id tuple"""
+NO_KERNEL = frozenset(_IDLE.split())
 SLICES = frozenset(("dynamic-slice", "gather", "slice"))
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is the update
 # What needs just those elements of its operands that are wanted of its result.
-_ELEMENTWISE = frozenset(
-    [
-        "abs",
-        "acos",
-        "acosh",
-        "add",
-        "and",
-        "asin",
-        "asinh",
-        "atan2",
-        "atanh",
-        "bitcast",
-        "bitcast-convert",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "compare",
-        "complex",
-        "convert",
-        "copy",
-        "cosine",
-        "cosh",
-        "count-leading-zeros",
-        "divide",
-        "erf",
-        "exponential",
-        "exponential-minus-one",
-        "floor",
-        "imag",
-        "is-finite",
-        "log",
-        "log-plus-one",
-        "logistic",
-        "maximum",
-        "minimum",
-        "multiply",
-        "negate",
-        "not",
-        "opt-barrier",
-        "optimization-barrier",
-        "or",
-        "popcnt",
-        "power",
-        "real",
-        "reduce-precision",
-        "remainder",
-        "reshape",
-        "reverse",
-        "round-nearest-afz",
-        "round-nearest-even",
-        "rsqrt",
-        "select",
-        "shift-left",
-        "shift-right-arithmetic",
-        "shift-right-logical",
-        "sign",
-        "sine",
-        "sinh",
-        "sqrt",
-        "stochastic-convert",
-        "subtract",
-        "tan",
-        "tanh",
-        "transpose",
-        "xor",
-    ]
-)
+_BY_ELEMENT = """abs acos acosh add and asin asinh atan2 atanh bitcast bitcast-convert cbrt ceil clamp
+    compare complex convert copy cosine cosh count-leading-zeros divide erf exponential
+    exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum
+    multiply negate not opt-barrier optimization-barrier or popcnt power real
+    reduce-precision remainder reshape reverse round-nearest-afz round-nearest-even rsqrt
+    select shift-left shift-right-arithmetic shift-right-logical sign sine sinh sqrt
+    stochastic-convert subtract tan tanh transpose xor"""
+_ELEMENTWISE = frozenset(_BY_ELEMENT.split())
 ELEMENTWISE = _ELEMENTWISE - {
     *("bitcast", "bitcast-convert", "copy", "opt-barrier", "optimization-barrier"),
     *("reshape", "reverse", "transpose"),
@@ -113,7 +40,6 @@ ELEMENTWISE = _ELEMENTWISE - {
 _ARRAY = re.compile(r"\b(?:pred|bf16|f8\w+|f4\w+|[fsuc]\d+)\[[\d,<=]*\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _PARAMETER = re.compile(r" parameter\((\d+)\)")
-_INDEX = re.compile(r"index=(\d+)")
 _HOST = "5"  # the memory space of the host
 _ALLOCATES = 'custom_call_target="AllocateBuffer"'  # and writes nothing
 
