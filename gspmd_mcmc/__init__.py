@@ -19,6 +19,7 @@ from gspmd_mcmc.targets.likelihoods import (
     inner_products,
     poisson_log_rate,
 )
+from gspmd_mcmc.targets.fused.inner_product_terms import inner_product_terms
 from gspmd_mcmc.targets.checks import NonFiniteStart
 from gspmd_mcmc.targets.independence import CoupledRows
 
@@ -111,6 +112,7 @@ __all__ = [
     "Posterior",
     "bernoulli_logits",
     "categorical_logits",
+    "inner_product_terms",
     "inner_products",
     "poisson_log_rate",
     # Models
