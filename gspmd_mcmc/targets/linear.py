@@ -29,14 +29,14 @@ def linear(x: jax.Array, w: jax.Array) -> jax.Array:
     Parameters
     ----------
     x
-        Rows of bytes (uint8, int8), bfloat16 or float32 numbers, shape [rows, features].
+        Rows of bytes (uint8, int8) or floating numbers, shape [rows, features]. Bytes and bfloat16 profit.
     w
-        float32 parameters, shape [features, columns].
+        Parameters, shape [features, columns]; those of float32 profit.
 
     Returns
     -------
     jax.Array
-        float32, shape [rows, columns]. Differentiable in ``w``, and in ``x`` if it is floating; in
+        Shape [rows, columns], in the dtype of ``w`` if ``x`` are bytes. Differentiable in ``w``, and in ``x`` if it is floating; in
         reverse, and forward over reverse.
 
     Raises
@@ -45,9 +45,9 @@ def linear(x: jax.Array, w: jax.Array) -> jax.Array:
         If a dtype or a shape is another one.
     """
     _check(x, w)
-    if not is_exact_in_bfloat16(x):
-        return x @ w
-    return _product(x, w, num_terms())
+    if is_exact_in_bfloat16(x) and w.dtype == jnp.float32:
+        return _product(x, w, num_terms())
+    return x.astype(jnp.promote_types(x.dtype, w.dtype)) @ w
 
 
 def is_exact_in_bfloat16(x: jax.Array) -> bool:
@@ -56,13 +56,13 @@ def is_exact_in_bfloat16(x: jax.Array) -> bool:
 
 
 def _check(x: jax.Array, w: jax.Array) -> None:
-    if x.dtype.name not in (*BYTES, "bfloat16", "float32"):
+    if not (x.dtype.name in BYTES or jnp.issubdtype(x.dtype, jnp.floating)):
         raise TypeError(
-            f"linear: expected x of uint8, int8, bfloat16 or float32, got {x.dtype}. Convert it, or write "
-            "x @ w"
+            f"linear: expected x of bytes (uint8, int8) or floating numbers, got {x.dtype}. Convert it: "
+            "x.astype(numpy.float32)"
         )
-    if w.dtype != jnp.float32:
-        raise TypeError(f"linear: expected float32 parameters w, got {w.dtype}")
+    if not jnp.issubdtype(w.dtype, jnp.floating):
+        raise TypeError(f"linear: expected floating parameters w, got {w.dtype}")
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(
             f"linear: expected shapes [rows, features] and [features, columns], got {list(x.shape)} and "

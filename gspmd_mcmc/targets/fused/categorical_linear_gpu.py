@@ -16,7 +16,9 @@ from jax.experimental.pallas import triton
 from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms
 
 TILE = 64  # rows
-PROGRAMS = 128  # about as many as a large GPU has cores
+# About as many programs as a large GPU has cores; fewer where each would have less than two tiles, as
+# every program writes sums of its own.
+PROGRAMS, LEAST_TILES = 128, 2
 LEAST = 16  # features and classes that a product of a tile takes
 NO_CLASS = -1e30  # the logit of a class that is padding
 
@@ -33,7 +35,7 @@ def gradients(
     tall = jnp.pad(w, ((0, height - features), (0, padded - classes)))
     factors = jnp.stack(bfloat16_terms(tall, terms))  # [terms, features, classes]
     biases = jnp.pad(bias, (0, padded - classes), constant_values=NO_CLASS)
-    programs = min(PROGRAMS, -(-num // TILE))
+    programs = min(PROGRAMS, -(-num // (LEAST_TILES * TILE)))
     of_w, of_bias = pl.pallas_call(
         partial(_kernel, num, features, chunks, terms),
         grid=(programs,),
