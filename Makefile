@@ -6,7 +6,7 @@ BIN := .venv/bin
 # A file's tests share a process; files in the order of tests/conftest.py.
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-oldest test-oldest-quick margins mutations check format peers bench validate clean
+.PHONY: demo test test-oldest test-oldest-quick chips margins mutations check format peers bench validate clean
 
 .venv/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11 ..."; exit 1; }
@@ -45,6 +45,16 @@ test-oldest-quick: .venv-oldest/.installed
 	@ls $(QUICK:%=tests/test_%.py) > /dev/null  # a file that was renamed is named; pytest -n would say nothing
 	.venv-oldest/bin/python -m pytest $(TWO_PROCESSES) $(QUICK:%=tests/test_%.py)
 
+# What the compilers of TPUs and GPUs make of our programs: they are installed here, and no chip is needed.
+.venv-chips/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	test -x .venv-chips/bin/python || $(PYTHON) -m venv .venv-chips
+	.venv-chips/bin/python -m pip install --quiet --editable '.[test,tpu,cuda]' jax==0.10.2 jaxlib==0.10.2
+	touch $@
+
+chips: .venv-chips/.installed
+	.venv-chips/bin/python -m pytest $(TWO_PROCESSES) tests/chips
+
 # TFP, NumPyro and BlackJAX, which the benchmarks compare with; no dependency of ours.
 peers:
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
@@ -68,4 +78,4 @@ validate: .venv/.installed
 	$(BIN)/python -m validation --out out/validate.json
 
 clean:
-	rm -rf .venv .venv-peers .venv-oldest out build *.egg-info
+	rm -rf .venv .venv-peers .venv-oldest .venv-chips out build *.egg-info

@@ -4,10 +4,12 @@ import importlib
 import sys
 
 NAMES = (
+    "chips",
     "communication",
     "compile",
     "energy",
     "ess",
+    "gpu",
     "mnist",
     "movielens",
     "precision",

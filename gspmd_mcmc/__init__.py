@@ -57,6 +57,7 @@ from gspmd_mcmc.adaptation.estimators.rotated import Rotated
 
 # Sample: where chains start, and what comes back
 from gspmd_mcmc.sampling.sample import sample
+from gspmd_mcmc.sampling.sample_plan import plan_sample
 from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.sampling.start import per_chain, prior_start, uniform_start
 from gspmd_mcmc.sampling.mode import Mode, find_mode
@@ -79,6 +80,7 @@ from gspmd_mcmc.views.visualize import LayoutView, visualize
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.program.report import BudgetExceeded
 from gspmd_mcmc.views.plan import plan
+from gspmd_mcmc.views.where_to_run import where_to_run
 from gspmd_mcmc.views.chips import Accelerator
 from gspmd_mcmc.views import cost, plots
 
@@ -161,6 +163,7 @@ __all__ = [
     "SamplingWarning",
     "find_mode",
     "per_chain",
+    "plan_sample",
     "prior_start",
     "sample",
     "uniform_start",
@@ -185,6 +188,7 @@ __all__ = [
     "plan",
     "plots",
     "visualize",
+    "where_to_run",
     # Several processes
     "ProcessLost",
     "ProcessesDisagree",

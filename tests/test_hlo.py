@@ -341,6 +341,100 @@ def test_a_loop_has_the_name_of_the_scope_that_it_stands_in(op_name, name):
     assert [x.name for x in report.loops] == [name]
 
 
+# What the TPU's compiler writes in other forms.
+
+
+SCATTER = """%all-reduce-scatter (x: f32[32]) -> f32[8] {{
+  %x = f32[32]{{0:T(128)}} parameter(0)
+  %part = u32[] partition-id()
+  %ar = f32[32]{{0:T(128)}} all-reduce(%x), {groups}, to_apply=%add
+  {last}
+}}
+"""
+SLICE = "dynamic-slice(%ar, %part), dynamic_slice_sizes={8}"
+FUSED = (
+    "%s = f32[8]{0:T(128)S(1)} fusion(%p), kind=kCustom, calls=%all-reduce-scatter, "
+    'metadata={op_name="jit(f)/sum"}'
+)
+
+
+@pytest.mark.parametrize(
+    ("last", "lines", "kind", "shape"),
+    [
+        (f"ROOT %s = f32[8]{{0:T(128)}} {SLICE}", [FUSED], "reduce-scatter", "f32[8]"),
+        # All devices keep the same part.
+        ("ROOT %s = f32[8] slice(%ar), slice={[0:8]}", [FUSED], "all-reduce", "f32[32]"),
+        # The sum is read whole, or what is kept of it is not the end; or it is not fused.
+        (f"%s = f32[8]{{0}} {SLICE}\n  ROOT %t = f32[8] negate(%s)", [FUSED], "all-reduce", "f32[32]"),
+        (
+            f"%t = f32[32] negate(%ar)\n  ROOT %s = f32[8]{{0}} {SLICE}",
+            [FUSED],
+            "all-reduce",
+            "f32[32]",
+        ),
+        (
+            *(f"ROOT %s = f32[8]{{0}} {SLICE}", [FUSED.replace("fusion", "call")]),
+            *("all-reduce", "f32[32]"),
+        ),
+    ],
+)
+def test_a_sum_of_which_a_fusion_keeps_a_part_is_a_reduce_scatter(last, lines, kind, shape):
+    report = read(*lines, before=ADD + SCATTER.format(groups=GROUPS, last=last))
+    assert seen(report) == [(kind, shape, 4 * int(shape[4:-1]), "f32[32]", 128)]
+    assert report.unknown == ()
+    assert report.collectives[0].op_name == ("jit(f)/sum" if FUSED in lines else "")
+
+
+COUNTED = """%cond.t (c: (f32[32], s32[])) -> pred[] {{
+  %c = (f32[32]{{0}}, s32[]{{:T(256)}}) parameter(0)
+  %end = s32[]{{:T(256)}} constant({end})
+  %i = s32[]{{:T(256)}} get-tuple-element(%c), index=1
+  ROOT %lt = pred[]{{:T(1024)}} compare(%i, {bound}), direction={direction}
+}}
+%t (c: (f32[32], s32[])) -> (f32[32], s32[]) {{
+  %c = (f32[32]{{0}}, s32[]{{:T(256)}}) parameter(0)
+  %x = f32[32]{{0}} get-tuple-element(%c), index=0
+  %i = s32[]{{:T(256)}} get-tuple-element(%c), index=1
+  %copy.1 = s32[]{{:T(256)}} copy(%i)
+  %by..sunk.1 = s32[]{{:T(256)}} constant({by})
+  %next = s32[]{{:T(256)}} add(%by..sunk.1, %copy.1), control-predecessors={{%copy.1}}
+  %ar = f32[32]{{0}} all-reduce(%x), {groups}, to_apply=%add
+  ROOT %out = (f32[32]{{0}}, s32[]{{:T(256)}}) tuple(%ar, {carried})
+}}
+"""
+COUNTS = {"end": 5, "bound": "%end", "direction": "LT", "by": 1, "carried": "%next", "start": "%zero"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "trips"),
+    [
+        ({}, 5),
+        ({"end": -3}, 0),
+        ({"start": "%two"}, 3),
+        # What no constant ends or begins, what counts otherwise, or not at all, is not known.
+        ({"bound": "%i"}, None),
+        ({"direction": "GT"}, None),
+        ({"direction": "NE"}, None),
+        ({"by": 2}, None),
+        ({"carried": "%i"}, None),
+        ({"start": "%unknown"}, None),
+    ],
+)
+def test_a_loop_that_counts_between_constants_has_its_count(changed, trips):
+    given = COUNTS | changed
+    report = read(
+        "%constant.9 = s32[]{:T(256)} constant(0)",
+        "%zero = s32[]{:T(256)} copy(%constant.9)",
+        "%two = s32[] constant(2)",
+        "%unknown = s32[] get-tuple-element(%i), index=0",
+        f"%begin = (f32[32]{{0}}, s32[]) tuple(%p, {given['start']})",
+        "%w = (f32[32]{0}, s32[]) while(%begin), condition=%cond.t, body=%t",
+        before=ADD + COUNTED.format(groups=GROUPS, **given),
+    )
+    assert [x.trips for x in report.loops] == [trips]
+    assert report.count("all-reduce") == 1
+
+
 # Source lines.
 
 

@@ -22,7 +22,7 @@ from gspmd_mcmc import Accelerator, BudgetExceeded, LayoutView, communication, m
 from gspmd_mcmc.views.chips import ACCELERATORS
 from gspmd_mcmc.views.plan import extrapolate, predict_report
 from gspmd_mcmc.views.program import aot_compilation
-from gspmd_mcmc.views.program.aot_compilation import compile_aot
+from gspmd_mcmc.views.program.aot_compilation import Compiled, compile_aot
 
 S = jax.ShapeDtypeStruct
 F32 = jnp.float32
@@ -97,7 +97,12 @@ def over_columns(mesh):
 
 def planned_for(build, mesh):
     function, *args = build(mesh)
-    return compile_aot(function, tuple(args), mesh)
+    return compile_aot(function, tuple(args), mesh).report
+
+
+def compiled(report):
+    """What `compile_aot` returns, with this report."""
+    return Compiled(report, text="", assembly=(), seconds=0.0)
 
 
 def wire(report):
@@ -277,7 +282,7 @@ def movielens_plan(monkeypatch):
     """The step on 8,192 devices; the three programs that it needs are compiled once for all tests."""
 
     def cached(function, args, mesh):
-        return movielens_on(mesh.size)
+        return compiled(movielens_on(mesh.size))
 
     monkeypatch.setattr(PLAN, "compile_aot", cached)
     return plan(movielens, data=8192, accelerator="TPU v5e", trips={"leapfrog": 10})
@@ -309,7 +314,9 @@ def test_the_rule_says_how_far_it_is_off(monkeypatch):
     sizes = (512, 1024, 2048)
     reports = [movielens_on(n) for n in sizes]
     monkeypatch.setattr(PLAN, "smaller_sizes", lambda mesh: ("data", sizes))
-    monkeypatch.setattr(PLAN, "compile_aot", lambda function, args, mesh: movielens_on(mesh.size))
+    monkeypatch.setattr(
+        PLAN, "compile_aot", lambda function, args, mesh: compiled(movielens_on(mesh.size))
+    )
     _, rule = extrapolate(movielens, make_abstract_mesh(data=8192))
     off = []
     for name in ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes"):
@@ -324,13 +331,12 @@ def test_the_rule_says_how_far_it_is_off(monkeypatch):
 def on_real_devices(monkeypatch):
     """Set the limit at 8 devices, and compile for 2, 4 and 8 here."""
 
-    def compiled(function, args, mesh):
-        return communication(
-            function, *jax.tree.map(lambda x: on(real(mesh), *x.shape, spec=x.sharding.spec), args)
-        )
+    def compile_here(function, args, mesh):
+        on_real = jax.tree.map(lambda x: on(real(mesh), *x.shape, spec=x.sharding.spec), args)
+        return compiled(communication(function, *on_real))
 
     monkeypatch.setattr(PLAN, "MOST_DEVICES", 8)
-    monkeypatch.setattr(PLAN, "compile_aot", compiled)
+    monkeypatch.setattr(PLAN, "compile_aot", compile_here)
 
 
 def real(mesh):
@@ -431,7 +437,7 @@ def test_a_plan_says_whether_it_fits(movielens_plan):
 
 def test_a_plan_says_where_one_device_would_be_faster(movielens_plan, monkeypatch):
     assert movielens_plan.small_data is None
-    monkeypatch.setattr(PLAN, "compile_aot", lambda *args: movielens_on(512))
+    monkeypatch.setattr(PLAN, "compile_aot", lambda *args: compiled(movielens_on(512)))
     said = " ".join(str(plan(functools.partial(one_chain, effects), data=8)).split())
     assert re.search(r"small data on many devices: Plate.*, 0.00 MB of rows on 8 devices", said)
     by_chains = plan(functools.partial(four_chains, effects), chains=4, data=1)

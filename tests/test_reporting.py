@@ -126,7 +126,7 @@ def test_memory_that_runs_out_at_the_start_is_explained(target, monkeypatch):
     def fail(*args, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
 
-    monkeypatch.setattr("gspmd_mcmc.sampling.start._draw", fail)
+    monkeypatch.setattr("gspmd_mcmc.sampling.start.draw_start", fail)
     with pytest.raises(gm.OutOfDeviceMemory, match=r"no room\. The largest .* the target's data .*'y'"):
         run(target)
 

@@ -54,6 +54,10 @@ class HmcProgram:
             raise RuntimeError("no all-reduce on several devices: the data are not sharded")
         return report | memory(self.compiled)
 
+    def text(self) -> dict:
+        """Return what was compiled."""
+        return {"text": self.compiled.as_text()}
+
     def run(self, calls: int) -> dict:
         """Make ``calls`` transitions, each from the last one's end."""
         start = time.perf_counter()

@@ -124,11 +124,15 @@ def num_draws_of(chunk: PyTree) -> int:
 
 
 def _of_devices(leaf: jax.Array, statistic: Callable, options: tuple, copies: int) -> PyTree:
-    shards = None  # of each column axis; inside a program they are not known
-    if not is_traced(leaf):
-        local = leaf.sharding.shard_shape(leaf.shape)[2:]
-        shards = tuple(n // max(m, 1) for n, m in zip(leaf.shape[2:], local, strict=True))
-    return _apply(leaf, statistic, options, copies, shards)
+    # Inside a program shards are not known.
+    shards = None if is_traced(leaf) else shards_of(leaf)
+    return apply_to_columns(leaf, statistic, options, copies, shards)
+
+
+def shards_of(leaf: Any) -> tuple[int, ...]:
+    """Return in how many shards each column axis of an array, or of the shape of one, is cut."""
+    local = leaf.sharding.shard_shape(leaf.shape)[2:]
+    return tuple(n // max(m, 1) for n, m in zip(leaf.shape[2:], local, strict=True))
 
 
 def _of_host(leaf: Any, statistic: Callable, options: tuple, copies: int) -> PyTree:
@@ -167,7 +171,11 @@ def _columns(leaf: Any, start: int, end: int) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _apply(leaf, statistic: Callable, options: tuple, copies: int, shards: tuple[int, ...] | None):
+def apply_to_columns(
+    leaf: jax.Array, statistic: Callable, options: tuple, copies: int, shards: tuple[int, ...] | None
+) -> PyTree:
+    """Compute a statistic of the columns of a leaf, in blocks; the program of `per_leaf`."""
+
     def function(x):
         return statistic(as_float(x), **dict(options))
 

@@ -22,6 +22,7 @@ from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.targets.checks import on_small_data
 from gspmd_mcmc.targets.resolution import on_coarse_terms, on_rounded_bijections
 from gspmd_mcmc.targets.target import Target
+from gspmd_mcmc.views.roofline import on_launches
 
 LOGGER = logging.getLogger("gspmd_mcmc")
 LOGGER.addHandler(logging.NullHandler())
@@ -95,6 +96,7 @@ def marked(part: str) -> jax.profiler.TraceAnnotation:
 
 
 SECONDS_A_LINE, SECONDS_A_REWRITE = 60.0, 0.5
+LAUNCHED = ("gpu",)  # platforms whose host starts each kernel
 BAR = 20  # characters
 
 
@@ -174,6 +176,7 @@ class Report:
         else:
             self._display = Bar(console, is_shown=is_shown)
         self._callback = callback
+        self.fastest = 0.0  # leapfrogs a second of the fastest chunk: the first one compiles
 
     def __enter__(self) -> "Report":
         self._display.start()
@@ -196,6 +199,7 @@ class Report:
         report = ChunkReport(
             phase=self._phase, done=self._done, total=self._total, seconds=seconds, **numbers
         )
+        self.fastest = max(self.fastest, report.leapfrogs_per_second)
         text = (
             f"{report.leapfrogs_per_second:.0f} leapfrogs/s acc {report.acceptance_rate:.2f} "
             f"div {report.num_divergent} step {report.step_size:.2g}"
@@ -219,6 +223,25 @@ class Report:
 def warn_of_small_data(target: Target) -> None:
     """Warn where one device would be faster than the many that the data lie on."""
     if message := on_small_data(target):
+        warnings.warn(message, SamplingWarning, stacklevel=4)
+
+
+def warn_of_launches(
+    platform: str, program: Callable[[], str], leapfrogs_per_second: float, num_chains: int
+) -> None:
+    """Warn where a GPU's time went into starting kernels; ``program`` returns the text of the steps.
+
+    A warning, not a record of the log, as of small data on many devices: those whose run is 300 times
+    slower than it need be have not set up a log.
+    """
+    if platform not in LAUNCHED or not leapfrogs_per_second:
+        return
+    try:
+        message = on_launches(program(), num_chains / leapfrogs_per_second, num_chains)
+    except Exception as error:  # A text of another form, perhaps: advice may not cost a run its draws.
+        LOGGER.debug("launches were not counted: %s: %s", type(error).__name__, error)
+        return
+    if message:
         warnings.warn(message, SamplingWarning, stacklevel=4)
 
 

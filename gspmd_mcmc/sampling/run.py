@@ -208,6 +208,11 @@ class Run:
             step_size=float(told["step_size"]),
         )
 
+    def program(self) -> str:
+        """Return the text of the program of the steps; what has run is not compiled again."""
+        args = (self.state, self.adaptation, self.fixed, self.draw, not self.is_warm, 0, 1, 1)
+        return advance.lower(*args).compile().as_text() or ""
+
     @property
     def kernel(self) -> Kernel:
         """The kernel of the next step."""
@@ -412,7 +417,7 @@ class Sampling:
             rest = count % run.capacity
             self.host.fill(run.state.draws, count - rest, rest)
             return self.host.draws(count)
-        return run.state.draws if count == run.capacity else _first(run.state.draws, count)
+        return run.state.draws if count == run.capacity else first_draws(run.state.draws, count)
 
     def _write(self) -> None:
         """Give the sink what it has not had yet, and use the other buffer next, at the same slot."""
@@ -476,7 +481,7 @@ def bucket(count: int) -> int:
 
 
 @partial(jax.jit, static_argnames="count")
-def _first(buffers: PyTree, count: int) -> PyTree:
+def first_draws(buffers: PyTree, count: int) -> PyTree:
     """Return the first draws; as one program, and by a slice, which is faster than an index."""
     return jax.tree.map(lambda b: jax.lax.slice_in_dim(b, 0, count, axis=1), buffers)
 

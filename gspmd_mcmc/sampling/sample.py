@@ -24,7 +24,13 @@ from gspmd_mcmc.sampling import defaults, identity, resumption
 from gspmd_mcmc.sampling import start as starts
 from gspmd_mcmc.sampling.memory import explained
 from gspmd_mcmc.sampling.mode import Mode
-from gspmd_mcmc.sampling.reporting import ChunkReport, Report, warn_of_run, warn_of_small_data
+from gspmd_mcmc.sampling.reporting import (
+    ChunkReport,
+    Report,
+    warn_of_launches,
+    warn_of_run,
+    warn_of_small_data,
+)
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.run_state import keep_position
 from gspmd_mcmc.storage.draws import Draws
@@ -66,6 +72,14 @@ ARGUMENTS: dict[str, tuple[type[Exception], Callable[[Any], bool], str]] = {
     "callback": (TypeError, lambda x: x is None or callable(x), "a function"),
     "collect": (TypeError, callable, "a function"),
 }
+
+
+def check_arguments(given: dict[str, Any]) -> None:
+    """Raise unless arguments by name are what `ARGUMENTS` says."""
+    for name, value in given.items():
+        if name in ARGUMENTS and not ARGUMENTS[name][1](value):
+            error, _, expected = ARGUMENTS[name]
+            raise error(f"{name}: expected {expected}, got {value!r}")
 
 
 @on_any_mesh
@@ -192,9 +206,7 @@ def sample(
     settings = {"device_bytes": device_bytes, "every": every, "checkpoint": checkpoint}
     tuning = {"target_acceptance_rate": target_acceptance_rate, "metric": metric}
     given = counts | observers | settings | tuning | {"collect": collect}
-    for name, (error, holds, expected) in ARGUMENTS.items():
-        if not holds(given[name]):
-            raise error(f"{name}: expected {expected}, got {given[name]!r}")
+    check_arguments(given)
     counts = {name: int(count) for name, count in counts.items()}
     num_chains, num_warmup, num_samples, _ = counts.values()
     if to is not None:
@@ -242,6 +254,7 @@ def sample(
         report = Report(is_shown=is_shown, callback=callback)
         with resumption.supervised(run, checkpoints, facts, every, report) as supervision:
             draws = run.go(*supervision)
+        warn_of_launches(target.platform, run.program, report.fastest, num_chains)
         warn_of_run(draws, num_samples, keeps_positions=collect.func is keep_position)
     return draws
 

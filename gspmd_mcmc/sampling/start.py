@@ -40,7 +40,10 @@ def uniform_start(position: PyTree, radius: float = 2.0) -> Partial:
     Partial
         ``start(rng_key) -> position`` of one chain, for `sample`'s ``initial_position``.
     """
-    return Partial(_uniform, jax.tree.map(jnp.asarray, position), jnp.asarray(float(radius)))
+    arrays = jax.tree.map(
+        lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x), position
+    )
+    return Partial(_uniform, arrays, jnp.asarray(float(radius)))
 
 
 def _uniform(position: PyTree, radius: jax.Array, rng_key: jax.Array) -> PyTree:
@@ -111,8 +114,23 @@ def per_chain(position: PyTree) -> PerChain:
 def start(
     kernel: Kernel, rng_key: jax.Array, initial: Any, mesh: Mesh | None, num_chains: int
 ) -> tuple[Layout, Any]:
-    """Find out what kind of start this is; return the layout, and the states of all chains."""
-    target = kernel.target
+    """Return the layout, and the states of all chains."""
+    layout, drawn, positions = read_start(kernel.target, rng_key, initial, mesh, num_chains)
+    if drawn is not None:
+        return layout, _start_at_draws(kernel, rng_key, drawn, layout)
+    states = init_chains(kernel, positions, layout=layout)
+    require_finite(kernel, states)
+    return layout, states
+
+
+def read_start(
+    target: Target, rng_key: jax.Array, initial: Any, mesh: Any, num_chains: int
+) -> tuple[Layout, Partial | None, PyTree]:
+    """Find out what kind of start this is; nothing is computed.
+
+    Returns the layout, and either ``start(rng_key) -> position`` of one chain, or None and the
+    positions of all chains.
+    """
     if isinstance(initial, Mode):
         initial = uniform_start(initial.position, 0.0)
     if not callable(initial) or is_module(initial):
@@ -126,20 +144,16 @@ def start(
                     f"{num_chains}, got shape {np.shape(leaf)}"
                 )
         if is_marked or _has_chain_axis(target, position, num_chains):
-            layout = read_layout(mesh, target, position, num_chains, has_chains=True)
-            states = init_chains(kernel, position, layout=layout)
-            require_finite(kernel, states)
-            return layout, states
+            return read_layout(mesh, target, position, num_chains, has_chains=True), None, position
         jax.eval_shape(_terms, target, _shapes(position))  # The target's own error, if it has one.
         initial = uniform_start(lay_out(target, position))
     drawn = as_partial(initial)
-    example = jax.eval_shape(drawn, rng_key)
+    example = jax.eval_shape(lambda start, key: start(key), drawn, rng_key)
     # `uniform_start` and `Mode.laplace_start` bind a position that is laid out.
     around = initial.args[0] if isinstance(initial, Partial) and initial.args else None
     example = around if jax.tree.structure(around) == jax.tree.structure(example) else example
     checks.check_position(target, example)
-    layout = read_layout(mesh, target, example, num_chains, has_chains=False)
-    return layout, _start_at_draws(kernel, rng_key, drawn, layout)
+    return read_layout(mesh, target, example, num_chains, has_chains=False), drawn, None
 
 
 def _has_chain_axis(target: Target, position: PyTree, num_chains: int) -> bool:
@@ -185,7 +199,7 @@ def init_chains(kernel: Kernel, positions: PyTree, *, layout: Layout) -> Any:
 
 
 @partial(jax.jit, static_argnames="layout")
-def _draw(
+def draw_start(
     kernel: Kernel, start: Partial, rng_key: jax.Array, attempt: int, *, layout: Layout
 ) -> tuple[Any, jax.Array]:
     """Draw a start for each chain; return the states there, and whether they are finite, [chains]."""
@@ -217,11 +231,11 @@ def _select(are_good: jax.Array, states: Any, fresh: Any, *, layout: Layout) -> 
 
 def _start_at_draws(kernel: Kernel, rng_key: jax.Array, start: Partial, layout: Layout) -> Any:
     """Draw each chain's start until its log density and gradient are finite; return the states."""
-    states, are_good = _draw(kernel, start, rng_key, 0, layout=layout)
+    states, are_good = draw_start(kernel, start, rng_key, 0, layout=layout)
     for attempt in range(1, MAX_TRIES):
         if np.all(to_host(are_good)):
             return states
-        fresh, fresh_are_good = _draw(kernel, start, rng_key, attempt, layout=layout)
+        fresh, fresh_are_good = draw_start(kernel, start, rng_key, attempt, layout=layout)
         states = _select(are_good, states, fresh, layout=layout)
         are_good |= fresh_are_good
     require_finite(kernel, states)

@@ -14,10 +14,12 @@ way, what a device can send while it receives as much: half of that figure.
 import math
 from dataclasses import dataclass
 
+from gspmd_mcmc.views.throughput import THROUGHPUTS, Throughput
+
 _TPU = "https://cloud.google.com/tpu/docs"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _GIB = 1 << 30
-_GPU = 0.75  # share of a GPU's memory that JAX takes
+GPU_SHARE = 0.75  # share of a GPU's memory that JAX takes
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,15 @@ class Accelerator:
         Where the figure is from.
     share
         The share of it that JAX takes.
+    throughput
+        What it does in a second; None: not known.
     """
 
     name: str
     memory_bytes: int
     source: str = ""
     share: float = 1.0
+    throughput: Throughput | None = None
 
     @property
     def usable_bytes(self) -> int:
@@ -48,7 +53,7 @@ class Accelerator:
 
 
 ACCELERATORS = {
-    name: Accelerator(name, num_bytes, source, share)
+    name: Accelerator(name, num_bytes, source, share, THROUGHPUTS[name])
     for name, num_bytes, source, share in (
         ("TPU v2 core", 8 * _GIB, f"{_TPU}/v2", 1.0),
         ("TPU v3 core", 16 * _GIB, f"{_TPU}/v3", 1.0),
@@ -56,14 +61,14 @@ ACCELERATORS = {
         ("TPU v5e", 16 * _GIB, f"{_TPU}/v5e", 1.0),
         ("TPU v5p", 95 * _GIB, f"{_TPU}/v5p", 1.0),
         ("TPU v6e", 32 * _GIB, f"{_TPU}/v6e", 1.0),
-        ("T4", 16 * 10**9, f"{_NVIDIA}/tesla-t4", _GPU),
-        ("L4", 24 * 10**9, f"{_NVIDIA}/l4", _GPU),
-        ("V100 32GB", 32 * 10**9, f"{_NVIDIA}/v100", _GPU),
-        ("A100 40GB", 40 * 10**9, f"{_NVIDIA}/a100", _GPU),
-        ("A100 80GB", 80 * 10**9, f"{_NVIDIA}/a100", _GPU),
-        ("H100 80GB", 80 * 10**9, f"{_NVIDIA}/h100", _GPU),
-        ("H200", 141 * 10**9, f"{_NVIDIA}/h200", _GPU),
-        ("B200", 180 * 10**9, f"{_NVIDIA}/dgx-b200", _GPU),
+        ("T4", 16 * 10**9, f"{_NVIDIA}/tesla-t4", GPU_SHARE),
+        ("L4", 24 * 10**9, f"{_NVIDIA}/l4", GPU_SHARE),
+        ("V100 32GB", 32 * 10**9, f"{_NVIDIA}/v100", GPU_SHARE),
+        ("A100 40GB", 40 * 10**9, f"{_NVIDIA}/a100", GPU_SHARE),
+        ("A100 80GB", 80 * 10**9, f"{_NVIDIA}/a100", GPU_SHARE),
+        ("H100 80GB", 80 * 10**9, f"{_NVIDIA}/h100", GPU_SHARE),
+        ("H200", 141 * 10**9, f"{_NVIDIA}/h200", GPU_SHARE),
+        ("B200", 180 * 10**9, f"{_NVIDIA}/dgx-b200", GPU_SHARE),
     )
 }
 
@@ -147,6 +152,17 @@ _BOOK = "How to Scale Your Model, jax-ml.github.io/scaling-book"
 _NCCL = "protocol LL128 in src/graph/tuning.cc of NCCL, github.com/NVIDIA/nccl commit b647562"
 _HOP = f"about 1 us a hop: {_BOOK}/sharding"
 
+_CACM = "Jouppi et al., A Domain-Specific Supercomputer, CACM 63 (2020)"
+TPU_V2_ICI = Interconnect(
+    "TPU v2 ICI", bandwidth=2 * 6.2e10, latency=1e-6, max_devices=512, torus_axes=2,
+    source=f"4 links a chip of 496 Gb/s each way, half of them for each of its two cores: {_CACM}. "
+    f"Latency {_HOP}",
+)  # fmt: skip
+TPU_V3_ICI = Interconnect(
+    "TPU v3 ICI", bandwidth=2 * 8.2e10, latency=1e-6, max_devices=2048, torus_axes=2,
+    source=f"4 links a chip of 656 Gb/s each way, half of them for each of its two cores: {_CACM}. "
+    f"Latency {_HOP}",
+)  # fmt: skip
 TPU_V4_ICI = Interconnect(
     "TPU v4 ICI", bandwidth=6 * 4.5e10, latency=1e-6, max_devices=4096, torus_axes=3,
     source=f"6 links of 45 GB/s one way: {_BOOK}/tpus. Agrees with an all-reduce bandwidth of 1.1 PB/s "
@@ -162,6 +178,11 @@ TPU_V5P_ICI = Interconnect(
     source=f"6 links of 90 GB/s one way: {_BOOK}/tpus. The data sheet says 1,200 GB/s bidirectional "
     "a chip, 600 GB/s one way, pods of 8,960 chips, jobs of at most 6,144: "
     f"cloud.google.com/tpu/docs/v5p. Latency {_HOP}",
+)  # fmt: skip
+TPU_V6E_ICI = Interconnect(
+    "TPU v6e ICI", bandwidth=4e11, latency=1e-6, max_devices=256, torus_axes=2,
+    source="800 GB/s bidirectional a chip over 4 ports: docs.cloud.google.com/tpu/docs/v6e. "
+    f"Latency {_HOP}",
 )  # fmt: skip
 TPU_DCN = Interconnect(
     "TPU data center network", bandwidth=6.25e9, latency=1e-4,
@@ -179,6 +200,11 @@ NVLINK_4 = Interconnect(
     source="900 GB/s bidirectional a GPU, 18 links of 25 GB/s each way: developer.nvidia.com/blog/"
     "upgrading-multi-gpu-interconnectivity-with-the-third-generation-nvidia-nvswitch; 8 GPUs a node. "
     f"Latency of a ring's step and launch: {_NCCL}",
+)  # fmt: skip
+NVLINK_5 = Interconnect(
+    "NVLink 5 (B200)", bandwidth=9e11, latency=1.9e-6, max_devices=8, overhead=14e-6,
+    source="1.8 TB/s bidirectional a GPU: nvidia.com/data-center/nvlink; 8 GPUs a node. "
+    f"Latency of a ring's step and launch, as of the generation before: {_NCCL}",
 )  # fmt: skip
 INFINIBAND_HDR = Interconnect(
     "InfiniBand HDR", bandwidth=25e9, latency=4e-6, overhead=14e-6,
@@ -200,3 +226,17 @@ ETHERNET_100G = Interconnect(
     source="100 Gb/s each way (IEEE 802.3ba), with RDMA (RoCE). Latency of a ring's step over a "
     f"network, launch: {_NCCL}. With the kernel's TCP take the 20 us of 10 Gb/s Ethernet",
 )  # fmt: skip
+
+LINKS = {  # what joins the devices of a kind where nothing else is said, the innermost first
+    "TPU v2 core": (TPU_V2_ICI, TPU_DCN),
+    "TPU v3 core": (TPU_V3_ICI, TPU_DCN),
+    "TPU v4": (TPU_V4_ICI, TPU_DCN),
+    "TPU v5e": (TPU_V5E_ICI, TPU_DCN),
+    "TPU v5p": (TPU_V5P_ICI, TPU_DCN),
+    "TPU v6e": (TPU_V6E_ICI, TPU_DCN),
+    "A100 40GB": (NVLINK_3, INFINIBAND_HDR),
+    "A100 80GB": (NVLINK_3, INFINIBAND_HDR),
+    "H100 80GB": (NVLINK_4, INFINIBAND_NDR),
+    "H200": (NVLINK_4, INFINIBAND_NDR),
+    "B200": (NVLINK_5, INFINIBAND_NDR),
+}

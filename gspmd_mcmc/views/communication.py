@@ -145,14 +145,19 @@ def _collectives(
     def is_outside(frame: hlo.Frame) -> bool:
         return not frame.file.startswith(_VIEWS)
 
+    computations = program.computations.values()
+    fusions = [o for o in itertools.chain.from_iterable(computations) if o.opcode == "fusion"]
+    fusion_of = {name: o for o in fusions for name in hlo.called_computations(o)}
     found = []
     for operation, computation, loops in walk:
-        kind = hlo.collective_kind(operation)
-        if kind and hlo.is_start(operation):
+        if hlo.collective_kind(operation) and hlo.is_start(operation):
             siblings = {o.name: o for o in program.computations[computation]}
             axes, group_size = _devices(operation, mesh, num_devices)
-            shape = hlo.result_shape(operation, siblings)
             operands = _bare(", ".join(siblings[o].shape for o in operation.operands if o in siblings))
+            fusion = fusion_of.get(computation)
+            kind, shape = hlo.kind_and_result(operation, siblings, is_fused=fusion is not None)
+            # What is fused may have lost its name and its lines; the fusion has them.
+            named = operation if operation.op_name or fusion is None else fusion
             found.append(
                 Collective(
                     kind=kind,
@@ -163,9 +168,9 @@ def _collectives(
                     axes=axes,
                     group_size=group_size,
                     loops=loops,
-                    op_name=operation.op_name,
+                    op_name=named.op_name,
                     # The call of `communication` itself and what led to it caused nothing.
-                    stack=tuple(itertools.takewhile(is_outside, program.stack(operation))),
+                    stack=tuple(itertools.takewhile(is_outside, program.stack(named))),
                 )
             )
     return tuple(found)

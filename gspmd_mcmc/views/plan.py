@@ -1,16 +1,17 @@
-"""A program on a mesh that is not there: what it would send and hold."""
+"""A program on a mesh that is not there: what it would send and hold, by the chip's own compiler."""
 
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Group
 from rich.jupyter import JupyterMixin
@@ -25,9 +26,21 @@ from gspmd_mcmc.views import chips
 from gspmd_mcmc.views.chips import Accelerator
 from gspmd_mcmc.views.communication import describe_argument
 from gspmd_mcmc.views.notation import bytes_text
-from gspmd_mcmc.views.program.aot_compilation import MOST_DEVICES, build_program, compile_aot, shapes_of
+from gspmd_mcmc.views.program.aot_compilation import (
+    MOST_DEVICES,
+    Compiled,
+    Refused,
+    build_program,
+    compile_aot,
+    shapes_of,
+)
+from gspmd_mcmc.views.program.atomics import Atomic, find_atomics
+from gspmd_mcmc.views.program.hlo import Program, read_program
 from gspmd_mcmc.views.program.report import Collective, Communication
 from gspmd_mcmc.views.program.report_views import draw_report, plain
+from gspmd_mcmc.views.program.topologies import Chip, chip_of
+from gspmd_mcmc.views.program.work import Work, work_of
+from gspmd_mcmc.views.roofline import Roofline, roofline
 from gspmd_mcmc.views.visualize import LayoutView, visualize
 
 _MEMORY = ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes", "alias_bytes")
@@ -87,6 +100,17 @@ class MeshPlan(JupyterMixin):
         Time that tracing and compiling took.
     small_data
         That one device would be faster, in words, where the targets' data are that small; else None.
+    chip
+        The chip whose own compiler was asked, if ``on`` named one.
+    refusal
+        What that compiler says of a program that does not fit; None if it took the program. The report
+        is then that of virtual CPU devices.
+    compiled
+        The program as that compiler made it; None without ``on`` or if it refused the program.
+    data_bytes
+        Bytes of the targets' data on a device: a gradient must read them once.
+    trips
+        As `plan` was given them.
     """
 
     mesh: AbstractMesh
@@ -96,27 +120,106 @@ class MeshPlan(JupyterMixin):
     rule: Rule | None
     seconds: float
     small_data: str | None = None
+    chip: Chip | None = None
+    refusal: str | None = None
+    compiled: Compiled | None = None
+    data_bytes: int = 0
+    trips: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool | None:
-        """Whether the program fits what JAX has of the accelerator's memory; None if none was named."""
+        """Whether the program fits the chip's or the accelerator's memory; None if none was named.
+
+        A TPU's compiler refuses what does not fit. Of a GPU, and of an accelerator, it is what JAX has
+        of the memory that counts.
+        """
+        if self.chip is not None:
+            return self.refusal is None and self.chip.has_room(self.report.peak_bytes)
         if self.accelerator is None:
             return None
         return self.report.peak_bytes <= self.accelerator.usable_bytes
 
+    def work(self, within: str | None = None) -> Work:
+        """Count what the chip's program moves, launches, multiplies and sends on a device.
+
+        Parameters
+        ----------
+        within
+            The name of a loop, such as "leapfrog": in one iteration of it. None: in the whole call.
+
+        Raises
+        ------
+        ValueError
+            If no chip's compiler made the program; if it has no such loop, or one in it whose trip
+            count is known neither to the compiler nor by ``trips``.
+        """
+        return work_of(self._program, within, trips=self.trips)
+
+    def roofline(self, within: str | None = None) -> Roofline:
+        """Return the seconds of `work` on the chip at best, and what bounds it: arithmetic, no fact.
+
+        Raises
+        ------
+        ValueError
+            As `work` does.
+        """
+        work, unit = self.work(within), within or "call"
+        chip: Any = self.chip
+        return roofline(work, chip.name, data_bytes=self.data_bytes, unit=unit)
+
+    def atomics(self) -> tuple[Atomic, ...]:
+        """Return the atomic operations on floats of a GPU's kernels, each with its line and cure.
+
+        Raises
+        ------
+        ValueError
+            If no chip's compiler made the program.
+        """
+        program = self._program
+        return find_atomics(self.compiled.assembly if self.compiled else (), program)
+
+    @cached_property
+    def _program(self) -> Program:
+        if self.compiled is None:
+            raise ValueError(
+                "no chip's compiler made this program: plan it with on=..., on a chip it fits"
+            )
+        return read_program(self.compiled.text)
+
     def __rich__(self) -> Group:
-        """Draw the layout, the collectives, the memory, and whether they fit."""
+        """Draw the layout, the collectives, the memory, whether it fits, and the work of a leapfrog."""
+        small_data = [self.small_data] if self.small_data else []
+        work = [] if self.compiled is None else self._work_lines()
+        lines = [Text(line) for line in (self._verdict(), *small_data, *work)]
+        return Group(self.layout, draw_report(self.report), *lines, Text(self._how(), style="dim"))
+
+    def _work_lines(self) -> list[str]:
+        """Write the roofline of a leapfrog, or of the call if there is no such loop; and atomics."""
+        names = {loop.name for nest in self.report.loop_nests for loop in nest}
+        try:
+            lines = [str(self.roofline("leapfrog" if "leapfrog" in names else None))]
+        except ValueError as error:  # A trip count is not known.
+            lines = [f"work: {error}"]
+        return lines + [f"atomic: {atomic}" for atomic in self.atomics()]
+
+    def _verdict(self) -> str:
+        if self.refusal is not None and self.chip is not None:
+            return f"DOES NOT FIT: the {self.chip.name}'s own compiler refuses it. {self.refusal}"
         needed = f"at most {bytes_text(self.report.peak_bytes)}"
-        verdict = f"needs {needed} on each of {self.mesh.size:,} devices"
-        if self.accelerator is not None:
-            usable = self.accelerator.usable_bytes
-            fits, share = "fits" if self.fits else "DOES NOT FIT", self.report.peak_bytes / usable
-            device = f"that JAX has of a {self.accelerator.name} ({share:.1%})"
-            verdict = f"{fits}: {needed} of the {bytes_text(usable)} {device}"
-        compiled = f"compiled in {self.seconds:.1f} s, for virtual CPU devices"
-        how = Text(str(self.rule or compiled), style="dim")
-        small_data = [Text(self.small_data)] if self.small_data else []
-        return Group(self.layout, draw_report(self.report), Text(verdict), *small_data, how)
+        device = self.chip or self.accelerator
+        if device is None:
+            return f"needs {needed} on each of {self.mesh.size:,} devices"
+        fits, share = self.fits, self.report.peak_bytes / device.usable_bytes
+        usable = f"{bytes_text(device.usable_bytes)} that JAX has of a {device.name} ({share:.1%})"
+        return f"{'fits' if fits else 'DOES NOT FIT'}: {needed} of the {usable}"
+
+    def _how(self) -> str:
+        if self.rule is not None:
+            return str(self.rule)
+        took = f"compiled in {self.seconds:.1f} s"
+        if self.chip is None or self.refusal is not None:
+            return f"{took}, for virtual CPU devices"
+        return f"{took}, {self.chip}"
 
     def __str__(self) -> str:
         return plain(self)
@@ -130,16 +233,22 @@ def plan(
     chains: int | None = None,
     data: int | None = None,
     model: int | None = None,
+    on: str | None = None,
     accelerator: str | Accelerator | None = None,
     trips: Mapping[str, int] | None = None,
 ) -> MeshPlan:
     """Compile a program for a mesh that is not there, before anyone pays for it.
 
-    No array is made and no device is needed. For up to 2,048 devices the program is compiled, in a
-    process of its own, for as many virtual CPU devices. For more, it is compiled for three smaller
-    meshes and extrapolated by a rule that is checked on them (`Rule`). The compiler's partitioner puts
-    in the collectives; it is the same for all backends, though a backend may still split or fuse them.
-    Temporaries are those of the CPU's compiler: expect another size on an accelerator.
+    No array is made and no device is needed: a process of its own compiles the program.
+
+    With ``on`` it is compiled by the chip's own compiler, for as many of its devices as the mesh has.
+    What the compiler says of collectives and memory is then a fact, and a program that does not fit is
+    refused. A GPU's compiler would time kernels on a card, and may choose others there.
+
+    Without, it is compiled for as many virtual CPU devices, up to 2,048. For more, it is compiled for
+    three smaller meshes and extrapolated by a rule that is checked on them (`Rule`). The compiler's
+    partitioner puts in the collectives; it is the same for all backends, though a backend may still
+    split or fuse them. Temporaries are those of the CPU's compiler: expect another size on a chip.
 
     Parameters
     ----------
@@ -149,36 +258,120 @@ def plan(
         ``jax.eval_shape(gm.HMC.init, kernel, position)``.
     chains, data, model
         Sizes of the mesh's axes, as in `make_mesh`.
+    on
+        A chip, "TPU v3" or "H100", or with the number of devices, which is the mesh's, "8 x H100". The
+        error of one that is not known lists all. Needs the extra ``tpu`` or ``cuda``.
     accelerator
-        A name in `ACCELERATORS`, such as "TPU v5e", or an `Accelerator`.
+        Without ``on``: whose memory is to be fit, a name in `ACCELERATORS`, or an `Accelerator`.
     trips
         How often loops run, as in `communication`.
 
     Raises
     ------
     ImportError
-        If the extra ``plan`` is missing.
+        If the extra ``plan`` is missing, or the one that has the chip's compiler.
     TypeError, ValueError
-        If ``build`` returns no function and arrays or shapes on its mesh; if a name is not known.
+        If ``build`` returns no function and arrays or shapes on its mesh; if a name is not known; if
+        the chip does not come in such a number; if ``on`` and ``accelerator`` are both given.
     RuntimeError
         If the compiler fails, or programs of different meshes are too different to extrapolate.
     """
-    device = chips.accelerator(accelerator) if accelerator is not None else None
     mesh = make_abstract_mesh(chains=chains, data=data, model=model)
+    mesh, chip, device = read_devices(mesh, on, accelerator)
+    return plan_on_mesh(build, mesh, chip, device, trips or {})
+
+
+def read_devices(
+    mesh: AbstractMesh, on: str | None, accelerator: str | Accelerator | None
+) -> tuple[AbstractMesh, Chip | None, Accelerator | None]:
+    """Return the mesh, and the chip or the accelerator that its devices are to be; see `plan`."""
+    if on is not None and accelerator is not None:
+        raise ValueError(
+            f"on={on!r} is a chip, whose compiler knows its memory, and accelerator={accelerator!r} "
+            "another answer to the same question; give one of them"
+        )
+    if on is None:
+        return mesh, None, None if accelerator is None else chips.accelerator(accelerator)
+    return *mesh_on(mesh, on), None
+
+
+def plan_on_mesh(
+    build: Callable,
+    mesh: AbstractMesh,
+    chip: Chip | None,
+    device: Accelerator | None,
+    trips: Mapping[str, int],
+) -> MeshPlan:
+    """Do as `plan` says, for a mesh whose devices are the chip's."""
     began = time.perf_counter()
     function, args = build_program(build, mesh)
-    if mesh.size <= MOST_DEVICES:
-        report, rule = compile_aot(function, args, mesh), None
+    compiled, refusal, rule = None, None, None
+    if chip is not None:
+        try:
+            compiled = compile_aot(function, args, mesh, chip)
+        except Refused as error:
+            refusal = str(error)
+    if compiled is not None:
+        report = compiled.report
     else:
-        shapes_of(args, mesh)  # raises on what lies elsewhere, before anything is compiled
-        report, rule = extrapolate(build, mesh)
-        report = on_whole_mesh(report, args, mesh)
+        report, rule = _for_virtual_devices(build, function, args, mesh)
     report = report.with_trips(**trips) if trips else report
     seconds = time.perf_counter() - began
     layout = visualize(_drawn(report, args, mesh))
-    nodes = jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, Target))
-    small = [on_small_data(node) for node in nodes if isinstance(node, Target)]
-    return MeshPlan(mesh, report, layout, device, rule, seconds, next(filter(None, small), None))
+    targets = {
+        path_str(path): node
+        for path, node in jax.tree_util.tree_leaves_with_path(args, is_leaf=_is_target)
+        if _is_target(node)
+    }
+    small = filter(None, map(on_small_data, targets.values()))
+    data = [a for a in report.arguments if any(a.path.startswith(path) for path in targets)]
+    return MeshPlan(
+        mesh=mesh,
+        report=report,
+        layout=layout,
+        accelerator=device,
+        rule=rule,
+        seconds=seconds,
+        small_data=next(small, None),
+        chip=chip,
+        refusal=refusal,
+        compiled=compiled,
+        data_bytes=sum(a.bytes_per_device for a in data),
+        trips=trips,
+    )
+
+
+def _is_target(node: Any) -> bool:
+    return isinstance(node, Target)
+
+
+def mesh_on(mesh: AbstractMesh, on: str) -> tuple[AbstractMesh, Chip]:
+    """Return a mesh whose devices are known to be a chip's, so that targets compute as they do there.
+
+    Raises
+    ------
+    ValueError, ImportError
+        If programs cannot be compiled here for so many of it.
+    """
+    count, chip = chip_of(on)
+    chip.check(count, mesh.size)
+    device: Any = AbstractDevice
+    try:
+        kind = device(device_kind=chip.device_kind, num_cores=chip.num_cores, platform=chip.platform)
+    except TypeError as error:
+        raise ImportError(f"on={on!r}: jax 0.10.2 or later is needed, got {jax.__version__}") from error
+    return mesh.update(abstract_device=kind), chip
+
+
+def _for_virtual_devices(
+    build: Callable, function: Callable, args: tuple, mesh: AbstractMesh
+) -> tuple[Communication, Rule | None]:
+    """Compile for as many virtual CPU devices as the mesh has, or for fewer and extrapolate."""
+    if mesh.size <= MOST_DEVICES:
+        return compile_aot(function, args, mesh).report, None
+    shapes_of(args, mesh)  # raises on what lies elsewhere, before anything is compiled
+    report, rule = extrapolate(build, mesh)
+    return on_whole_mesh(report, args, mesh), rule
 
 
 def _drawn(report: Communication, args: tuple, mesh: AbstractMesh) -> Any:
@@ -204,9 +397,9 @@ def extrapolate(build: Callable, mesh: AbstractMesh) -> tuple[Communication, Rul
     axis, sizes = smaller_sizes(dict(mesh.shape))
     reports = []
     for size in sizes:
-        smaller = make_abstract_mesh(**{**mesh.shape, axis: size})
+        smaller = mesh.update(axis_sizes=tuple({**mesh.shape, axis: size}.values()))
         function, args = build_program(build, smaller)
-        reports.append(compile_aot(function, args, smaller))
+        reports.append(compile_aot(function, args, smaller).report)
     _require_same(reports, sizes, axis)
     first, second, last = reports
     predicted = predict_report(first, second, sizes[0], sizes[1], axis, sizes[2])

@@ -223,7 +223,9 @@ def _rest_of_spec(array: Any) -> tuple:
 def platform_of(array: Any, mesh: Mesh | AbstractMesh | None) -> str:
     """Tell what computes with an array that a mesh, or none, has placed: "cpu", "gpu", "tpu"."""
     if isinstance(mesh, AbstractMesh):
-        return "abstract"  # devices that are not there: accelerators, not this machine's cores
+        # Devices that are not there are accelerators, not this machine's cores. Which, a mesh may say;
+        # in JAX 0.9 none does.
+        return getattr(mesh.abstract_device, "platform", "abstract")
     if mesh is not None:
         return mesh.devices.flat[0].platform
     if isinstance(array, jax.Array) and not is_traced(array):

@@ -1,7 +1,7 @@
 """Compile a program for a mesh that is not there.
 
-The program is traced and exported here, on an abstract mesh. A process of its own, which starts JAX
-with as many virtual devices as the mesh has, compiles it.
+The program is traced and exported here, on an abstract mesh. A process of its own compiles it: for as
+many virtual devices of the CPU as the mesh has, or by the compiler of a chip, for its own devices.
 """
 
 import json
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from gspmd_mcmc.tree import path_str
 from gspmd_mcmc.views.communication import describe_argument, read_report, with_origins
 from gspmd_mcmc.views.program import aot_process
 from gspmd_mcmc.views.program.report import Argument, Communication
+from gspmd_mcmc.views.program.topologies import Chip
 
 MOST_DEVICES = 2048  # with more, the CPU backend refuses to compile
 _BIND = "Bind what is static before: functools.partial(function, name=value)"
@@ -44,19 +45,43 @@ _HINTS = {
 }
 
 
-def compile_aot(function: Callable, args: tuple, mesh: AbstractMesh) -> Communication:
-    """Compile a function for shapes on an abstract mesh, and report what it sends and holds."""
-    if mesh.size > MOST_DEVICES:
+class Refused(RuntimeError):
+    """A chip's compiler refuses a program that needs more memory than the chip has."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program compiled for a mesh that is not there."""
+
+    report: Communication
+    text: str  # the optimized program
+    assembly: tuple[str, ...]  # of a GPU's kernels (PTX)
+    seconds: float  # that lowering and compiling took
+
+
+def compile_aot(
+    function: Callable, args: tuple, mesh: AbstractMesh, chip: Chip | None = None
+) -> Compiled:
+    """Compile a function for shapes on an abstract mesh, of a chip's devices or of virtual ones.
+
+    Raises
+    ------
+    Refused
+        If the chip's compiler says that the program does not fit the chip's memory.
+    """
+    if chip is None and mesh.size > MOST_DEVICES:
         raise ValueError(f"a mesh of {mesh.size} devices; at most {MOST_DEVICES} can be compiled for")
     shapes = shapes_of(args, mesh)
     donated = _hinted(lambda: _donated(function, args))
     flat = jax.jit(_on_leaves(function, args))
-    exported = _hinted(lambda: export.export(flat, platforms=["cpu"])(*shapes))
+    platforms = ["cpu" if chip is None else chip.lowered_for]
+    exported = _hinted(lambda: export.export(flat, platforms=platforms)(*shapes))
     try:
         program = bytes(exported.serialize())
     except ImportError as error:
         raise ImportError("flatbuffers is missing: pip install 'gspmd_mcmc[plan]' brings it") from error
-    found = _compile(program, dict(mesh.shape), donated)
+    topology = None if chip is None else chip.topology(mesh.size)
+    found = _compile(program, {"axes": dict(mesh.shape), "donated": donated, "topology": topology})
     leaves = jax.tree_util.tree_leaves_with_path(args)
     arguments = tuple(
         _argument(path_str(path), leaf, taken, mesh)
@@ -64,7 +89,8 @@ def compile_aot(function: Callable, args: tuple, mesh: AbstractMesh) -> Communic
         if taken is not None
     )
     report = read_report(found["text"], found["memory"], arguments, dict(mesh.shape))
-    return with_origins(report, function, args)
+    report = with_origins(report, function, args)
+    return Compiled(report, found["text"], tuple(found["assembly"]), found["seconds"])
 
 
 def build_program(build: Callable, mesh: AbstractMesh) -> tuple[Callable, tuple]:
@@ -167,20 +193,24 @@ def _hinted(call: Callable) -> Any:
         raise
 
 
-def _compile(program: bytes, axes: dict[str, int], donated: list[int]) -> dict[str, Any]:
+def _compile(program: bytes, options: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "program.bin").write_bytes(program)
-        (folder / "options.json").write_text(json.dumps({"axes": axes, "donated": donated}))
+        (folder / "options.json").write_text(json.dumps(options))
         # -P: what stands beside the script is not for import.
         command = [sys.executable, "-P", str(Path(aot_process.__file__)), str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, env=_environment())
+        environment = _environment() | ({} if options["topology"] is None else _for_chips(folder))
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             raise RuntimeError(
-                f"compiling for {math.prod(axes.values())} devices failed, exit status "
+                f"compiling for {math.prod(options['axes'].values())} devices failed, exit status "
                 f"{done.returncode}:\n{done.stderr[-4000:]}"
             )
-        return json.loads((folder / "compiled.json").read_text())
+        found = json.loads((folder / "compiled.json").read_text())
+    if "refusal" in found:
+        raise Refused(found["refusal"].removeprefix("RESOURCE_EXHAUSTED: "))
+    return found
 
 
 def _environment() -> dict[str, str]:
@@ -188,6 +218,19 @@ def _environment() -> dict[str, str]:
     dropped = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORM_NAME")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     return kept | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": str(int(jax.config.jax_enable_x64))}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _for_chips(folder: Path) -> dict[str, str]:
+    """Return variables for compilers of chips that are not there.
+
+    libtpu does not look for its chips; a GPU's compiler measures nothing, and leaves its assembly.
+    """
+    return {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # This process may have loaded it, looking for a TPU.
+        "XLA_FLAGS": f"--xla_gpu_autotune_level=0 --xla_dump_to={folder / 'dump'}",
+        "JAX_ENABLE_COMPILATION_CACHE": "0",  # What comes from a cache leaves no assembly.
+    }
 
 
 def _argument(path: str, leaf: Any, taken: dict[str, Any], mesh: AbstractMesh) -> Argument:

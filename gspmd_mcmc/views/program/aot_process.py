@@ -2,45 +2,58 @@
 
 ``python aot_process.py FOLDER`` reads ``program.bin`` and ``options.json`` there and writes
 ``compiled.json``. It imports nothing of the package: the number of devices is set before JAX starts.
+
+The devices are virtual ones of the CPU, or those of a topology: of chips whose compiler is installed
+here. A GPU's compiler leaves its kernels' assembly in the folder ``dump``.
 """
 
 import json
 import math
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
-from jax.sharding import AxisType, NamedSharding
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 
 def main(folder: Path) -> None:
     """Compile the program in a folder and write what the report needs."""
     options = json.loads((folder / "options.json").read_text())
-    axes = options["axes"]
-    jax.config.update("jax_num_cpu_devices", math.prod(axes.values()))
+    if options["topology"] is None:
+        jax.config.update("jax_num_cpu_devices", math.prod(options["axes"].values()))
     program = export.deserialize(bytearray((folder / "program.bin").read_bytes()))
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-    # The mesh is set for programs of whose arguments none lies on it.
-    with jax.set_mesh(mesh):
-        inputs, compiled = _compile(program, mesh, options["donated"])
-    memory: Any = compiled.memory_analysis()
-    found = {
-        "text": compiled.as_text(),
-        "inputs": inputs,
-        "memory": {
-            "argument": memory.argument_size_in_bytes,
-            "output": memory.output_size_in_bytes,
-            "temporary": memory.temp_size_in_bytes,
-            "alias": memory.alias_size_in_bytes,
-        },
-    }
+    found: dict[str, Any]
+    try:
+        found = _compile(program, _mesh(**options), options["donated"])
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        found = {"refusal": str(error)}  # The chip does not have the memory.
+    found["assembly"] = [path.read_text() for path in sorted(folder.glob("dump/*.ptx"))]
     (folder / "compiled.json").write_text(json.dumps(found))
 
 
-def _compile(program: export.Exported, mesh: Any, donated: list[int]) -> tuple[list, Any]:
+def _mesh(axes: dict[str, int], topology: dict[str, Any] | None, **_: Any) -> Mesh:
+    """Make the mesh: neighbors on an axis of it are neighbors on the chips."""
+    shape, names = tuple(axes.values()), tuple(axes)
+    types = (AxisType.Auto,) * len(axes)
+    if topology is None:
+        return jax.make_mesh(shape, names, axis_types=types)
+    devices = topologies.get_topology_desc(**topology).devices[: math.prod(shape)]
+    try:
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    except (AssertionError, NotImplementedError, ValueError):  # They are no box of chips.
+        grid = np.asarray(devices, object).reshape(shape)
+    return Mesh(grid, names, axis_types=types)
+
+
+def _compile(program: export.Exported, mesh: Mesh, donated: list[int]) -> dict[str, Any]:
     """Compile a program of the arguments that are used; describe how it takes each, None if not."""
     used = program.module_kept_var_idx
     avals, shardings = program.in_avals, program.in_shardings_jax(mesh)
@@ -52,11 +65,28 @@ def _compile(program: export.Exported, mesh: Any, donated: list[int]) -> tuple[l
         return program.call(*((given | unused)[i] for i in range(len(avals))))
 
     numbers = tuple(n for n, i in enumerate(used) if i in donated)
-    lowered = jax.jit(call, donate_argnums=numbers, keep_unused=True).lower(*shapes)
-    # The program is never run: skip optimizing machine code. Its HLO is the same.
-    compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": "0"})
+    began = time.perf_counter()
+    # The mesh is set for programs of whose arguments none lies on it.
+    with jax.set_mesh(mesh):
+        traced = jax.jit(call, donate_argnums=numbers, keep_unused=True).trace(*shapes)
+        lowered = traced.lower(lowering_platforms=program.platforms)
+        # A program for the CPU is never run: skip optimizing machine code. Its HLO is the same.
+        quick: Any = {"xla_backend_optimization_level": "0"} if program.platforms == ("cpu",) else {}
+        compiled = lowered.compile(compiler_options=quick)
+    seconds = time.perf_counter() - began
     taken = dict(zip(used, compiled.input_shardings[0], strict=True))
-    return [_describe(taken[i], a.shape) if i in taken else None for i, a in enumerate(avals)], compiled
+    memory: Any = compiled.memory_analysis()
+    return {
+        "text": compiled.as_text(),
+        "seconds": seconds,
+        "inputs": [_describe(taken[i], a.shape) if i in taken else None for i, a in enumerate(avals)],
+        "memory": {
+            "argument": memory.argument_size_in_bytes,
+            "output": memory.output_size_in_bytes,
+            "temporary": memory.temp_size_in_bytes,
+            "alias": memory.alias_size_in_bytes,
+        },
+    }
 
 
 def _describe(sharding: Any, shape: tuple[int, ...]) -> dict:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspmd_mcmc.views.program.trip_counts import trip_count
+
 KINDS = (
     "all-reduce",
     "all-gather",
@@ -50,6 +52,7 @@ _CALLS = re.compile(
 _LOOP_PARTS = re.compile(r"(?:condition|body)=%?([\w.\-]+)")
 _TRIPS = re.compile(r"known_trip_count[^\d]+(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 # What only operations between devices have; the last two are those of Pallas kernels for TPUs.
@@ -58,6 +61,7 @@ _BETWEEN_DEVICES = re.compile(
 )
 _TABLE_LINE = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_PACKAGE = f"{Path(__file__).parents[2]}/"
 _DTYPES = {
     **{"bfloat": "bf", "float": "f", "uint": "u", "int": "s"},
     **{"complex": "c", "bool": "pred"},
@@ -117,6 +121,12 @@ class Loop:
         return f"{self.name} x {'?' if self.trips is None else self.trips}"
 
 
+def own_line(stack: tuple[Frame, ...]) -> str:
+    """Write the innermost line of the caller's own code, or else of this package; or nothing."""
+    own = [frame for frame in stack if not frame.file.startswith(_PACKAGE)]
+    return str((own or list(stack) or [""])[0])
+
+
 Step = tuple[Operation, str, tuple[Loop, ...]]  # an operation, its computation, the loops around it
 
 
@@ -128,19 +138,20 @@ class Program:
     entry: str  # the name of the computation that runs
     frames: dict[int, tuple[Frame, ...]]  # the stack of each frame number, the innermost first
     unread: tuple[str, ...]  # lines of computations, or that look like it, of no known form
+    num_devices: int = 1
 
     def walk(self, computation: str = "", loops: tuple[Loop, ...] = ()) -> Iterator[Step]:
         """Yield every operation that runs, once for each place that calls it, in all branches."""
         name = computation or self.entry
         for operation in self.computations.get(name, ()):
             yield operation, name, loops
-            inside = (*loops, self._loop(operation)) if operation.opcode == "while" else loops
+            inside = (*loops, self.loop(operation)) if operation.opcode == "while" else loops
             for called in called_computations(operation):
                 yield from self.walk(called, inside)
 
     def loop_nests(self) -> tuple[tuple[Loop, ...], ...]:
         """Return each loop that runs, after the loops around it."""
-        nests = ((*loops, self._loop(o)) for o, _, loops in self.walk() if o.opcode == "while")
+        nests = ((*loops, self.loop(o)) for o, _, loops in self.walk() if o.opcode == "while")
         return tuple(dict.fromkeys(nests))
 
     def stack(self, operation: Operation) -> tuple[Frame, ...]:
@@ -151,11 +162,13 @@ class Program:
         old = _OLD_SOURCE.search(operation.attributes)
         return (Frame(old.group(1), int(old.group(2)), ""),) if old else ()
 
-    def _loop(self, operation: Operation) -> Loop:
-        trips = _TRIPS.search(operation.attributes)
+    def loop(self, operation: Operation) -> Loop:
+        """Return the loop that a ``while`` operation is."""
+        known = _TRIPS.search(operation.attributes)
+        trips = int(known.group(1)) if known else trip_count(self.computations, operation)
         frame = next(iter(self.stack(operation)), None)
         name = _scope(operation.op_name) or (frame and frame.function) or operation.name
-        return Loop(name, int(trips.group(1)) if trips else None, str(frame or ""))
+        return Loop(name, trips, str(frame or ""))
 
 
 def read_program(text: str) -> Program:
@@ -183,7 +196,9 @@ def read_program(text: str) -> Program:
         elif table is not None and (row := _TABLE_LINE.match(line)):
             table[int(row.group(1))] = row.group(2) or row.group(3) or ""
     read = {name: tuple(operations) for name, operations in computations.items()}
-    return Program(read, entry, _frames(tables), tuple(unread))
+    numbers = _DEVICES.findall(text.partition("\n")[0])
+    num_devices = max(map(int, numbers), default=1)
+    return Program(read, entry, _frames(tables), tuple(unread), num_devices)
 
 
 def read_operation(line: str) -> Operation | None:
@@ -243,6 +258,27 @@ def result_shape(operation: Operation, siblings: Mapping[str, Operation]) -> str
     # The end is elsewhere, in the next iteration of a loop perhaps: (operands, result, ...).
     parts = tuple_shapes(operation.shape)
     return operation.shape if kind == "all-reduce" or len(parts) < 2 else parts[1]
+
+
+def kind_and_result(
+    operation: Operation, siblings: Mapping[str, Operation], *, is_fused: bool
+) -> tuple[str, str]:
+    """Return the kind of a collective and the shape of its result; of one in a fusion, the fusion's."""
+    kept = kept_slice(operation, siblings) if is_fused else None
+    if kept is not None:
+        return "reduce-scatter", kept.shape
+    return collective_kind(operation), result_shape(operation, siblings)
+
+
+def kept_slice(operation: Operation, siblings: Mapping[str, Operation]) -> Operation | None:
+    """Return the part that a fusion keeps of a sum over devices: both together are a reduce-scatter.
+
+    The TPU's compiler writes one so. ``siblings`` are the operations of the fusion.
+    """
+    readers = [o for o in siblings.values() if operation.name in o.operands]
+    if operation.opcode != "all-reduce" or [o.opcode for o in readers] != ["dynamic-slice"]:
+        return None
+    return readers[0] if readers[0].line.startswith("ROOT ") else None
 
 
 def _end(operation: Operation, siblings: Mapping[str, Operation]) -> Operation | None:

@@ -1,0 +1,203 @@
+"""Plans by a chip's own compiler: what needs no such compiler. With them: tests/chips."""
+
+import functools
+import importlib.util
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+from gspmd_mcmc.views.program import aot_compilation, topologies
+from gspmd_mcmc.views.program.topologies import CHIPS, Gpu, Tpu, chip_of
+
+PLAN: Any = sys.modules[gm.plan.__module__]
+S = jax.ShapeDtypeStruct
+H100: Any = CHIPS["H100"]
+
+
+def logistic_likelihood(params, block):
+    return gm.bernoulli_logits(block["x"] @ params["w"], block["y"])
+
+
+def step(mesh, seen=None):
+    data = gm.place({"x": S((64, 3), jnp.float32), "y": S((64,), bool)}, mesh, P("data"))
+    target = gm.Posterior(lambda p: -0.5 * p["w"] ** 2, gm.Plate(logistic_likelihood, data))
+    kernel = gm.HMC(target, 0.1, 3)
+    if seen is not None:
+        seen.append((target.platform, kernel.gradient_precision))
+    state = jax.eval_shape(gm.HMC.init, kernel, {"w": S((3,), jnp.float32)})
+    return gm.HMC.step, kernel, jax.random.key(0), state
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """All compilers, as far as anyone can tell."""
+    monkeypatch.setattr(topologies, "require", lambda *modules, extra: None)
+
+
+@pytest.fixture
+def on_virtual_devices(monkeypatch, installed):
+    """Compile for the CPU what was to be compiled for a chip; what was asked for is kept."""
+    asked = []
+    export_as_asked = jax.export.export
+
+    def export(function, platforms):
+        asked.append(platforms)
+        return export_as_asked(function, platforms=["cpu"])
+
+    def compiled(program, options, inner=aot_compilation._compile):
+        asked.append(options["topology"])
+        return inner(program, options | {"topology": None})
+
+    monkeypatch.setattr(aot_compilation.export, "export", export)
+    monkeypatch.setattr(aot_compilation, "_compile", compiled)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"on": "TPU v9"}, "on='TPU v9': expected one of TPU v2, TPU v3, "),
+        ({"on": 8}, "on=8: expected one of TPU v2"),
+        ({"on": ""}, "on='': expected one of TPU v2"),
+        ({"on": "4 x H100"}, 'on="4 x H100": the mesh has 8 devices'),
+        (
+            {"on": "TPU v5e", "data": 512},
+            "512 devices, and there is no such machine; there are those of 1,",
+        ),
+        (
+            {"on": "TPU v3", "data": 3},
+            "there are those of 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1,024",
+        ),
+        ({"on": "H100", "data": 12}, "there are those of 1 to 8, and whole hosts of 8"),
+        ({"on": "H100", "accelerator": "H200"}, "give one of them"),
+    ],
+)
+def test_a_chip_that_cannot_be_asked_is_refused_before_anything_is_built(given, says, installed):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        gm.plan(lambda mesh: pytest.fail("built"), **({"data": 8} | given))
+
+
+@pytest.mark.parametrize(
+    ("on", "module", "extra"),
+    [
+        ("TPU v3", "libtpu", "tpu"),
+        ("8 x H100", "jax_cuda12_plugin", "cuda"),
+        ("H100", "nvidia", "cuda"),
+    ],
+)
+def test_a_compiler_that_is_missing_is_named_with_what_brings_it(on, module, extra, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else name)
+    with pytest.raises(
+        ImportError, match=re.escape(f"{module} is missing: pip install 'gspmd_mcmc[{extra}]'")
+    ):
+        gm.plan(step, data=8, on=on)
+
+
+def test_an_older_jax_says_which_is_needed(monkeypatch, installed):
+    monkeypatch.setattr(PLAN, "AbstractDevice", lambda device_kind, num_cores: None)
+    with pytest.raises(ImportError, match="jax 0.10.2 or later is needed"):
+        gm.plan(step, data=8, on="TPU v3")
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=list(CHIPS))
+def test_every_number_of_devices_has_a_topology_of_at_least_as_many(chip):
+    assert chip_of(chip.name) == (None, chip)
+    assert chip_of(f"16 x {chip.name}") == chip_of(f"16x{chip.name}") == (16, chip)
+    sizes = [n for n in range(1, 10_000) if chip.shape(n)]
+    assert {1, 2, 4, 8, 16, 256} <= set(sizes)
+    told = f"{sizes[-1]:,}" if isinstance(chip, Tpu) else "whole hosts"
+    assert told in chip.sizes
+    for size in sizes:
+        topology = chip.topology(size)
+        shape = topology["topology_name"].partition(":")[2] or topology["topology"]
+        chips = math.prod(int(n) for n in shape.split("x"))
+        devices = chips * getattr(chip, "devices_of_chip", 1)
+        assert devices == size or (size == 1 and devices == 2)
+        json.dumps(topology)  # It goes to another process.
+
+
+def test_a_card_is_described_by_its_own_figures():
+    texts = [chip.target_config() for chip in CHIPS.values() if isinstance(chip, Gpu)]
+    assert len(set(texts)) == len(texts)
+    fields = dict(re.findall(r"(\w+): ([\w.]+)", H100.target_config()))
+    assert fields["core_count"] == "132"
+    assert fields["shared_memory_per_block_optin"] == "232448"
+    assert float(fields["memory_bandwidth"]) == pytest.approx(3.35e12, rel=1e-2)
+    assert {text.count("{") - text.count("}") for text in texts} == {0}
+
+
+@pytest.mark.parametrize(
+    ("on", "platforms", "topology", "seen"),
+    [
+        ("TPU v3", ["tpu"], "v3:2x2", ("tpu", "bfloat16_3x")),
+        ("8 x H100", ["cuda"], "topology", ("gpu", "tensorfloat32")),
+    ],
+)
+def test_a_program_is_built_and_exported_for_the_chip(
+    on, platforms, topology, seen, on_virtual_devices
+):
+    """The target chooses as it would there: products of the chip's precision."""
+    found = []
+    planned = gm.plan(functools.partial(step, seen=found), data=8, on=on)
+    assert found == [seen]
+    assert on_virtual_devices[0] == platforms
+    assert on_virtual_devices[1]["topology_name"] == topology
+    assert planned.chip is chip_of(on)[1]
+    assert planned.fits
+    assert planned.report.runs("all-reduce", "leapfrog") == 1
+    assert f"by the {'TPU' if 'TPU' in on else 'compiler for the H100'}" in str(planned)
+    is_guess = "Kernels are predicted" in " ".join(str(planned).split())
+    assert is_guess == ("H100" in on)
+
+
+def test_a_program_that_the_compiler_refuses_does_not_fit(monkeypatch, installed):
+    def compiled(program, options, inner=aot_compilation._compile):
+        if options["topology"] is None:
+            return inner(program, options)
+        raise aot_compilation.Refused("Ran out of memory: 20.00G exceeds 15.48G")
+
+    monkeypatch.setattr(aot_compilation, "_compile", compiled)
+    planned = gm.plan(step, data=8, on="TPU v3")
+    assert planned.fits is False
+    text = " ".join(str(planned).split())
+    assert "DOES NOT FIT: the TPU v3's own compiler refuses it. Ran out of memory: 20.00G" in text
+    assert "for virtual CPU devices" in text  # The rest is not the chip's.
+
+
+def test_what_a_card_has_not_is_found_in_the_compilers_figures(on_virtual_devices, monkeypatch):
+    small = Gpu(**{**vars(CHIPS["H100"]), "memory": 100})
+    monkeypatch.setitem(CHIPS, "H100", small)
+    planned = gm.plan(step, data=8, on="H100")
+    assert planned.fits is False
+    assert "DOES NOT FIT: at most" in str(planned)
+
+
+def test_a_refusal_reaches_the_parent_and_an_assembly_too(monkeypatch, tmp_path):
+    """What the other process writes is read: a refusal raises, and no other error is one."""
+    written = {"refusal": "RESOURCE_EXHAUSTED: Ran out of memory on HBM"}
+
+    class Done:
+        returncode = 0
+
+    def run(command, **options):
+        (Path(command[-1]) / "compiled.json").write_text(json.dumps(written))
+        is_for_chip = json.loads((Path(command[-1]) / "options.json").read_text())["topology"]
+        flags = options["env"].get("XLA_FLAGS", "")
+        assert ("--xla_gpu_autotune_level=0" in flags) == bool(is_for_chip)
+        return Done()
+
+    monkeypatch.setattr(aot_compilation.subprocess, "run", run)
+    options = {"axes": {"data": 8}, "donated": [], "topology": CHIPS["TPU v3"].topology(8)}
+    with pytest.raises(aot_compilation.Refused, match="^Ran out of memory on HBM"):
+        aot_compilation._compile(b"", options)
+    written = {"text": "", "assembly": ["atom"]}
+    assert aot_compilation._compile(b"", options | {"topology": None})["assembly"] == ["atom"]
