@@ -19,6 +19,9 @@ from gspmd_mcmc.targets.likelihoods import (
     inner_products,
     poisson_log_rate,
 )
+from gspmd_mcmc.targets.linear import linear
+from gspmd_mcmc.targets.fused.categorical_linear import categorical_linear
+from gspmd_mcmc.targets.fused.inner_product_terms import inner_product_terms
 from gspmd_mcmc.targets.checks import NonFiniteStart
 from gspmd_mcmc.targets.independence import CoupledRows
 
@@ -112,8 +115,11 @@ __all__ = [
     "Plate",
     "Posterior",
     "bernoulli_logits",
+    "categorical_linear",
     "categorical_logits",
+    "inner_product_terms",
     "inner_products",
+    "linear",
     "poisson_log_rate",
     # Models
     "JointDistributionCoroutine",

@@ -13,6 +13,7 @@ from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_s
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
+from gspmd_mcmc.targets.fused.tracing import kernels_where
 from gspmd_mcmc.targets.local import Local, lay_out, without
 from gspmd_mcmc.targets.streaming import tiling
 from gspmd_mcmc.targets.streaming.rows import Rows, read_rows
@@ -83,7 +84,7 @@ class Plate:
 
         ``hidden`` marks leaves that the likelihood is not shown: those local to other plates.
         """
-        split, tile = self._plan(params, hidden)
+        split, tile, _ = self._plan(params, hidden)
 
         def body(carry, read, block_tile, is_counted):
             terms = self._terms(split, read, *block_tile)
@@ -96,7 +97,8 @@ class Plate:
     @grad_anywhere
     def grad(self, params: PyTree, hidden: Sequence[bool] | None = None) -> PyTree:
         """Gradient of the sum of all terms, shaped like ``params``; the terms are not computed."""
-        return self._with_grad(params, hidden, lambda terms, is_counted: ())[0]
+        no_terms = lambda terms, is_counted: ()
+        return self._with_grad(params, hidden, no_terms, self.rows.platform)[0]
 
     @terms_and_grad_anywhere
     def terms_and_grad(
@@ -133,8 +135,13 @@ class Plate:
         is_local = [rows is not None for rows in self.local_rows(params)]
         return _Split.of(params, is_local, hidden or [False] * len(is_local))
 
-    def _plan(self, params: PyTree, hidden: Sequence[bool] | None) -> tuple["_Split", int]:
-        """Sort the leaves, and choose the size of tiles, by one trace of the likelihood."""
+    def _plan(
+        self, params: PyTree, hidden: Sequence[bool] | None, kernels: str = ""
+    ) -> tuple["_Split", int, bool]:
+        """Sort the leaves, choose the size of tiles, and look for kernels, by one trace.
+
+        ``kernels`` is the platform that the likelihood may have kernels of.
+        """
         split, name = self._split(params, hidden), name_of_function(self.log_likelihood)
 
         def terms_of(params, block):
@@ -144,8 +151,10 @@ class Plate:
                 return self.log_likelihood(visible, block)
 
         is_local = [kind == "local" for kind in split.kinds]
-        traced = tiling.probe(terms_of, name, params, is_local, self.data, self.rows)
-        return split.less_unread(traced.is_read), tiling.tile_rows(traced, self.rows, self.tile_rows)
+        with kernels_where(kernels):
+            traced = tiling.probe(terms_of, name, params, is_local, self.data, self.rows)
+        tile = tiling.tile_rows(traced, self.rows, self.tile_rows)
+        return split.less_unread(traced.is_read), tile, traced.has_kernel
 
     def _terms(self, split: "_Split", read: list, data: PyTree, local: list) -> jax.Array:
         """Terms of the rows of a tile, the Jacobians of their latents included."""
@@ -154,21 +163,26 @@ class Plate:
         return sum((jnp.sum(j.reshape(len(terms), -1), axis=1) for j in log_jacobians), start=terms)
 
     def _with_grad(
-        self, params: PyTree, hidden: Sequence[bool] | None, tile_out: Callable
+        self,
+        params: PyTree,
+        hidden: Sequence[bool] | None,
+        tile_out: Callable,
+        kernels: str = "",
     ) -> tuple[PyTree, Any]:
         """Accumulate the gradient of the leaves that the likelihood reads; the others stay out.
 
         That of shared leaves is summed per block, and over the blocks at the end: one all-reduce. That
         of local leaves stays where their rows are.
         """
-        split, tile = self._plan(params, hidden)
+        split, tile, has_kernel = self._plan(params, hidden, kernels)
         has_stale_pad = bool(split.local) and self.rows.num_rows != self.rows.num_padded
 
         def body(carry, read, block_tile, is_counted):
             data, local = _without_pad(block_tile, is_counted) if has_stale_pad else block_tile
-            terms, pullback = jax.vjp(
-                lambda read, local: self._terms(split, read, data, local), read, local
-            )
+            with kernels_where(kernels):
+                terms, pullback = jax.vjp(
+                    lambda read, local: self._terms(split, read, data, local), read, local
+                )
             grads = pullback(is_counted.astype(terms.dtype))
             if has_stale_pad:  # A tile may be all pad. Elsewhere the gradient of pad is zero already.
                 grads = tree.where(jnp.any(is_counted), grads, jax.tree.map(jnp.zeros_like, grads))
@@ -177,7 +191,9 @@ class Plate:
         zeros = [jnp.zeros((self.rows.num_blocks, *leaf.shape), leaf.dtype) for leaf in split.read]
         blocks = self.rows.blocks(self.data), self.rows.local_blocks(split.local)
         no_grads = [jnp.zeros_like(leaf) for leaf in blocks[1]]
-        sums, by_row, out = tiling.stream(body, zeros, no_grads, split.read, blocks, self.rows, tile)
+        sums, by_row, out = tiling.stream(
+            body, zeros, no_grads, split.read, blocks, self.rows, tile, has_kernel
+        )
         shared_grads = [jnp.sum(s, axis=0) for s in sums]
         return split.merge(shared_grads, [self.rows.join(g) for g in by_row], jnp.zeros_like), out
 

@@ -37,6 +37,9 @@ def _rearranged(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _with_rearranged_body(eqn: Any) -> Any:
     if eqn.primitive is jax.lax.dot_general_p and _sums_over_rows(eqn):
         return _narrow_first(eqn)
+    if eqn.params.get("branches_platforms"):  # forms of a function, one of them for CPUs
+        branches = tuple(_rearranged(branch) for branch in eqn.params["branches"])
+        return eqn.replace(params=eqn.params | {"branches": branches})
     body = eqn.params.get("jaxpr")
     if not isinstance(body, ClosedJaxpr):
         return eqn

@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.padding import real_in_blocks
+from gspmd_mcmc.targets.fused.tracing import has_kernel
 from gspmd_mcmc.targets.streaming.products import with_narrow_factor_first
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.targets.streaming.two_float import two_float_sum
@@ -46,10 +48,13 @@ class Likelihood:
         For each leaf of the parameters, whether the likelihood reads it.
     row_bytes
         Bytes of the largest intermediate, a row, what depends on latents counted `COPIES` times.
+    has_kernel
+        Whether it holds a kernel, which the compiler cannot cut over devices.
     """
 
     is_read: tuple[bool, ...]
     row_bytes: int
+    has_kernel: bool
 
 
 def probe(
@@ -91,7 +96,7 @@ def probe(
     _check_terms(name, out, num, block_of(num)[0])
     num_leaves = len(is_local)
     is_read = tuple(is_live(jaxpr.jaxpr)[:num_leaves])
-    return Likelihood(is_read, _row_bytes(jaxpr.jaxpr, num_leaves, num))
+    return Likelihood(is_read, _row_bytes(jaxpr.jaxpr, num_leaves, num), has_kernel(jaxpr.jaxpr))
 
 
 def _row_bytes(jaxpr: Any, num_latents: int, num: int) -> int:
@@ -163,6 +168,7 @@ def stream(
     blocks: PyTree,
     rows: Rows,
     tile: int,
+    has_kernel: bool = False,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Scan the tiles of all blocks at once.
 
@@ -180,6 +186,8 @@ def stream(
         along its columns, such as a triangular solve, would gather the rows of all blocks otherwise.
     blocks, rows, tile
         Arrays [blocks, rows of a block, ...], the layout of the rows, and the rows of a tile.
+    has_kernel
+        Whether ``body`` holds a kernel, so that each device is to run it for its block by itself.
 
     Returns
     -------
@@ -193,7 +201,7 @@ def stream(
     num_real = real_in_blocks(rows.num_rows, rows.num_padded, rows.num_blocks)[:, None]
     if rows.platform == "cpu":
         body = with_narrow_factor_first(body)
-    each_block = jax.vmap(body) if rows.num_blocks > 1 else _unmapped(body)
+    each_block = _over_blocks(body, rows, has_kernel)
 
     def tile_at(start, arrays):
         cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=tile, axis=1)
@@ -219,6 +227,18 @@ def stream(
     with jax.named_scope("tiles"):
         (carry, by_row), out = jax.lax.scan(step, start, jnp.arange(num_tiles))
     return carry, by_row, out
+
+
+def _over_blocks(body: Callable, rows: Rows, has_kernel: bool) -> Callable:
+    """Map over blocks: by the compiler, which cuts operations over devices, or one block a device."""
+    if rows.num_blocks == 1:
+        return _unmapped(body)
+    if not has_kernel:
+        return jax.vmap(body)
+    here = P(rows.axes)
+    return jax.shard_map(
+        _unmapped(body), mesh=rows.mesh, in_specs=here, out_specs=here, check_vma=False
+    )
 
 
 def _unmapped(body: Callable) -> Callable:

@@ -1,0 +1,1 @@
+"""Likelihoods whose gradient is one kernel on a chip: logits and residuals never leave it."""

@@ -1,0 +1,86 @@
+"""The gradient of multinomial logistic regression as one kernel of a TPU.
+
+A core goes over the rows in tiles. Classes come first, so that rows fill the vector lanes, and the terms
+of a factor lie below each other: one product for all of them. The derivatives stay in the core's memory.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms, sum_of_terms
+
+TILE_BYTES = 2 << 20  # of a tile's features in float32: with copies it fits the 16 MB of a TPU v2's core
+LEAST_ROWS = 128
+SUBLANES = 8
+NO_CLASS = -1e30  # the logit of a class that is padding
+
+
+def gradients(
+    x: jax.Array, labels: jax.Array, parameters: tuple, cotangent: jax.Array, interpret: bool = False
+) -> tuple:
+    """Return the derivatives of ``cotangent · terms`` in the weights and the bias."""
+    w, bias = parameters
+    (num, features), classes = x.shape, w.shape[1]
+    padded, terms = -(-classes // SUBLANES) * SUBLANES, num_terms()
+    of_tile = max(LEAST_ROWS, TILE_BYTES // (4 * features) // LEAST_ROWS * LEAST_ROWS)
+    tile = min(of_tile, -(-num // LEAST_ROWS) * LEAST_ROWS)
+    by_class = jnp.pad(w.T, ((0, padded - classes), (0, 0)))
+    factors = jnp.concatenate(bfloat16_terms(by_class, terms)).astype(jnp.float32)
+    biases = jnp.pad(bias, (0, padded - classes), constant_values=NO_CLASS)
+
+    def whole(*shape):
+        return pl.BlockSpec(shape, lambda i: (0, 0))
+
+    by_row = pl.BlockSpec((1, tile), lambda i: (0, i))
+    of_w, of_bias = pl.pallas_call(
+        partial(_kernel, num, tile, terms),
+        grid=(-(-num // tile),),
+        in_specs=[
+            pl.BlockSpec((tile, features), lambda i: (i, 0)),
+            *(by_row, by_row, whole(terms * padded, features), whole(padded, 1)),
+        ],
+        out_specs=[whole(padded, features), whole(padded, 1)],
+        out_shape=[jax.ShapeDtypeStruct(s, w.dtype) for s in ((padded, features), (padded, 1))],
+        interpret=interpret,
+    )(x, labels.astype(jnp.int32)[None], cotangent[None], factors, biases[:, None])
+    return of_w[:classes].T, of_bias[:classes, 0]
+
+
+def _kernel(num: int, tile: int, terms: int, *refs: Any) -> None:
+    features, labels, cotangent, factors, biases, of_w, of_bias = refs
+    step = pl.program_id(0)
+
+    @pl.when(step == 0)
+    def _():
+        of_w[...] = jnp.zeros_like(of_w)
+        of_bias[...] = jnp.zeros_like(of_bias)
+
+    # The last tile reaches beyond the rows, where anything may stand.
+    is_row = jax.lax.broadcasted_iota(jnp.int32, (1, tile), 1) + step * tile < num
+    x = features[...]
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        x = x.astype(jnp.int32).astype(jnp.float32)
+    else:
+        below = jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0) + step * tile < num
+        x = jnp.where(below, x.astype(jnp.float32), 0)
+    logits = sum_of_terms(_dot(factors[...], x, (1, 1)), terms, axis=0) + biases[...]
+    shifted = logits - jnp.max(logits, axis=0, keepdims=True)
+    odds = jnp.exp(shifted)
+    is_label = jax.lax.broadcasted_iota(jnp.int32, odds.shape, 0) == labels[...]
+    slope = jnp.where(is_label, 1.0, 0.0) - odds / jnp.sum(odds, axis=0, keepdims=True)
+    residuals = jnp.where(is_row, slope * cotangent[...], 0)
+    stacked = jnp.concatenate([t.astype(jnp.float32) for t in bfloat16_terms(residuals, terms, in_kernel=True)])
+    of_w[...] += sum_of_terms(_dot(stacked, x, (1, 0)), terms, axis=0)
+    of_bias[...] += jnp.sum(residuals, axis=1, keepdims=True)
+
+
+def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """Multiply numbers that bfloat16 holds; as float32, as older chips multiply no other."""
+    dimensions = (((axes[0],), (axes[1],)), ((), ()))
+    precision = jax.lax.Precision.DEFAULT
+    return jax.lax.dot_general(x, y, dimensions, precision, preferred_element_type=jnp.float32)
+

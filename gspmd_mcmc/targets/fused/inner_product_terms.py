@@ -1,0 +1,108 @@
+"""Terms of the rows of a factor model, whose gradient is a kernel on chips."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_mcmc.targets.fused import inner_products_gpu, inner_products_tpu
+from gspmd_mcmc.targets.fused.tracing import marked, may_hold_kernels, over_cells, slope_of_cells
+from gspmd_mcmc.targets.likelihoods import inner_products
+from gspmd_mcmc.tree import PyTree
+
+
+def inner_product_terms(
+    term: Callable,
+    cells: PyTree,
+    rows: jax.Array,
+    columns: jax.Array,
+    row_bias: jax.Array | None = None,
+    column_bias: jax.Array | None = None,
+) -> jax.Array:
+    """Sum over columns the terms of a factor model, one for each cell.
+
+    The value is that of ``jnp.sum(term(inner_products(rows, columns, row_bias, column_bias), cells), 1)``.
+    In the gradient of a `Plate` on a TPU or an NVIDIA GPU it is one kernel, or two: logits and residuals,
+    which are many times the cells in bytes, are never written to memory. Elsewhere, and where ``term``
+    does what kernels cannot, it is the expression itself.
+    Differentiable in reverse, and forward over reverse.
+
+    Parameters
+    ----------
+    term
+        ``term(logit, *leaves of cells) -> term``, of scalars: it is mapped over the cells. For example
+        `bernoulli_logits`.
+    cells
+        An array [rows, columns], or a tree of them.
+    rows, columns, row_bias, column_bias
+        As `inner_products` takes them.
+
+    Returns
+    -------
+    jax.Array
+        One term a row, shape [rows], in nats.
+    """
+    leaves = jax.tree.leaves(cells)
+    factors = (rows, columns, row_bias, column_bias)
+    if may_hold_kernels() and _fits(leaves, factors):
+        slope = slope_of_cells(term, rows, leaves, (8, 128))
+        if slope is not None:
+            precision = jax.config.jax_default_matmul_precision  # pyright: ignore
+            return marked(partial(_terms, term, precision))(leaves, factors)
+    return _plain(term, leaves, factors)
+
+
+def _fits(cells: list[Any], factors: tuple) -> bool:
+    """Tell whether kernels serve these shapes: floats of 32 bits, cells that have no derivative."""
+    are_floats = all(a is None or a.dtype == jnp.float32 for a in factors)
+    are_whole = all(jnp.issubdtype(a.dtype, jnp.integer) for a in cells)
+    return are_floats and are_whole and factors[0].shape[1] <= 128
+
+
+def _plain(term: Callable, cells: list[jax.Array], factors: tuple) -> jax.Array:
+    return jnp.sum(over_cells(term)(inner_products(*factors), *cells), axis=1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _terms(term: Callable, precision: str | None, cells: list[jax.Array], factors: tuple) -> jax.Array:
+    return _plain(term, cells, factors)
+
+
+def _bwd(term: Callable, precision: str | None, inputs: tuple, cotangent: jax.Array) -> tuple:
+    cells, factors = inputs
+    with jax.default_matmul_precision(precision):
+        return None, _gradients(term, cells, factors, cotangent)
+
+
+_terms.defvjp(
+    lambda term, precision, cells, factors: (_plain(term, cells, factors), (cells, factors)), _bwd
+)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gradients(term: Callable, cells: list[jax.Array], factors: tuple, cotangent: jax.Array) -> tuple:
+    """Return the derivatives of ``cotangent · terms`` in the factors."""
+    return jax.lax.platform_dependent(
+        cells,
+        factors,
+        cotangent,
+        tpu=partial(inner_products_tpu.gradients, term),
+        cuda=partial(inner_products_gpu.gradients, term),
+        default=partial(_plain_gradients, term),
+    )
+
+
+def _plain_gradients(
+    term: Callable, cells: list[jax.Array], factors: tuple, cotangent: jax.Array
+) -> tuple:
+    return jax.vjp(lambda factors: _plain(term, cells, factors), factors)[1](cotangent)[0]
+
+
+@_gradients.defjvp
+def _(term: Callable, primals: tuple, tangents: tuple) -> tuple:
+    """Differentiate once more, without a kernel."""
+    cells = primals[0]
+    of_cells = partial(_plain_gradients, term, cells)
+    return jax.jvp(of_cells, primals[1:], tangents[1:])

@@ -1,0 +1,98 @@
+"""What a likelihood is traced for: a plate's gradient on a chip may hold kernels, all else may not.
+
+XLA fuses no two matrix products. So between the product that makes the logits and the products of
+their residuals a chip writes and reads arrays of the logits' size, many times the data's. A kernel
+keeps them on the chip. The compiler cannot cut a kernel over devices, so that only a function that
+runs on one device may hold it: `stream` runs those of a plate so.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
+
+MARK = "gspmd_mcmc_kernel"  # the name of the call that a traced function with kernels holds
+_may_hold_kernels: ContextVar[bool] = ContextVar("may_hold_kernels", default=False)
+# What both chips' compilers of kernels lower, of what a term of one cell may be made of.
+LOWERED = frozenset(
+    """abs add and broadcast_in_dim clamp convert_element_type copy div eq exp exp2 floor ge gt
+    integer_pow is_finite jit le log log1p logistic lt max min mul ne neg not or pjit pow rsqrt select_n
+    sign sqrt square stop_gradient sub tanh xor""".split()
+)
+
+
+@contextmanager
+def kernels_where(platform: str) -> Iterator[None]:
+    """Trace functions for a platform, with kernels if it has them."""
+    token = _may_hold_kernels.set(platform in ("gpu", "tpu"))
+    try:
+        yield
+    finally:
+        _may_hold_kernels.reset(token)
+
+
+def may_hold_kernels() -> bool:
+    """Tell whether the function that is being traced may hold kernels."""
+    return _may_hold_kernels.get()
+
+
+def marked(function: Callable) -> Callable:
+    """Return a function in a call by which `has_kernel` finds it."""
+
+    def call(*args):
+        return function(*args)
+
+    call.__name__ = MARK
+    return jax.jit(call)
+
+
+def has_kernel(jaxpr: Jaxpr) -> bool:
+    """Tell whether a traced function holds a marked call, at any depth."""
+    return any(
+        eqn.params.get("name") == MARK or any(has_kernel(inner) for inner in _bodies(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _bodies(eqn: Any) -> Iterator[Jaxpr]:
+    for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)):
+        if isinstance(value, ClosedJaxpr | Jaxpr):
+            yield getattr(value, "jaxpr", value)
+
+
+def slope_of_cells(term: Callable, logit: Any, cells: list[Any], shape: tuple[int, int]) -> Callable | None:
+    """Return ``slope(logits, *cells)``, the derivative of each cell's term in its logit, for a tile.
+
+    Only what the derivative needs is left in it, not the term. None if a chip's compiler of kernels
+    may not know an operation of it, or the term holds arrays.
+    """
+
+    def slope(logits, *cells):
+        def terms(logits):
+            return over_cells(term)(logits, *cells)
+
+        return jax.jvp(terms, (logits,), (jnp.ones_like(logits),))[1]
+
+    tiles = [jax.ShapeDtypeStruct(shape, a.dtype) for a in (logit, *cells)]
+    closed = jax.make_jaxpr(slope)(*tiles)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True], instantiate=True)
+    if closed.consts or not _is_lowered(jaxpr):
+        return None
+    program = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+    return lambda *args: program(*args)[0]
+
+
+def over_cells(term: Callable) -> Callable:
+    """Map a term of one logit and its cells over a matrix of them: so it can read no other cell."""
+    return jax.vmap(jax.vmap(term))
+
+
+def _is_lowered(jaxpr: Jaxpr) -> bool:
+    return all(
+        eqn.primitive.name in LOWERED and all(map(_is_lowered, _bodies(eqn))) for eqn in jaxpr.eqns
+    )
