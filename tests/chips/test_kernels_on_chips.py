@@ -74,6 +74,7 @@ def test_every_other_chip_has_a_compiler_here(on):
     plan = gm.plan(programs.build("mnist", "HMC"), on=on, data=CHIPS_OF_ALL_KINDS[on])
     assert plan.fits
     assert plan.report.unknown == ()
-    assert plan.roofline("leapfrog").per_second > 1000
+    best = plan.roofline("leapfrog")
+    assert best.seconds > plan.data_bytes / best.throughput.memory_bandwidth
     assert plan.compiled is not None
     assert {c.times("leapfrog") for c in plan.report.collectives if c.loops} <= {1}

@@ -1,5 +1,6 @@
 """Whole runs on chips: warm-ups, what happens between windows, sampling, diagnostics."""
 
+import math
 import re
 import sys
 from typing import Any
@@ -8,6 +9,7 @@ import programs
 import pytest
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.diagnostics.columns import TEMPORARY_BYTES
 from gspmd_mcmc.sampling.run_programs import BUFFERS, SET_UP, STEPS, programs_of
 
 PLAN: Any = sys.modules[gm.plan_sample.__module__]
@@ -57,31 +59,34 @@ def only(monkeypatch):
 @pytest.mark.parametrize(
     ("on", "axes", "model", "kernel", "most"),
     [
-        ("TPU v3", {"data": 8}, "mnist", programs.KERNELS["HMC"], 200e6),
-        ("8 x H100", {"data": 8}, "movielens", None, 2e9),
+        ("TPU v3", {"data": 8}, "mnist", programs.KERNELS["HMC"], 100e6),
+        ("8 x H100", {"data": 8}, "movielens", None, 500e6),
     ],
 )
 def test_a_run_fits_with_its_draws(on, axes, model, kernel, most):
-    """All of it, from the start to the diagnostics."""
+    """All of it, from the start to the diagnostics, which take blocks as large as they may."""
     counts: dict[str, Any] = {"num_chains": 2, "num_warmup": 200, "num_samples": 100}
     run = gm.plan_sample(programs.MODELS[model], on=on, kernel=kernel, **axes, **counts)
+    print(run)
     assert audited(run) == []
     assert run.fits
-    assert run.peak_bytes < most
-    assert set(run.programs) > ONCE
-    assert any(name.startswith("summary of ") for name in run.programs)
+    sizes = {name: program.peak_bytes for name, program in run.programs.items()}
+    summaries = {name for name in sizes if name.startswith("summary of ")}
+    assert max(size for name, size in sizes.items() if name not in summaries) < most
+    # A block's temporaries are bounded by what CPUs take; a TPU's sorts and whole tiles take more.
+    assert 0 < max(sizes[name] for name in summaries) < 2 * TEMPORARY_BYTES + most
+    assert set(sizes) > ONCE
     draws = run.programs[BUFFERS].plan.report.output_bytes
-    numbers = sum(7850 if model == "mnist" else 3707 * 21 + 755 * 21 for _ in range(1))
-    assert draws > counts["num_chains"] * counts["num_samples"] * 4 * numbers * 0.9
-    assert run.peak_bytes > draws
+    shapes = programs.MODELS[model](gm.make_abstract_mesh(data=8))[1]
+    numbers = sum(math.prod(x.shape) for x in shapes.values()) / 8  # at least that many on a device
+    assert run.peak_bytes > draws > counts["num_chains"] * counts["num_samples"] * 4 * numbers
     assert run.roofline().per_second > 100
-    print(run)
 
 
 WARM_UPS: dict[str, Any] = {
     "SNAPER": ("TPU v3", {"data": 8}, "mnist", programs.KERNELS["JitteredHMC"], gm.SNAPERAdaptation()),
     "ChEES": ("8 x H100", {"data": 8}, "mnist", programs.KERNELS["JitteredHMC"], gm.ChEESAdaptation()),
-    "MAMS": ("TPU v5e", {"chains": 2, "data": 4}, "movielens", programs.KERNELS["MAMS"], None),
+    "MAMS": ("TPU v5e", {"chains": 2, "data": 4}, "mnist", programs.KERNELS["MAMS"], None),
     "MCLMC": ("8 x H100", {"data": 8}, "mnist", programs.KERNELS["MCLMC"], None),
     "low rank": ("TPU v3", {"data": 8}, "mnist", None, gm.WindowAdaptation(metric=gm.LowRank())),
     "per chain": (
