@@ -234,8 +234,9 @@ def _effective_draws(options: argparse.Namespace, folder: Path, seconds: float) 
     """Run the benchmark `ess` of one model in so many seconds; return its results and exit status."""
     out = folder / "ess.json"
     contenders = [name for name in options.contenders if name in ess.CONTENDERS] or ["ours"]
-    chosen = ["--models", "eight_schools", "--quick"] if options.tiny else ["--models", ESS_MODEL]
-    chosen += ["--contenders", ",".join(contenders)]
+    # The model's data are simulated: the folder is named, and not read.
+    chosen = ["--models", ESS_MODEL, "--contenders", ",".join(contenders), "--data-dir", str(folder)]
+    chosen += ["--quick"] if options.tiny else []
     limit = max(LEAST_S, seconds / len(contenders))
     status = ess.main([*chosen, "--limit", str(limit), "--out", str(out)])
     return json.loads(out.read_text())["results"], status
