@@ -68,6 +68,12 @@ def test_a_name_that_is_not_known_is_refused(options, message, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_contender_that_the_gpu_benchmark_does_not_know_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(["--contenders", "ours,stan"])
+    assert "--contenders: 'stan' is not one of ours, numpyro" in capsys.readouterr().err
+
+
 def test_a_missing_compiler_is_said_and_saved_and_fails_if_nothing_ran(tmp_path, monkeypatch, capsys):
     def without(*_, **__):
         raise ImportError("pip install 'gspmd_mcmc[tpu]' brings it\nand more")
