@@ -5,7 +5,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.targets.fused import categorical_linear_gpu, categorical_linear_tpu
 from gspmd_mcmc.targets.fused.tracing import marked, may_hold_kernels
 from gspmd_mcmc.targets.likelihoods import categorical_logits
 from gspmd_mcmc.targets.linear import is_exact_in_bfloat16, linear
@@ -51,7 +50,7 @@ def _fits(x: jax.Array, w: jax.Array, bias: jax.Array) -> bool:
 
 def _plain(x: jax.Array, labels: jax.Array, parameters: tuple) -> jax.Array:
     w, bias = parameters
-    return categorical_logits(linear(x, w) + bias, labels)
+    return categorical_logits(linear(x, w) + bias[None], labels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -74,6 +73,9 @@ _terms.defvjp(lambda precision, *inputs: (_plain(*inputs), inputs), _bwd)
 @jax.custom_jvp
 def _gradients(x: jax.Array, labels: jax.Array, parameters: tuple, cotangent: jax.Array) -> tuple:
     """Return the derivatives of ``cotangent · terms`` in the parameters."""
+    # Here, as who samples on a CPU need not wait for the compiler of kernels to be imported.
+    from gspmd_mcmc.targets.fused import categorical_linear_gpu, categorical_linear_tpu
+
     return jax.lax.platform_dependent(
         *(x, labels, parameters, cotangent),
         tpu=categorical_linear_tpu.gradients,

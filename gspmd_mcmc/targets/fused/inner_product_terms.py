@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.targets.fused import inner_products_gpu, inner_products_tpu
 from gspmd_mcmc.targets.fused.tracing import marked, may_hold_kernels, over_cells, slope_of_cells
 from gspmd_mcmc.targets.likelihoods import inner_products
 from gspmd_mcmc.tree import PyTree
@@ -84,6 +83,9 @@ _terms.defvjp(
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(term: Callable, cells: list[jax.Array], factors: tuple, cotangent: jax.Array) -> tuple:
     """Return the derivatives of ``cotangent · terms`` in the factors."""
+    # Here, as who samples on a CPU need not wait for the compiler of kernels to be imported.
+    from gspmd_mcmc.targets.fused import inner_products_gpu, inner_products_tpu
+
     return jax.lax.platform_dependent(
         cells,
         factors,
