@@ -72,7 +72,7 @@ def _check(x: jax.Array, w: jax.Array) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x: jax.Array, w: jax.Array, terms: int) -> jax.Array:
-    return _forward(x, w, terms)
+    return forward(x, w, terms)
 
 
 def _bwd(terms: int, inputs: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple:
@@ -81,11 +81,11 @@ def _bwd(terms: int, inputs: tuple[jax.Array, jax.Array], grad: jax.Array) -> tu
     return of_x, _backward(x, grad, terms)
 
 
-_product.defvjp(lambda x, w, terms: (_forward(x, w, terms), (x, w)), _bwd)
+_product.defvjp(lambda x, w, terms: (forward(x, w, terms), (x, w)), _bwd)
 
 
-def _forward(x: jax.Array, w: jax.Array, terms: int) -> jax.Array:
-    """Return x @ w."""
+def forward(x: jax.Array, w: jax.Array, terms: int) -> jax.Array:
+    """Return x @ w, differentiable forward."""
     return jax.lax.platform_dependent(
         *(x, w),
         cpu=lambda x, w: x.astype(w.dtype) @ w,

@@ -28,7 +28,9 @@ def test_a_leapfrog_moves_the_data_a_few_times(model, chip, devices, data, times
 
 @pytest.mark.parametrize("model", ["mnist in a kernel", "movielens in kernels"])
 @pytest.mark.parametrize("kernel", ["NUTS", "MAMS", "MCLMC"])
-@pytest.mark.parametrize(("chip", "mesh"), [("TPU v5e", {"chains": 2, "data": 4}), ("H100", {"data": 8})])
+@pytest.mark.parametrize(
+    ("chip", "mesh"), [("TPU v5e", {"chains": 2, "data": 4}), ("H100", {"data": 8})]
+)
 def test_kernels_compile_on_meshes(model, kernel, chip, mesh):
     program = build(model, kernel)
     assert gm.plan(program, **mesh, on=chip).fits
@@ -41,7 +43,9 @@ def rows_times_weights(form):
         def total(w, x, target):
             return jnp.sum(jnp.square(form(x, w) - target))
 
-        x, target = gm.place((S((1 << 17, 512), jnp.uint8), S((1 << 17, 8), jnp.float32)), mesh, jax.P())
+        x, target = gm.place(
+            (S((1 << 17, 512), jnp.uint8), S((1 << 17, 8), jnp.float32)), mesh, jax.P()
+        )
         return jax.grad(total), gm.place(S((512, 8), jnp.float32), mesh, jax.P()), x, target
 
     return build_gradient

@@ -5,11 +5,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from gspmd_mcmc.targets.bfloat16_terms import num_terms
 from gspmd_mcmc.targets.fused.tracing import marked, may_hold_kernels
 from gspmd_mcmc.targets.likelihoods import categorical_logits
-from gspmd_mcmc.targets.linear import is_exact_in_bfloat16, linear
+from gspmd_mcmc.targets.linear import forward, is_exact_in_bfloat16, linear
 
-MOST_WEIGHTS = 1 << 14  # classes, as a chip pads them, times features: what a kernel keeps of a gradient
+MOST_WEIGHTS = (
+    1 << 14
+)  # classes, as a chip pads them, times features: what a kernel keeps of a gradient
 MOST_CLASSES = 128
 
 
@@ -37,7 +40,7 @@ def categorical_linear(x: jax.Array, w: jax.Array, bias: jax.Array, labels: jax.
     """
     if may_hold_kernels() and _fits(x, w, bias):
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-        return marked(partial(_terms, precision))(x, labels, (w, bias))
+        return marked(_terms(precision, x, labels, (w, bias)))
     return _plain(x, labels, (w, bias))
 
 
@@ -53,9 +56,15 @@ def _plain(x: jax.Array, labels: jax.Array, parameters: tuple) -> jax.Array:
     return categorical_logits(linear(x, w) + bias[None], labels)
 
 
+def _forward(x: jax.Array, labels: jax.Array, parameters: tuple) -> jax.Array:
+    """Compute as `_plain` does, differentiable forward: its derivative backward is not used."""
+    w, bias = parameters
+    return categorical_logits(forward(x, w, num_terms()) + bias[None], labels)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _terms(precision: str | None, x: jax.Array, labels: jax.Array, parameters: tuple) -> jax.Array:
-    return _plain(x, labels, parameters)
+    return _forward(x, labels, parameters)
 
 
 def _bwd(precision: str | None, inputs: tuple, cotangent: jax.Array) -> tuple:
@@ -67,7 +76,7 @@ def _bwd(precision: str | None, inputs: tuple, cotangent: jax.Array) -> tuple:
         return of_x, None, _gradients(x, labels, parameters, cotangent)
 
 
-_terms.defvjp(lambda precision, *inputs: (_plain(*inputs), inputs), _bwd)
+_terms.defvjp(lambda precision, *inputs: (_forward(*inputs), inputs), _bwd)
 
 
 @jax.custom_jvp
@@ -84,9 +93,7 @@ def _gradients(x: jax.Array, labels: jax.Array, parameters: tuple, cotangent: ja
     )
 
 
-def _plain_gradients(
-    x: jax.Array, labels: jax.Array, parameters: tuple, cotangent: jax.Array
-) -> tuple:
+def _plain_gradients(x: jax.Array, labels: jax.Array, parameters: tuple, cotangent: jax.Array) -> tuple:
     return jax.vjp(partial(_plain, x, labels), parameters)[1](cotangent)[0]
 
 
