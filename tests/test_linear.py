@@ -277,3 +277,23 @@ def test_what_kernels_cannot_do_is_left_to_the_compiler():
             floats, *map(jnp.asarray, FACTORS)
         )
     assert not has_kernel(traced.jaxpr)
+
+
+def test_a_cpus_tile_has_the_floats_that_it_makes_of_bytes():
+    """As with the plain expression: they are to fit the caches."""
+    data = jax.tree.map(jnp.asarray, IMAGES)
+
+    def product(params, batch):
+        logits = gm.linear(batch["image"], params["w"]) + params["b"][None]
+        return gm.categorical_logits(logits, batch["label"])
+
+    for ours, plain, rows, position, local in (
+        *MODELS.values(),
+        (product, plain_classes, data, PARAMETERS, ()),
+    ):
+        rows = jax.tree.map(lambda a: jnp.tile(a, (200, *(1,) * (a.ndim - 1))), rows)
+        position = jax.tree.map(lambda a: a, position)
+        for name in local:
+            position[name] = jnp.tile(position[name], (200, *(1,) * (position[name].ndim - 1)))
+        sizes = [gm.Plate(f, rows, local=local).rows_of_tile(position) for f in (ours, plain)]
+        assert sizes[0] == sizes[1] < ROWS * 200
