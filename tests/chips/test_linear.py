@@ -1,4 +1,4 @@
-"""Gradients that are kernels on chips: the bytes that they move, and what else a program must hold to."""
+"""Gradients that are kernels on chips: the bytes that they move, and what a program must hold to."""
 
 import jax
 import jax.numpy as jnp

@@ -19,9 +19,9 @@ MOST_CLASSES = 128
 def categorical_linear(x: jax.Array, w: jax.Array, bias: jax.Array, labels: jax.Array) -> jax.Array:
     """Log probability of labels under softmax(x @ w + bias): multinomial logistic regression.
 
-    The value is that of ``categorical_logits(linear(x, w) + bias, labels)``. In the gradient of a `Plate`
-    on a TPU or an NVIDIA GPU it is one kernel, if ``x`` are bytes or bfloat16: the data are read once, and
-    logits and residuals are never written to memory. Elsewhere it is that expression.
+    The value is that of ``categorical_logits(linear(x, w) + bias, labels)``. In the gradient of a
+    `Plate` on a TPU or an NVIDIA GPU it is one kernel, if ``x`` are bytes or bfloat16: the data are
+    read once, and logits and residuals are never written to memory. Elsewhere it is that expression.
     Differentiable in reverse, and forward over reverse.
 
     Parameters

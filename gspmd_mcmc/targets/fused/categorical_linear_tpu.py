@@ -1,7 +1,8 @@
 """The gradient of multinomial logistic regression as one kernel of a TPU.
 
-A core goes over the rows in tiles. Classes come first, so that rows fill the vector lanes, and the terms
-of a factor lie below each other: one product for all of them. The derivatives stay in the core's memory.
+A core goes over the rows in tiles. Classes come first, so that rows fill the vector lanes, and the
+terms of a factor lie below each other: one product for all of them. The derivatives stay in the core's
+memory.
 """
 
 from functools import partial

@@ -22,8 +22,8 @@ def inner_product_terms(
 ) -> jax.Array:
     """Sum over columns the terms of a factor model, one for each cell.
 
-    The value is that of ``jnp.sum(term(inner_products(rows, columns, row_bias, column_bias), cells), 1)``.
-    In the gradient of a `Plate` on a TPU or an NVIDIA GPU it is one kernel, or two: logits and residuals,
+    The value is that of ``jnp.sum(term(inner_products(rows, columns, ...), cells), axis=1)``. In the
+    gradient of a `Plate` on a TPU or an NVIDIA GPU it is one kernel, or two: logits and residuals,
     which are many times the cells in bytes, are never written to memory. Elsewhere, and where ``term``
     does what kernels cannot, it is the expression itself.
     Differentiable in reverse, and forward over reverse.
@@ -65,7 +65,7 @@ def _plain(term: Callable, cells: list[jax.Array], factors: tuple) -> jax.Array:
 
 
 def _forward(term: Callable, cells: list[jax.Array], factors: tuple) -> jax.Array:
-    """Compute as `_plain` does on chips, differentiable forward: its derivative backward is not used."""
+    """Compute as `_plain` does on chips, differentiable forward; backward nothing needs it."""
     rows, columns, row_bias, column_bias = factors
     logits = rows @ columns.T
     logits = logits if row_bias is None else logits + row_bias[:, None]

@@ -21,9 +21,48 @@ MARK = "gspmd_mcmc_kernel"
 _may_hold_kernels: ContextVar[bool] = ContextVar("may_hold_kernels", default=False)
 # What both chips' compilers of kernels lower, of what a term of one cell may be made of.
 LOWERED = frozenset(
-    """abs add and broadcast_in_dim clamp convert_element_type copy div eq exp exp2 floor ge gt
-    integer_pow is_finite jit le log log1p logistic lt max min mul ne neg not or pjit pow rsqrt select_n
-    sign sqrt square stop_gradient sub tanh xor""".split()
+    [
+        "abs",
+        "add",
+        "and",
+        "broadcast_in_dim",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "div",
+        "eq",
+        "exp",
+        "exp2",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "is_finite",
+        "jit",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "pjit",
+        "pow",
+        "rsqrt",
+        "select_n",
+        "sign",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tanh",
+        "xor",
+    ]
 )
 
 

@@ -97,7 +97,8 @@ def probe(
     num_leaves = len(is_local)
     is_read = tuple(is_live(jaxpr.jaxpr)[:num_leaves])
     is_latent = [i < num_leaves for i in range(len(jaxpr.jaxpr.invars))]
-    return Likelihood(is_read, _row_bytes(jaxpr.jaxpr, is_latent, num, rows.platform), has_kernel(jaxpr.jaxpr))
+    row_bytes = _row_bytes(jaxpr.jaxpr, is_latent, num, rows.platform)
+    return Likelihood(is_read, row_bytes, has_kernel(jaxpr.jaxpr))
 
 
 def _row_bytes(jaxpr: Any, is_latent: Sequence[bool], num: int, platform: str) -> int:
