@@ -94,7 +94,7 @@ def has_kernel(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _bodies(eqn: Any) -> Iterator[Jaxpr]:
+def _bodies(eqn: Any) -> Iterator[Any]:
     for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)):
         if isinstance(value, ClosedJaxpr | Jaxpr):
             yield getattr(value, "jaxpr", value)
