@@ -29,15 +29,16 @@ def linear(x: jax.Array, w: jax.Array) -> jax.Array:
     Parameters
     ----------
     x
-        Rows of bytes (uint8, int8) or floating numbers, shape [rows, features]. Bytes and bfloat16 profit.
+        Rows of bytes (uint8, int8) or floating numbers, shape [rows, features]; bytes and bfloat16
+        profit.
     w
         Parameters, shape [features, columns]; those of float32 profit.
 
     Returns
     -------
     jax.Array
-        Shape [rows, columns], in the dtype of ``w`` if ``x`` are bytes. Differentiable in ``w``, and in ``x`` if it is floating; in
-        reverse, and forward over reverse.
+        Shape [rows, columns], in the dtype of ``w`` if ``x`` are bytes. Differentiable in ``w``, and in
+        ``x`` if it is floating; in reverse, and forward over reverse.
 
     Raises
     ------
@@ -58,21 +59,21 @@ def is_exact_in_bfloat16(x: jax.Array) -> bool:
 def _check(x: jax.Array, w: jax.Array) -> None:
     if not (x.dtype.name in BYTES or jnp.issubdtype(x.dtype, jnp.floating)):
         raise TypeError(
-            f"linear: expected x of bytes (uint8, int8) or floating numbers, got {x.dtype}. Convert it: "
-            "x.astype(numpy.float32)"
+            f"linear: expected x of bytes (uint8, int8) or floating numbers, got {x.dtype}. "
+            "Convert it: x.astype(numpy.float32)"
         )
     if not jnp.issubdtype(w.dtype, jnp.floating):
         raise TypeError(f"linear: expected floating parameters w, got {w.dtype}")
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(
-            f"linear: expected shapes [rows, features] and [features, columns], got {list(x.shape)} and "
-            f"{list(w.shape)}"
+            f"linear: expected shapes [rows, features] and [features, columns], got "
+            f"{list(x.shape)} and {list(w.shape)}"
         )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x: jax.Array, w: jax.Array, terms: int) -> jax.Array:
-    return _forward(x, w, terms)
+    return forward(x, w, terms)
 
 
 def _bwd(terms: int, inputs: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple:
@@ -81,11 +82,11 @@ def _bwd(terms: int, inputs: tuple[jax.Array, jax.Array], grad: jax.Array) -> tu
     return of_x, _backward(x, grad, terms)
 
 
-_product.defvjp(lambda x, w, terms: (_forward(x, w, terms), (x, w)), _bwd)
+_product.defvjp(lambda x, w, terms: (forward(x, w, terms), (x, w)), _bwd)
 
 
-def _forward(x: jax.Array, w: jax.Array, terms: int) -> jax.Array:
-    """Return x @ w."""
+def forward(x: jax.Array, w: jax.Array, terms: int) -> jax.Array:
+    """Return x @ w, differentiable forward."""
     return jax.lax.platform_dependent(
         *(x, w),
         cpu=lambda x, w: x.astype(w.dtype) @ w,
@@ -115,7 +116,7 @@ def _backward_in_terms(x: jax.Array, grad: jax.Array, terms: int) -> jax.Array:
 
 
 def _backward_in_blocks(x: jax.Array, grad: jax.Array, terms: int) -> jax.Array:
-    """Sum over blocks of rows, then over the blocks: XLA pads copies of the rows for blocks of its own."""
+    """Sum over blocks of rows, then over blocks: XLA pads copies of the rows for blocks of its own."""
     num = next(n for n in range(MOST_BLOCKS, 0, -1) if len(x) % n == 0)
     columns = jnp.concatenate(bfloat16_terms(grad, terms), axis=1)
     # Two products may not share one conversion of the bytes: that would be written to memory.

@@ -23,9 +23,13 @@ def mnist_likelihood(params, batch):
     return gm.categorical_logits(logits, batch["label"])
 
 
-def mnist(mesh):
+def mnist_in_a_kernel(params, batch):
+    return gm.categorical_linear(batch["image"], params["w"] / 255, params["b"], batch["label"])
+
+
+def mnist(mesh, likelihood=mnist_likelihood):
     data = {"image": S((ROWS, PIXELS), jnp.uint8), "label": S((ROWS,), jnp.int32)}
-    plate = gm.Plate(mnist_likelihood, gm.place(data, mesh, P("data")))
+    plate = gm.Plate(likelihood, gm.place(data, mesh, P("data")))
     position = {"w": S((PIXELS, DIGITS), jnp.float32), "b": S((DIGITS,), jnp.float32)}
     return gm.Posterior(mnist_prior, plate), position
 
@@ -40,15 +44,26 @@ def movielens_likelihood(params, watched):
     return jnp.sum(gm.bernoulli_logits(logits, watched), axis=1) + own
 
 
-def movielens(mesh):
+def movielens_in_kernels(params, watched):
+    own = -0.5 * (jnp.sum(params["U"] ** 2, axis=1) + params["u"] ** 2)
+    factors = params["U"], params["V"], params["u"], params["v"]
+    return gm.inner_product_terms(gm.bernoulli_logits, watched, *factors) + own
+
+
+def movielens(mesh, likelihood=movielens_likelihood):
     watched = gm.place(S((USERS, FILMS), jnp.uint8), mesh, P("data"))
-    plate = gm.Plate(movielens_likelihood, watched, local=("U", "u"))
+    plate = gm.Plate(likelihood, watched, local=("U", "u"))
     shapes = {"U": (USERS, DIMENSIONS), "u": (USERS,), "V": (FILMS, DIMENSIONS), "v": (FILMS,)}
     position = {name: S(shape, jnp.float32) for name, shape in shapes.items()}
     return gm.Posterior(movielens_prior, plate), position
 
 
-MODELS = {"mnist": mnist, "movielens": movielens}
+MODELS = {
+    "mnist": mnist,
+    "movielens": movielens,
+    "mnist in a kernel": functools.partial(mnist, likelihood=mnist_in_a_kernel),
+    "movielens in kernels": functools.partial(movielens, likelihood=movielens_in_kernels),
+}
 KERNELS = {
     "HMC": lambda target: gm.HMC(target, 0.01, 100),
     "JitteredHMC": lambda target: gm.JitteredHMC(target, 0.01, 1.0),

@@ -5,21 +5,23 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.targets.fused import categorical_linear_gpu, categorical_linear_tpu
+from gspmd_mcmc.targets.bfloat16_terms import num_terms
 from gspmd_mcmc.targets.fused.tracing import marked, may_hold_kernels
 from gspmd_mcmc.targets.likelihoods import categorical_logits
-from gspmd_mcmc.targets.linear import is_exact_in_bfloat16, linear
+from gspmd_mcmc.targets.linear import forward, is_exact_in_bfloat16, linear
 
-MOST_WEIGHTS = 1 << 14  # classes, as a chip pads them, times features: what a kernel keeps of a gradient
+MOST_WEIGHTS = (
+    1 << 14
+)  # classes, as a chip pads them, times features: what a kernel keeps of a gradient
 MOST_CLASSES = 128
 
 
 def categorical_linear(x: jax.Array, w: jax.Array, bias: jax.Array, labels: jax.Array) -> jax.Array:
     """Log probability of labels under softmax(x @ w + bias): multinomial logistic regression.
 
-    The value is that of ``categorical_logits(linear(x, w) + bias, labels)``. In the gradient of a `Plate`
-    on a TPU or an NVIDIA GPU it is one kernel, if ``x`` are bytes or bfloat16: the data are read once, and
-    logits and residuals are never written to memory. Elsewhere it is that expression.
+    The value is that of ``categorical_logits(linear(x, w) + bias, labels)``. In the gradient of a
+    `Plate` on a TPU or an NVIDIA GPU it is one kernel, if ``x`` are bytes or bfloat16: the data are
+    read once, and logits and residuals are never written to memory. Elsewhere it is that expression.
     Differentiable in reverse, and forward over reverse.
 
     Parameters
@@ -38,7 +40,7 @@ def categorical_linear(x: jax.Array, w: jax.Array, bias: jax.Array, labels: jax.
     """
     if may_hold_kernels() and _fits(x, w, bias):
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-        return marked(partial(_terms, precision))(x, labels, (w, bias))
+        return marked(_terms(precision, x, labels, (w, bias)))
     return _plain(x, labels, (w, bias))
 
 
@@ -51,12 +53,18 @@ def _fits(x: jax.Array, w: jax.Array, bias: jax.Array) -> bool:
 
 def _plain(x: jax.Array, labels: jax.Array, parameters: tuple) -> jax.Array:
     w, bias = parameters
-    return categorical_logits(linear(x, w) + bias, labels)
+    return categorical_logits(linear(x, w) + bias[None], labels)
+
+
+def _forward(x: jax.Array, labels: jax.Array, parameters: tuple) -> jax.Array:
+    """Compute as `_plain` does, differentiable forward: its derivative backward is not used."""
+    w, bias = parameters
+    return categorical_logits(forward(x, w, num_terms()) + bias[None], labels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _terms(precision: str | None, x: jax.Array, labels: jax.Array, parameters: tuple) -> jax.Array:
-    return _plain(x, labels, parameters)
+    return _forward(x, labels, parameters)
 
 
 def _bwd(precision: str | None, inputs: tuple, cotangent: jax.Array) -> tuple:
@@ -68,12 +76,15 @@ def _bwd(precision: str | None, inputs: tuple, cotangent: jax.Array) -> tuple:
         return of_x, None, _gradients(x, labels, parameters, cotangent)
 
 
-_terms.defvjp(lambda precision, *inputs: (_plain(*inputs), inputs), _bwd)
+_terms.defvjp(lambda precision, *inputs: (_forward(*inputs), inputs), _bwd)
 
 
 @jax.custom_jvp
 def _gradients(x: jax.Array, labels: jax.Array, parameters: tuple, cotangent: jax.Array) -> tuple:
     """Return the derivatives of ``cotangent · terms`` in the parameters."""
+    # Here, as who samples on a CPU need not wait for the compiler of kernels to be imported.
+    from gspmd_mcmc.targets.fused import categorical_linear_gpu, categorical_linear_tpu
+
     return jax.lax.platform_dependent(
         *(x, labels, parameters, cotangent),
         tpu=categorical_linear_tpu.gradients,
@@ -82,9 +93,7 @@ def _gradients(x: jax.Array, labels: jax.Array, parameters: tuple, cotangent: ja
     )
 
 
-def _plain_gradients(
-    x: jax.Array, labels: jax.Array, parameters: tuple, cotangent: jax.Array
-) -> tuple:
+def _plain_gradients(x: jax.Array, labels: jax.Array, parameters: tuple, cotangent: jax.Array) -> tuple:
     return jax.vjp(partial(_plain, x, labels), parameters)[1](cotangent)[0]
 
 

@@ -1,7 +1,8 @@
 """The gradient of multinomial logistic regression as one kernel of a TPU.
 
-A core goes over the rows in tiles. Classes come first, so that rows fill the vector lanes, and the terms
-of a factor lie below each other: one product for all of them. The derivatives stay in the core's memory.
+A core goes over the rows in tiles. Classes come first, so that rows fill the vector lanes, and the
+terms of a factor lie below each other: one product for all of them. The derivatives stay in the core's
+memory.
 """
 
 from functools import partial
@@ -13,7 +14,9 @@ from jax.experimental import pallas as pl
 
 from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms, sum_of_terms
 
-TILE_BYTES = 2 << 20  # of a tile's features in float32: with copies it fits the 16 MB of a TPU v2's core
+TILE_BYTES = (
+    2 << 20
+)  # of a tile's features in float32: with copies it fits the 16 MB of a TPU v2's core
 LEAST_ROWS = 128
 SUBLANES = 8
 NO_CLASS = -1e30  # the logit of a class that is padding
@@ -73,7 +76,9 @@ def _kernel(num: int, tile: int, terms: int, *refs: Any) -> None:
     is_label = jax.lax.broadcasted_iota(jnp.int32, odds.shape, 0) == labels[...]
     slope = jnp.where(is_label, 1.0, 0.0) - odds / jnp.sum(odds, axis=0, keepdims=True)
     residuals = jnp.where(is_row, slope * cotangent[...], 0)
-    stacked = jnp.concatenate([t.astype(jnp.float32) for t in bfloat16_terms(residuals, terms, in_kernel=True)])
+    stacked = jnp.concatenate(
+        [t.astype(jnp.float32) for t in bfloat16_terms(residuals, terms, in_kernel=True)]
+    )
     of_w[...] += sum_of_terms(_dot(stacked, x, (1, 0)), terms, axis=0)
     of_bias[...] += jnp.sum(residuals, axis=1, keepdims=True)
 
@@ -83,4 +88,3 @@ def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     precision = jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(x, y, dimensions, precision, preferred_element_type=jnp.float32)
-

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.targets.fused import inner_products_gpu, inner_products_tpu
 from gspmd_mcmc.targets.fused.tracing import marked, may_hold_kernels, over_cells, slope_of_cells
 from gspmd_mcmc.targets.likelihoods import inner_products
 from gspmd_mcmc.tree import PyTree
@@ -23,8 +22,8 @@ def inner_product_terms(
 ) -> jax.Array:
     """Sum over columns the terms of a factor model, one for each cell.
 
-    The value is that of ``jnp.sum(term(inner_products(rows, columns, row_bias, column_bias), cells), 1)``.
-    In the gradient of a `Plate` on a TPU or an NVIDIA GPU it is one kernel, or two: logits and residuals,
+    The value is that of ``jnp.sum(term(inner_products(rows, columns, ...), cells), axis=1)``. In the
+    gradient of a `Plate` on a TPU or an NVIDIA GPU it is one kernel, or two: logits and residuals,
     which are many times the cells in bytes, are never written to memory. Elsewhere, and where ``term``
     does what kernels cannot, it is the expression itself.
     Differentiable in reverse, and forward over reverse.
@@ -50,7 +49,7 @@ def inner_product_terms(
         slope = slope_of_cells(term, rows, leaves, (8, 128))
         if slope is not None:
             precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-            return marked(partial(_terms, term, precision))(leaves, factors)
+            return marked(_terms(term, precision, leaves, factors))
     return _plain(term, leaves, factors)
 
 
@@ -65,9 +64,18 @@ def _plain(term: Callable, cells: list[jax.Array], factors: tuple) -> jax.Array:
     return jnp.sum(over_cells(term)(inner_products(*factors), *cells), axis=1)
 
 
+def _forward(term: Callable, cells: list[jax.Array], factors: tuple) -> jax.Array:
+    """Compute as `_plain` does on chips, differentiable forward; backward nothing needs it."""
+    rows, columns, row_bias, column_bias = factors
+    logits = rows @ columns.T
+    logits = logits if row_bias is None else logits + row_bias[:, None]
+    logits = logits if column_bias is None else logits + column_bias[None]
+    return jnp.sum(over_cells(term)(logits, *cells), axis=1)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _terms(term: Callable, precision: str | None, cells: list[jax.Array], factors: tuple) -> jax.Array:
-    return _plain(term, cells, factors)
+    return _forward(term, cells, factors)
 
 
 def _bwd(term: Callable, precision: str | None, inputs: tuple, cotangent: jax.Array) -> tuple:
@@ -77,13 +85,16 @@ def _bwd(term: Callable, precision: str | None, inputs: tuple, cotangent: jax.Ar
 
 
 _terms.defvjp(
-    lambda term, precision, cells, factors: (_plain(term, cells, factors), (cells, factors)), _bwd
+    lambda term, precision, cells, factors: (_forward(term, cells, factors), (cells, factors)), _bwd
 )
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(term: Callable, cells: list[jax.Array], factors: tuple, cotangent: jax.Array) -> tuple:
     """Return the derivatives of ``cotangent · terms`` in the factors."""
+    # Here, as who samples on a CPU need not wait for the compiler of kernels to be imported.
+    from gspmd_mcmc.targets.fused import inner_products_gpu, inner_products_tpu
+
     return jax.lax.platform_dependent(
         cells,
         factors,

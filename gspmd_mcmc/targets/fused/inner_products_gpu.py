@@ -42,7 +42,7 @@ def gradients(
     v = _pad(jnp.broadcast_to(zero if column_bias is None else column_bias, (width,)), 0, MULTIPLE)
 
     def run(kernel, tile, count, own):
-        slope = slope_of_cells(term, rows, cells, tile)
+        slope: Any = slope_of_cells(term, rows, cells, tile)
         shapes = ((count, padded_rank), (count,))
         return pl.pallas_call(
             partial(kernel, partial(_residuals, slope, (num, width), tile, len(cells)), tile),

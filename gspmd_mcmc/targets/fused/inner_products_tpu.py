@@ -30,7 +30,7 @@ def gradients(
     (num, rank), width = rows.shape, len(columns)
     tile = (min(TILE[0], -(-num // 32) * 32), min(TILE[1], -(-width // 128) * 128))
     whole = -(-width // tile[1]) * tile[1]
-    slope = slope_of_cells(term, rows, cells, tile)
+    slope: Any = slope_of_cells(term, rows, cells, tile)
 
     def by_row(size):
         return pl.BlockSpec((tile[0], size), lambda i, j: (i, 0))

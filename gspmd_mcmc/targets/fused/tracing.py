@@ -13,16 +13,56 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
-MARK = "gspmd_mcmc_kernel"  # the name of the call that a traced function with kernels holds
+MARK = "gspmd_mcmc_kernel"
 _may_hold_kernels: ContextVar[bool] = ContextVar("may_hold_kernels", default=False)
 # What both chips' compilers of kernels lower, of what a term of one cell may be made of.
 LOWERED = frozenset(
-    """abs add and broadcast_in_dim clamp convert_element_type copy div eq exp exp2 floor ge gt
-    integer_pow is_finite jit le log log1p logistic lt max min mul ne neg not or pjit pow rsqrt select_n
-    sign sqrt square stop_gradient sub tanh xor""".split()
+    [
+        "abs",
+        "add",
+        "and",
+        "broadcast_in_dim",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "div",
+        "eq",
+        "exp",
+        "exp2",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "is_finite",
+        "jit",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "pjit",
+        "pow",
+        "rsqrt",
+        "select_n",
+        "sign",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tanh",
+        "xor",
+    ]
 )
 
 
@@ -41,31 +81,28 @@ def may_hold_kernels() -> bool:
     return _may_hold_kernels.get()
 
 
-def marked(function: Callable) -> Callable:
-    """Return a function in a call by which `has_kernel` finds it."""
-
-    def call(*args):
-        return function(*args)
-
-    call.__name__ = MARK
-    return jax.jit(call)
+def marked(terms: jax.Array) -> jax.Array:
+    """Mark terms whose gradient is a kernel, so that `has_kernel` finds them."""
+    return checkpoint_name(terms, MARK)
 
 
 def has_kernel(jaxpr: Jaxpr) -> bool:
-    """Tell whether a traced function holds a marked call, at any depth."""
+    """Tell whether a traced function holds what is marked, at any depth."""
     return any(
         eqn.params.get("name") == MARK or any(has_kernel(inner) for inner in _bodies(eqn))
         for eqn in jaxpr.eqns
     )
 
 
-def _bodies(eqn: Any) -> Iterator[Jaxpr]:
+def _bodies(eqn: Any) -> Iterator[Any]:
     for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)):
         if isinstance(value, ClosedJaxpr | Jaxpr):
             yield getattr(value, "jaxpr", value)
 
 
-def slope_of_cells(term: Callable, logit: Any, cells: list[Any], shape: tuple[int, int]) -> Callable | None:
+def slope_of_cells(
+    term: Callable, logit: Any, cells: list[Any], shape: tuple[int, int]
+) -> Callable | None:
     """Return ``slope(logits, *cells)``, the derivative of each cell's term in its logit, for a tile.
 
     Only what the derivative needs is left in it, not the term. None if a chip's compiler of kernels

@@ -97,8 +97,7 @@ class Plate:
     @grad_anywhere
     def grad(self, params: PyTree, hidden: Sequence[bool] | None = None) -> PyTree:
         """Gradient of the sum of all terms, shaped like ``params``; the terms are not computed."""
-        no_terms = lambda terms, is_counted: ()
-        return self._with_grad(params, hidden, no_terms, self.rows.platform)[0]
+        return self._with_grad(params, hidden, lambda *_: (), self.rows.platform)[0]
 
     @terms_and_grad_anywhere
     def terms_and_grad(

@@ -96,22 +96,45 @@ def probe(
     _check_terms(name, out, num, block_of(num)[0])
     num_leaves = len(is_local)
     is_read = tuple(is_live(jaxpr.jaxpr)[:num_leaves])
-    return Likelihood(is_read, _row_bytes(jaxpr.jaxpr, num_leaves, num), has_kernel(jaxpr.jaxpr))
+    is_latent = [i < num_leaves for i in range(len(jaxpr.jaxpr.invars))]
+    row_bytes = _row_bytes(jaxpr.jaxpr, is_latent, num, rows.platform)
+    return Likelihood(is_read, row_bytes, has_kernel(jaxpr.jaxpr))
 
 
-def _row_bytes(jaxpr: Any, num_latents: int, num: int) -> int:
+def _row_bytes(jaxpr: Any, is_latent: Sequence[bool], num: int, platform: str) -> int:
     """Bytes a row of the largest array with ``num`` rows; what depends on latents is one a chain."""
-    of_latents = {id(v) for v in jaxpr.invars[:num_latents]}
+    of_latents = {id(v) for v, flag in zip(jaxpr.invars, is_latent, strict=True) if flag}
     most = 1
     for eqn in jaxpr.eqns:
-        if any(id(v) in of_latents for v in eqn.invars):
+        depends = [id(v) in of_latents for v in eqn.invars]
+        if any(depends):
             of_latents |= {id(v) for v in eqn.outvars}
+        if (form := _form_on(platform, eqn)) is not None:
+            flags = depends[len(depends) - len(form.invars) :]
+            most = max(most, _row_bytes(form, flags, num, platform))
         for v in (*eqn.invars, *eqn.outvars):
             if num in getattr(v.aval, "shape", ()):
                 copies = COPIES if id(v) in of_latents else 1
                 bytes_a_row = math.prod(v.aval.shape) * v.aval.dtype.itemsize / num
                 most = max(most, int(copies * bytes_a_row))
     return most
+
+
+def _form_on(platform: str, eqn: Any) -> Any:
+    """Return the form that a function of several platforms has on a CPU, whose arrays count there.
+
+    Elsewhere such a function, as one with a derivative of its own, keeps what it makes on the chip.
+    """
+    if platform != "cpu":
+        return None
+    if eqn.primitive.name.startswith("custom_vjp_call"):
+        return eqn.params["call_jaxpr"].jaxpr
+    for branch, platforms in zip(
+        eqn.params.get("branches", ()), eqn.params.get("branches_platforms") or (), strict=False
+    ):
+        if platforms is None or "cpu" in platforms:
+            return branch.jaxpr
+    return None
 
 
 def is_live(jaxpr: Any, is_wanted: Sequence[bool] | None = None) -> list[bool]:

@@ -1,0 +1,65 @@
+"""Gradients that are kernels on chips: the bytes that they move, and what a program must hold to."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from audit import violations
+from programs import build
+
+import gspmd_mcmc as gm
+
+S = jax.ShapeDtypeStruct
+# Bytes of a device's data, and at most how many times those a leapfrog moves.
+MOST = [
+    ("mnist in a kernel", "H100", 1, 60_000 * (784 + 4), 2.2),
+    ("movielens in kernels", "H100", 1, 6040 * 3706, 6),
+    ("mnist in a kernel", "TPU v3", 8, 7_500 * (784 + 4), 2.2),
+    ("movielens in kernels", "TPU v3", 8, 755 * 3706, 5),
+]
+
+
+@pytest.mark.parametrize(("model", "chip", "devices", "data", "times"), MOST)
+def test_a_leapfrog_moves_the_data_a_few_times(model, chip, devices, data, times):
+    program = build(model, "HMC", num_chains=1)
+    plan = gm.plan(program, data=devices, on=chip)
+    assert data <= plan.work("leapfrog").bytes_moved <= times * data
+    assert not violations(program, plan, 300e6)
+
+
+@pytest.mark.parametrize("model", ["mnist in a kernel", "movielens in kernels"])
+@pytest.mark.parametrize("kernel", ["NUTS", "MAMS", "MCLMC"])
+@pytest.mark.parametrize(
+    ("chip", "mesh"), [("TPU v5e", {"chains": 2, "data": 4}), ("H100", {"data": 8})]
+)
+def test_kernels_compile_on_meshes(model, kernel, chip, mesh):
+    program = build(model, kernel)
+    assert gm.plan(program, **mesh, on=chip).fits
+
+
+def rows_times_weights(form):
+    """A gradient of logits of a million rows of bytes, in a form of the product."""
+
+    def build_gradient(mesh):
+        def total(w, x, target):
+            return jnp.sum(jnp.square(form(x, w) - target))
+
+        x, target = gm.place(
+            (S((1 << 17, 512), jnp.uint8), S((1 << 17, 8), jnp.float32)), mesh, jax.P()
+        )
+        return jax.grad(total), gm.place(S((512, 8), jnp.float32), mesh, jax.P()), x, target
+
+    return build_gradient
+
+
+def test_bytes_stay_bytes_in_a_product_of_its_own():
+    """On a GPU `linear` moves a fraction of what the plain expression does."""
+
+    def moved(form):
+        with jax.default_matmul_precision("high"):
+            return gm.plan(rows_times_weights(form), data=1, on="H100").work().bytes_moved
+
+    data = (1 << 17) * 512
+    plain = moved(lambda x, w: x.astype(jnp.float32) @ w)
+    ours = moved(gm.linear)
+    assert plain > 12 * data
+    assert ours < 7 * data

@@ -1,0 +1,299 @@
+"""Products of bytes and float32, and gradients that are kernels on chips, as far as a CPU can tell."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gspmd_mcmc as gm
+from gspmd_mcmc.targets import linear as linear_module
+from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms
+from gspmd_mcmc.targets.fused import (
+    categorical_linear_gpu,
+    categorical_linear_tpu,
+    inner_products_gpu,
+    inner_products_tpu,
+)
+from gspmd_mcmc.targets.fused.tracing import has_kernel, kernels_where, slope_of_cells
+from gspmd_mcmc.targets.streaming import tiling
+
+RNG = np.random.default_rng(0)
+ROWS, FEATURES, CLASSES = 304, 200, 10
+BYTES = RNG.integers(0, 256, (ROWS, FEATURES))
+W = (RNG.normal(size=(FEATURES, CLASSES)) / 255).astype(np.float32)
+BIAS = RNG.normal(size=CLASSES).astype(np.float32)
+LABELS = RNG.integers(0, CLASSES, ROWS, np.int32)
+GRAD = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32)
+WEIGHTS = RNG.normal(size=ROWS).astype(np.float32)  # cotangents of terms
+PRODUCTS = {"full": "highest", "two terms": "high", "one term": "bfloat16"}
+DTYPES = {
+    "uint8": BYTES.astype(np.uint8),
+    "int8": (BYTES - 128).astype(np.int8),
+    "bfloat16": BYTES.astype(jnp.bfloat16),
+    "float32": RNG.normal(size=(ROWS, FEATURES)).astype(np.float32),
+}
+
+
+def error(got, exact):
+    """The largest error, in parts of the largest number."""
+    return float(np.max(np.abs(got - exact)) / np.max(np.abs(exact)))
+
+
+# The product
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_cpu_it_is_the_plain_product_and_so_are_its_derivatives(dtype):
+    x = jnp.asarray(DTYPES[dtype])
+
+    def total(form, w):
+        return jnp.sum(jnp.sin(form(w)))
+
+    ours = functools.partial(total, functools.partial(gm.linear, x))
+    plain = functools.partial(total, lambda w: x.astype(jnp.float32) @ w)
+    for make in (lambda f: f, jax.grad, lambda f: lambda w: jax.jvp(jax.grad(f), (w,), (w,))[1]):
+        assert error(make(ours)(W), make(plain)(W)) < 2e-6
+
+
+def test_it_is_differentiable_in_data_that_are_floating():
+    for dtype in ("bfloat16", "float32"):
+        x = jnp.asarray(DTYPES[dtype])
+        got = jax.grad(lambda x: jnp.sum(gm.linear(x, W) * GRAD))(x)
+        assert got.dtype == x.dtype
+        np.testing.assert_allclose(got.astype(np.float32), GRAD @ W.T, rtol=1e-2, atol=1e-4)
+
+
+FORMS = {
+    "forward": (linear_module._forward_in_terms, W, lambda x: x @ W.astype(np.float64)),
+    "backward": (linear_module._backward_in_terms, GRAD, lambda x: x.T @ GRAD.astype(np.float64)),
+    "in blocks": (linear_module._backward_in_blocks, GRAD, lambda x: x.T @ GRAD.astype(np.float64)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_three_terms_are_float32s_own_product_and_one_is_not(dtype, form):
+    """What chips compute, here by a CPU's products of the same terms."""
+    function, y, exact = FORMS[form]
+    x = jnp.asarray(DTYPES[dtype])
+    truth = exact(np.asarray(x, np.float64))
+    plain = (x.astype(jnp.float32) @ y) if form == "forward" else x.astype(jnp.float32).T @ y
+    own = max(error(plain, truth), 2e-7)
+    assert error(function(x, y, 3), truth) <= own
+    assert error(function(x, y, 2), truth) < 2e-5
+    assert error(function(x, y, 1), truth) > 100 * own
+
+
+@pytest.mark.parametrize("form", ["forward", "in blocks"])
+def test_unsigned_bytes_as_signed_ones_are_mended(form):
+    function, y, exact = FORMS[form]
+    x = jnp.asarray(DTYPES["uint8"])
+    got = linear_module._with_signed_bytes(function, x, y, 2)
+    assert error(got, exact(np.asarray(x, np.float64))) < 2e-5
+
+
+def test_terms_follow_the_precision_that_is_asked_for():
+    found = []
+    for precision in (None, "highest", "float32", "high", "bfloat16"):
+        with jax.default_matmul_precision(precision):
+            found.append(num_terms())
+    assert found == [3, 3, 3, 2, 1]
+
+
+def test_terms_add_up_to_the_number():
+    terms = bfloat16_terms(jnp.asarray(GRAD), 3)
+    np.testing.assert_array_equal(sum(t.astype(jnp.float32) for t in terms), GRAD)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "kind", "message"),
+    [
+        (BYTES.astype(np.int32), W, TypeError, "int32"),
+        (DTYPES["uint8"], np.ones((FEATURES, 2), np.int32), TypeError, "floating parameters"),
+        (DTYPES["uint8"], W[1:], ValueError, "shapes"),
+        (DTYPES["uint8"], W[:, 0], ValueError, "shapes"),
+    ],
+)
+def test_other_arrays_are_refused(x, w, kind, message):
+    with pytest.raises(kind, match=message):
+        gm.linear(jnp.asarray(x), jnp.asarray(w))
+
+
+# Kernels, interpreted
+
+
+def exact_categorical(x):
+    logits = x @ W.astype(np.float64) + BIAS
+    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+    residuals = (np.eye(CLASSES)[LABELS] - odds / odds.sum(axis=1, keepdims=True)) * WEIGHTS[:, None]
+    return x.T @ residuals, residuals.sum(axis=0)
+
+
+@pytest.mark.parametrize("chip", [categorical_linear_gpu, categorical_linear_tpu])
+@pytest.mark.parametrize(("precision", "most"), [("full", 1e-6), ("two terms", 2e-5)])
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "bfloat16"])
+def test_the_kernel_of_a_categorical_is_right(chip, precision, most, dtype):
+    x = jnp.asarray(DTYPES[dtype])
+    with jax.default_matmul_precision(PRODUCTS[precision]):
+        got = chip.gradients(x, LABELS, (jnp.asarray(W), jnp.asarray(BIAS)), WEIGHTS, interpret=True)
+    for one, truth in zip(got, exact_categorical(np.asarray(x, np.float64)), strict=True):
+        assert error(one, truth) < most
+
+
+def test_a_kernel_of_one_term_would_be_seen():
+    x, parameters = jnp.asarray(DTYPES["uint8"]), (jnp.asarray(W), jnp.asarray(BIAS))
+    with jax.default_matmul_precision(PRODUCTS["one term"]):
+        got = categorical_linear_gpu.gradients(x, LABELS, parameters, WEIGHTS, interpret=True)
+    assert error(got[0], exact_categorical(np.asarray(x, np.float64))[0]) > 2e-4
+
+
+COLUMNS, RANK = 1100, 6
+FACTORS = tuple(
+    0.5 * RNG.normal(size=shape).astype(np.float32)
+    for shape in ((ROWS, RANK), (COLUMNS, RANK), (ROWS,), (COLUMNS,))
+)
+CELLS = RNG.integers(0, 4, (ROWS, COLUMNS)).astype(np.uint8)
+
+
+def seen(logit, cell):
+    """A term of a cell that may be hidden."""
+    return jnp.where(cell >= 2, 0.0, gm.bernoulli_logits(logit, cell & 1))
+
+
+@pytest.mark.parametrize("chip", [inner_products_gpu, inner_products_tpu])
+@pytest.mark.parametrize("biases", [True, False])
+def test_kernels_of_a_factor_model_are_right(chip, biases):
+    rows, columns, u, v = (a.astype(np.float64) for a in FACTORS)
+    logits = rows @ columns.T + (u[:, None] + v if biases else 0)
+    slope = np.where(CELLS >= 2, 0, (CELLS & 1) - 1 / (1 + np.exp(-logits))) * WEIGHTS[:, None]
+    exact = (slope @ columns, slope.T @ rows, slope.sum(1), slope.sum(0))
+    factors = (
+        tuple(map(jnp.asarray, FACTORS)) if biases else (*map(jnp.asarray, FACTORS[:2]), None, None)
+    )
+    with jax.default_matmul_precision("highest"):
+        got = chip.gradients(seen, [jnp.asarray(CELLS)], factors, jnp.asarray(WEIGHTS), interpret=True)
+    assert [a is None for a in got] == [a is None for a in factors]
+    for one, truth in zip(got, exact, strict=True):
+        assert one is None or error(one, truth) < 1e-6
+
+
+# The functions of the user
+
+
+def factor_terms(params, cells):
+    return gm.inner_product_terms(seen, cells, params["U"], params["V"], params["u"], params["v"])
+
+
+def plain_terms(params, cells):
+    logits = gm.inner_products(params["U"], params["V"], params["u"], params["v"])
+    return jnp.sum(seen(logits, cells), axis=1)
+
+
+POSITION = dict(zip(("U", "V", "u", "v"), map(jnp.asarray, FACTORS), strict=True))
+
+
+def classes(params, batch):
+    return gm.categorical_linear(batch["image"], params["w"], params["b"], batch["label"])
+
+
+def plain_classes(params, batch):
+    logits = batch["image"].astype(jnp.float32) @ params["w"] + params["b"][None]
+    return gm.categorical_logits(logits, batch["label"])
+
+
+IMAGES = {"image": DTYPES["uint8"], "label": LABELS}
+PARAMETERS = {"w": jnp.asarray(W), "b": jnp.asarray(BIAS)}
+MODELS = {
+    "factors": (factor_terms, plain_terms, CELLS, POSITION, ("U", "u")),
+    "classes": (classes, plain_classes, IMAGES, PARAMETERS, ()),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_terms_and_derivatives_are_those_of_the_plain_expression(model, platform):
+    """Also where the function is traced for a chip: on this device it is the expression then too."""
+    ours, plain, data, position, _ = MODELS[model]
+    vector = jax.tree.map(
+        lambda a: jnp.cos(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape), position
+    )
+    for make in (
+        lambda f: f,
+        lambda f: jax.grad(lambda p: jnp.sum(f(p) * WEIGHTS)),
+        lambda f: lambda p: jax.jvp(jax.grad(lambda p: jnp.sum(f(p) * WEIGHTS)), (p,), (vector,))[1],
+    ):
+        with kernels_where(platform):
+            got = make(lambda p: ours(p, jax.tree.map(jnp.asarray, data)))(position)
+        expected = make(lambda p: plain(p, jax.tree.map(jnp.asarray, data)))(position)
+        assert max(jax.tree.leaves(jax.tree.map(error, got, expected))) < 5e-6
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_kernel_is_there_for_chips_alone(model):
+    ours, _, data, position, _ = MODELS[model]
+    for platform, expected in (("cpu", False), ("gpu", True), ("tpu", True), ("abstract", False)):
+        with kernels_where(platform):
+            traced = jax.make_jaxpr(lambda p, d: ours(p, d))(position, jax.tree.map(jnp.asarray, data))
+        assert has_kernel(traced.jaxpr) == expected
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_block_a_device_gives_the_gradient_with_one_all_reduce(model, monkeypatch):
+    """As plates with kernels run on chips: what is mapped over blocks is not left to the compiler."""
+    ours, _, data, position, local = MODELS[model]
+    data = gm.place(data, gm.make_mesh(data=8), P("data"))
+    expected = gm.Plate(ours, data, local=local).grad(position)
+    monkeypatch.setattr(tiling, "has_kernel", lambda jaxpr: True)
+    gradient = jax.jit(lambda plate, position: plate.grad(position))
+    plate = gm.Plate(ours, data, local=local)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), gradient(plate, position), expected
+    )
+    report = gm.communication(gradient, plate, position)
+    assert [c.kind for c in report.collectives] == ["all-reduce"]
+    assert "shard_map" in str(jax.make_jaxpr(gradient)(plate, position))
+
+
+def test_a_term_sees_its_own_cell_alone():
+    def shares(logits, cell):
+        return jax.nn.log_softmax(logits, axis=-1) * cell
+
+    for platform in ("cpu", "tpu"):
+        with kernels_where(platform), pytest.raises(ValueError, match="axis"):
+            gm.inner_product_terms(shares, jnp.asarray(CELLS), *map(jnp.asarray, FACTORS))
+
+
+def test_what_kernels_cannot_do_is_left_to_the_compiler():
+    logit, cell = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.uint8)
+    table = jnp.arange(4.0)
+    for term in (lambda a, c: jax.lax.lgamma(a) * c, lambda a, c: a * table[c]):
+        assert slope_of_cells(term, logit, [cell], (8, 128)) is None
+    floats = jnp.asarray(CELLS, jnp.float32)  # they may have a derivative
+    with kernels_where("tpu"):
+        traced = jax.make_jaxpr(functools.partial(gm.inner_product_terms, gm.bernoulli_logits))(
+            floats, *map(jnp.asarray, FACTORS)
+        )
+    assert not has_kernel(traced.jaxpr)
+
+
+def test_a_cpus_tile_has_the_floats_that_it_makes_of_bytes():
+    """As with the plain expression: they are to fit the caches."""
+    data = jax.tree.map(jnp.asarray, IMAGES)
+
+    def product(params, batch):
+        logits = gm.linear(batch["image"], params["w"]) + params["b"][None]
+        return gm.categorical_logits(logits, batch["label"])
+
+    for ours, plain, rows, position, local in (
+        *MODELS.values(),
+        (product, plain_classes, data, PARAMETERS, ()),
+    ):
+        rows = jax.tree.map(lambda a: jnp.tile(a, (200, *(1,) * (a.ndim - 1))), rows)
+        position = jax.tree.map(lambda a: a, position)
+        for name in local:
+            position[name] = jnp.tile(position[name], (200, *(1,) * (position[name].ndim - 1)))
+        sizes = [gm.Plate(f, rows, local=local).rows_of_tile(position) for f in (ours, plain)]
+        assert sizes[0] == sizes[1] < ROWS * 200
