@@ -31,7 +31,7 @@ from gspmd_mcmc.views.roofline import Roofline, roofline
 
 CHIPS = ("8 x TPU v3", "8 x TPU v5e", "1 x H100", "8 x H100")
 MODELS = {"mnist": (1,), "movielens": (1, 2)}  # with how many chains
-CONTENDERS = ("ours", "blackjax", "blackjax:textbook", "numpyro", "numpyro:textbook")
+CONTENDERS = ("ours", "ours:kernel", "blackjax", "blackjax:textbook", "numpyro", "numpyro:textbook")
 NOTEBOOK = {"mnist": 2100, "movielens": 829}  # leapfrogs a second on 8 TPU v3 cores, measured by it
 COLUMNS = (
     *("model", "chip", "chains", "kernel", "contender", "MB moved", "times data", "kernels"),

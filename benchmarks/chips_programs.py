@@ -81,11 +81,11 @@ def _like_latents(model: str, mesh: Any, tree: Any, chain_axes: int) -> Any:
 def _ours(model: str, form: str, kernel: str, chains: int, mesh: Any) -> Program:
     if model == "mnist":
         data = {"image": S(IMAGES, jnp.uint8), "label": S(LABELS, jnp.int32)}
-        of_row = ours.leading_axis if form == "leading_axis" else ours.log_likelihood
-        target = gm.Posterior(ours.log_prior, gm.Plate(of_row, gm.place(data, mesh, P("data"))))
+        plate = gm.Plate(ours.row_likelihood(form), gm.place(data, mesh, P("data")))
+        target = gm.Posterior(ours.log_prior, plate)
     else:
-        of_user = ours.textbook_user_log_density if form == "textbook" else ours.user_log_density
-        plate = gm.Plate(of_user, gm.place(S(WATCHED, jnp.uint8), mesh, P("data")), local=("U", "u"))
+        cells = gm.place(S(WATCHED, jnp.uint8), mesh, P("data"))
+        plate = gm.Plate(ours.user_likelihood(form), cells, local=("U", "u"))
         target = gm.Posterior(ours.movie_log_prior, plate)
     made = KERNELS[kernel](target)
     init, step = type(made).init, type(made).step

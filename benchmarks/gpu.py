@@ -33,7 +33,7 @@ from gspmd_mcmc.views.roofline import Roofline, roofline
 from gspmd_mcmc.views.throughput import THROUGHPUTS, Throughput, measure_throughput
 
 PLANS = (("mnist", 1), ("movielens", 2), ("mnist", 4))  # with so many chains, the first ones first
-CONTENDERS = ("ours", "numpyro", "blackjax", "blackjax:textbook")
+CONTENDERS = ("ours", "ours:kernel", "numpyro", "blackjax", "blackjax:textbook")
 ESS_MODEL = "german_credit"
 LEAPFROGS, STEP_SIZES = 20, {"mnist": 1e-3, "movielens": 2e-3}
 ENOUGH_S = 360.0  # after so long no further plan begins: the effective draws come last

@@ -3,7 +3,7 @@
 Its likelihoods are written as the README's are. Other forms, by name: ``ours:leading_axis`` is that of
 the peers (`likelihood.batched_rows`), ``ours:from_numpyro`` NumPyro's model of the same, and
 ``ours:from_numpyro_floats`` that of images scaled ahead, as NumPyro has them; ``ours:textbook`` is the
-peers' own expression of a factorisation.
+peers' own expression of a factorisation; ``ours:kernel`` has gradients that are kernels on chips.
 """
 
 import jax
@@ -35,6 +35,10 @@ def leading_axis(params, batch):
     return gm.categorical_logits(logits, batch["label"])
 
 
+def log_likelihood_in_a_kernel(params, batch):
+    return gm.categorical_linear(batch["image"], params["w"] / 255, params["b"], batch["label"])
+
+
 def mnist(task) -> HmcProgram:
     """Multinomial logistic regression."""
     mesh = gm.make_mesh(data=task.devices)
@@ -54,8 +58,13 @@ def _mnist_target(form: str | None, data: mnist_data.Mnist, mesh) -> gm.Posterio
         white = 1 if are_floats else 255
         args = (placed["image"], placed["label"], white)
         return gm.from_numpyro(mnist_model, *args, plates={ROWS: "data"})
-    likelihood = leading_axis if form == "leading_axis" else log_likelihood
-    return gm.Posterior(log_prior, gm.Plate(likelihood, placed))
+    return gm.Posterior(log_prior, gm.Plate(row_likelihood(form), placed))
+
+
+def row_likelihood(form: str | None):
+    """Return the likelihood of MNIST's rows in a form."""
+    forms = {"leading_axis": leading_axis, "kernel": log_likelihood_in_a_kernel}
+    return forms.get(form or "", log_likelihood)
 
 
 def movie_log_prior(params):
@@ -71,6 +80,17 @@ def textbook_user_log_density(params, block):
     return factorisation.textbook_rows(params, block) + _user_log_prior(params)
 
 
+def user_log_density_in_kernels(params, block):
+    factors = params["U"], params["V"], params["u"], params["v"]
+    return gm.inner_product_terms(gm.bernoulli_logits, block, *factors) + _user_log_prior(params)
+
+
+def user_likelihood(form: str | None):
+    """Return the log density of users in a form."""
+    forms = {"textbook": textbook_user_log_density, "kernel": user_log_density_in_kernels}
+    return forms.get(form or "", user_log_density)
+
+
 def _user_log_prior(params):
     return jnp.sum(norm.logpdf(params["U"]), axis=1) + norm.logpdf(params["u"])
 
@@ -79,8 +99,7 @@ def movielens(task) -> HmcProgram:
     """Matrix factorisation; a user's latents lie with the user's row."""
     mesh = gm.make_mesh(data=task.devices)
     watched, position = factorisation.load(task, mesh)
-    of_user = textbook_user_log_density if task.form == "textbook" else user_log_density
-    plate = gm.Plate(of_user, watched, local=("U", "u"))
+    plate = gm.Plate(user_likelihood(task.form), watched, local=("U", "u"))
     kernel = gm.HMC(
         gm.Posterior(movie_log_prior, plate),
         step_size=task.step_size,
