@@ -184,4 +184,8 @@ def test_presets_agree_with_figures_of_whole_pods_and_gpus():
     )  # The book's links are 10% slower.
     assert NVLINK_4.bandwidth == 18 * 25e9
     assert INFINIBAND_NDR.bandwidth == 400e9 / 8
-    assert len(PRESETS) == 10
+    assert chips.NVLINK_5.bandwidth == 2 * NVLINK_4.bandwidth
+    # Links of 496 and 656 Gb/s, four a chip of two cores.
+    assert chips.TPU_V2_ICI.bandwidth == 2 * 496e9 / 8
+    assert chips.TPU_V3_ICI.bandwidth == 2 * 656e9 / 8
+    assert len(PRESETS) == 14

@@ -49,9 +49,9 @@ def on_virtual_devices(monkeypatch, installed):
     asked = []
     export_as_asked = jax.export.export
 
-    def export(function, platforms):
+    def export(function, platforms, disabled_checks):
         asked.append(platforms)
-        return export_as_asked(function, platforms=["cpu"])
+        return export_as_asked(function, platforms=["cpu"], disabled_checks=disabled_checks)
 
     def compiled(program, options, inner=aot_compilation._compile):
         asked.append(options["topology"])

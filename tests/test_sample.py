@@ -631,7 +631,7 @@ def test_sampling_works_outside_the_main_thread(long_run):
 
 def beyond_one_operation(names):
     """Leave out comparisons, to check numbers and metrics, and the cut of a buffer to its draws."""
-    single = ("greater", "less", "equal", "reduce_all", "convert_element_type", "_first")
+    single = ("greater", "less", "equal", "reduce_all", "convert_element_type", "first_draws")
     return [n for n in names if not any(op in n for op in single)]
 
 
