@@ -1,6 +1,8 @@
 """The benchmarks `chips` and `gpu`: programs of shapes, the loop of leapfrogs, command lines."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -98,9 +100,8 @@ def test_simulated_files_are_read_as_the_real_ones_are(tmp_path):
 
 
 def test_a_peer_that_ran_on_another_device_is_an_error():
-    class Entrant:
-        name = "numpyro"
-        record = {"chains": 1, "errors": [], "rounds": [], "ready": {"device": "NVIDIA H100"}}
-
-    row = gpu._row("mnist", Entrant(), None, 100, (None, None))
+    record = {"chains": 1, "errors": [], "rounds": [], "ready": {"device": "NVIDIA H100"}}
+    entrant: Any = SimpleNamespace(name="numpyro", record=record)
+    unknown: Any = (None, None)
+    row = gpu._row("mnist", entrant, None, 100, unknown)
     assert "it ran on NVIDIA H100, not on" in row["errors"][0] and "jax[cuda12]" in row["errors"][0]

@@ -61,7 +61,7 @@ def test_on_a_cpu_it_is_the_plain_product_and_so_are_its_derivatives(dtype):
 def test_it_is_differentiable_in_data_that_are_floating():
     for dtype in ("bfloat16", "float32"):
         x = jnp.asarray(DTYPES[dtype])
-        got = jax.grad(lambda x: jnp.sum(gm.linear(x, W) * GRAD))(x)
+        got = jax.grad(lambda x: jnp.sum(gm.linear(x, jnp.asarray(W)) * GRAD))(x)
         assert got.dtype == x.dtype
         np.testing.assert_allclose(got.astype(np.float32), GRAD @ W.T, rtol=1e-2, atol=1e-4)
 
@@ -145,8 +145,9 @@ def test_the_kernel_of_a_categorical_is_right(chip, precision, most, dtype):
 
 def test_a_kernel_of_one_term_would_be_seen():
     x, parameters = jnp.asarray(DTYPES["uint8"]), (jnp.asarray(W), jnp.asarray(BIAS))
+    labels, weights = jnp.asarray(LABELS), jnp.asarray(WEIGHTS)
     with jax.default_matmul_precision(PRODUCTS["one term"]):
-        got = categorical_linear_gpu.gradients(x, LABELS, parameters, WEIGHTS, interpret=True)
+        got = categorical_linear_gpu.gradients(x, labels, parameters, weights, interpret=True)
     assert error(got[0], exact_categorical(np.asarray(x, np.float64))[0]) > 2e-4
 
 

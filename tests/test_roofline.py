@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,7 @@ def test_the_compiler_s_own_estimate_counts_where_it_is_more():
 def test_every_accelerator_with_memory_has_a_throughput_with_sound_figures():
     assert set(THROUGHPUTS) == set(ACCELERATORS)
     for name, device in ACCELERATORS.items():
-        found = device.throughput
+        found: Any = device.throughput
         assert found is THROUGHPUTS[name]
         # No device reads its memory faster than it computes, nor multiplies slower than it adds.
         assert 1e11 < found.memory_bandwidth < found.vector_flops < max(found.product_flops.values())

@@ -347,9 +347,9 @@ def test_a_batched_product_written_as_a_convolution_counts_only_what_meets_the_i
      ('custom-call(), custom_call_target="AllocateBuffer"', False)],
 )  # fmt: skip
 def test_arithmetic_that_is_not_counted_is_noted(line, is_noted):
-    notes = work_of(program_of(f"ROOT %o = f32[1000,64]{{1,0}} {line}")).notes
-    assert bool(notes) == is_noted
-    assert not notes or "is not counted" in notes[0]
+    work = work_of(program_of(f"ROOT %o = f32[1000,64]{{1,0}} {line}"))
+    assert bool(work.notes) == is_noted != work.is_counted
+    assert not work.notes or "is not counted" in work.notes[0]
 
 
 def test_the_compiler_s_own_cycles_are_added_up():

@@ -50,6 +50,8 @@ class Kernel:
         What it sends.
     estimated_cycles
         The compiler's own estimate, where the text has it (TPU).
+    is_counted
+        Whether its arithmetic is known: of a kernel that is no XLA program it is not.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Kernel:
     other_flops: int
     collectives: tuple[Traffic, ...]
     estimated_cycles: int | None
+    is_counted: bool = True
     runs: int = 1
 
     @property
@@ -148,6 +151,11 @@ class Work:
     def other_flops(self) -> int:
         """Floating-point operations of the rest: one an element of what is computed or reduced."""
         return sum(kernel.other_flops * kernel.runs for kernel in self.each)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the arithmetic of all kernels is known; where it is not, seconds are too few."""
+        return all(kernel.is_counted for kernel in self.each)
 
     @property
     def collectives(self) -> tuple[Traffic, ...]:
@@ -294,9 +302,10 @@ def _kernel(program: Program, operation: Operation, siblings: Mapping[str, Opera
         other_flops=rest,
         collectives=tuple(_collectives(program, operation, siblings)),
         estimated_cycles=int(cycles.group(1)) if cycles else None,
+        is_counted=not is_uncounted(operation),
     )
     uncounted = f"{operation.name}: what this {operation.opcode} computes is not counted"
-    return Work((kernel,), notes=(uncounted,) if is_uncounted(operation) else ())
+    return Work((kernel,), notes=() if kernel.is_counted else (uncounted,))
 
 
 def _collectives(
