@@ -175,7 +175,7 @@ if options.paper:
     kernel = gm.HMC(target, 1e-2, 100)
     start = gm.prior_start(target)
 else:
-    num_chains, num_warmup, num_samples = (4, 40, 160) if dataset.name == "mnist" else (4, 100, 1000)
+    num_chains, num_warmup, num_samples = (4, 40, 240) if dataset.name == "mnist" else (4, 100, 1000)
     left, right = rotation(plate, mode.position)
     target = gm.Posterior(log_prior, plate, transform=Partial(rotate, left, right))
     turned = {"w": left.T @ mode.position["w"] @ right, "b": right.T @ mode.position["b"]}
