@@ -12,6 +12,8 @@ from hlo_texts import computation, loop, text_of
 from benchmarks import chips, chips_programs, gpu, mnist_data, movielens_data
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
 from gspmd_mcmc.views.program.hlo import read_program
+from gspmd_mcmc.views.program.work import Kernel, Work
+from gspmd_mcmc.views.roofline import roofline
 
 MESH = make_abstract_mesh(data=8)
 
@@ -105,3 +107,16 @@ def test_a_peer_that_ran_on_another_device_is_an_error():
     unknown: Any = (None, None)
     row = gpu._row("mnist", entrant, None, 100, unknown)
     assert "it ran on NVIDIA H100, not on" in row["errors"][0] and "jax[cuda12]" in row["errors"][0]
+
+
+def test_a_rate_that_leaves_out_a_kernels_arithmetic_is_marked():
+    def last_cells(is_counted):
+        kernel = Kernel("k", "", 1000, 0, 0, (), 0, (), None, is_counted=is_counted)
+        found = roofline(Work((kernel,)), "H100 80GB", data_bytes=100)
+        row = chips._facts(found) | chips._arithmetic(found)
+        case = {"model": "m", "chip": "H100", "devices": 1, "chains": 1, "kernel": "HMC"}
+        rest = {"contender": "ours", "peak_memory_bytes": 1, "atomics_on_floats": []}
+        return [list(column.cells)[0] for column in chips._table([row | case | rest]).columns][-2:]
+
+    (counted, bound), (marked, _) = last_cells(True), last_cells(False)
+    assert marked == f"< {counted}" and bound == "launches"

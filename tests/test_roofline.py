@@ -156,6 +156,9 @@ def test_the_text_tells_facts_from_arithmetic():
     assert "by the compiler's own estimate" not in arithmetic
     slow = replace(work, each=(replace(work.each[0], estimated_cycles=94_000_000),))
     assert "10 leapfrogs a second, by the compiler's own estimate" in str(roofline(slow, "TPU v3 core"))
+    unknown = replace(work, each=(*work.each, replace(KERNEL, is_counted=False)))
+    assert "predicted: fewer than " in str(roofline(unknown, "TPU v3 core"))
+    assert "fewer than" not in str(found)
     assert found.bytes_ratio == 2
     assert roofline(work, "TPU v3 core").bytes_ratio is None
 

@@ -169,8 +169,8 @@ class SamplePlan(JupyterMixin):
         chains = f"{self.num_chains} chains" if self.num_chains > 1 else "one chain"
         rate = found.per_second * self.num_chains
         return [
-            f"predicted at best: {rate:,.0f} {found.unit}s a second, {chains} together, bound by "
-            f"{found.bound} (arithmetic on the compiler's figures)"
+            f"predicted at best: {found.rate_is}{rate:,.0f} {found.unit}s a second, {chains} together, "
+            f"bound by {found.bound} (arithmetic on the compiler's figures)"
         ]
 
     def __str__(self) -> str:

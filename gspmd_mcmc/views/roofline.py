@@ -83,6 +83,11 @@ class Roofline:
         return max(self.seconds, (self.estimated_seconds or 0.0) + self.wire_seconds)
 
     @property
+    def rate_is(self) -> str:
+        """What to write before the rate, which is too high if a kernel's arithmetic is not known."""
+        return "" if self.work.is_counted else "fewer than "
+
+    @property
     def per_second(self) -> float:
         """How many fit into a second, as predicted."""
         return 1 / self.predicted_seconds if self.predicted_seconds else math.inf
@@ -229,7 +234,7 @@ def _arithmetic_lines(found: Roofline) -> list[str]:
         "From these, over the device's peak figures (arithmetic, at best):",
         f"  {parts}",
         f"  kernel after kernel {time_text(found.seconds)}, bound by {found.bound}; predicted: "
-        f"{found.per_second:,.0f} {found.unit}s a second{own}",
+        f"{found.rate_is}{found.per_second:,.0f} {found.unit}s a second{own}",
     ]
 
 

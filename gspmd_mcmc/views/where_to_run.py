@@ -122,7 +122,8 @@ def _on_this_cpu(
 
 def _line(rooflines: Mapping[int, Roofline], chains: int) -> str:
     found = rooflines[min(rooflines)]
-    seconds = time_text(_seconds_of(rooflines, chains))
+    least = "" if found.work.is_counted else "more than "
+    seconds = least + time_text(_seconds_of(rooflines, chains))
     kernels = f"{found.work.kernels} kernels, bound by {found.bound}"
     return f"{seconds} a {found.unit} on {found.device} ({kernels})"
 
