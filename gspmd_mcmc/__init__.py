@@ -36,7 +36,7 @@ from gspmd_mcmc.models.sharded import Sharded
 
 # Kernels, their states and infos, their metrics and splittings
 from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric
-from gspmd_mcmc.kernels.isokinetic import LEAPFROG, MINIMAL_NORM
+from gspmd_mcmc.kernels.integrators import LEAPFROG, MINIMAL_NORM
 from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
 from gspmd_mcmc.kernels.mams import MAMS, MAMSInfo

@@ -236,7 +236,7 @@ def test_a_wrong_integrator_is_rejected(check, step, reason):
 def run(log_density, position, momentum, num_steps):
     point = start(jax.grad(log_density), position, momentum)
     target = gm.LogDensity(log_density)
-    return integrate(point, jnp.asarray(0.1), num_steps, target, lambda p: p)[0]
+    return integrate(gm.LEAPFROG, point, jnp.asarray(0.1), num_steps, target, lambda p: p)[0]
 
 
 def test_each_leaf_keeps_its_dtype():
@@ -252,7 +252,7 @@ def test_each_leaf_keeps_its_dtype():
 def test_integrate_takes_as_many_steps_as_asked_though_their_number_is_traced():
     point, step_size = start(jax.grad(log_density)), jnp.asarray(0.1)
     target = gm.LogDensity(log_density)
-    traced = jax.jit(lambda n: integrate(point, step_size, n, target, velocity))
+    traced = jax.jit(lambda n: integrate(gm.LEAPFROG, point, step_size, n, target, velocity))
     for num_steps in (1, 2, 5):
         expected = point
         for _ in range(num_steps):

@@ -24,7 +24,7 @@ from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels.isokinetic import LEAPFROG
+from gspmd_mcmc.kernels.integrators import LEAPFROG
 from gspmd_mcmc.placement.layout import Layout, read_layout
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.start import init_chains

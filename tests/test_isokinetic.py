@@ -28,8 +28,7 @@ from gspmd_mcmc.adaptation import batch_means
 from gspmd_mcmc.adaptation.hmc_burn_in import BurnInHMC
 from gspmd_mcmc.adaptation.mclmc_adaptation import StepSize, _updated
 from gspmd_mcmc.kernels import isokinetic
-from gspmd_mcmc.kernels.integrators import PhasePoint
-from gspmd_mcmc.kernels.isokinetic import LEAPFROG, MINIMAL_NORM
+from gspmd_mcmc.kernels.integrators import LEAPFROG, MINIMAL_NORM, PhasePoint
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.tree import pytree
 

@@ -31,7 +31,7 @@ from models import (
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Transition
-from gspmd_mcmc.kernels.isokinetic import LEAPFROG
+from gspmd_mcmc.kernels.integrators import LEAPFROG
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.run_state import draw_kernel

@@ -20,13 +20,12 @@ Robnik and Seljak, "Fluctuation without dissipation: microcanonical Langevin Mon
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels.integrators import Differentiable, PhasePoint
+from gspmd_mcmc.kernels.integrators import Differentiable, PhasePoint, Splitting, compose
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.targets.target import Target
@@ -37,24 +36,6 @@ LARGE_KICK = 1.0
 # A kick by δ contracts all directions by exp(-δ): beyond this float32 could not tell them apart, the
 # step would not be reversible, and the energy error would mean nothing.
 STRONGEST_KICK = 8.0
-
-
-class Splitting(NamedTuple):
-    """Alternating kicks and drifts of a step, as fractions of the step size; kicks are first and last.
-
-    Both are palindromes, so that a step is reversible: from its end with -u it returns to its start. A
-    step costs one gradient for each drift.
-    """
-
-    kicks: tuple[float, ...]
-    drifts: tuple[float, ...]
-
-
-LEAPFROG = Splitting(kicks=(0.5, 0.5), drifts=(1.0,))
-# McLachlan, "On the numerical integration of ordinary differential equations by symmetric composition
-# methods", SIAM J. Sci. Comput. 16 (1995); Omelyan, Mryglod and Folk, Comput. Phys. Commun. 151 (2003).
-_OUTER = 0.1931833275037836
-MINIMAL_NORM = Splitting(kicks=(_OUTER, 1 - 2 * _OUTER, _OUTER), drifts=(0.5, 0.5))
 
 
 def dimension(kernel: str, target: Target, position: PyTree) -> int:
@@ -182,34 +163,12 @@ def integrate(
     num_steps: jax.Array,
     dimension: int,
 ) -> tuple[PhasePoint, PyTree, jax.Array]:
-    """Take a number of steps, at least one; return their end, the terms there, and ΔK of all of them.
+    """Take a number of steps, at least one; return their end, the terms there, and ΔK of them all."""
 
-    Where one step ends and the next begins, two kicks at one position are one kick of both times. So an
-    iteration of the loop is a drift, a gradient and a kick. The last iteration is separate: its kick is
-    shorter, and the target's terms come with its gradient.
-    """
-    num_drifts = len(splitting.drifts)
-    drifts = jnp.asarray(splitting.drifts, step_size.dtype)
-    kicks = jnp.asarray((*splitting.kicks[1:-1], 2 * splitting.kicks[-1]), step_size.dtype)
+    def drifted(point, time):
+        return drift(inverse_mass_matrix, point, time)
 
-    def moved(point, length):
-        return drift(inverse_mass_matrix, point, step_size * length)
+    def kicked(point, time):
+        return kick(inverse_mass_matrix, point, time, dimension)
 
-    def kicked(position, momentum, grad, share):
-        point = PhasePoint(position, momentum, grad)
-        return kick(inverse_mass_matrix, point, step_size * share, dimension)
-
-    def turn(i, carry):
-        point, gain = carry
-        position = moved(point, drifts[i % num_drifts])
-        grad = density.grad(position)
-        point, more = kicked(position, point.momentum, grad, kicks[i % num_drifts])
-        return point, gain + more
-
-    start = kick(inverse_mass_matrix, point, step_size * splitting.kicks[0], dimension)
-    with jax.named_scope("leapfrog"):  # reports of a program's communication name the loop so
-        point, gain = jax.lax.fori_loop(0, num_steps * num_drifts - 1, turn, start)
-    position = moved(point, splitting.drifts[-1])
-    terms, grad = density.terms_and_grad(position)
-    point, more = kicked(position, point.momentum, grad, splitting.kicks[-1])
-    return point, terms, gain + more
+    return compose(splitting, point, step_size, num_steps, density, drifted, kicked)

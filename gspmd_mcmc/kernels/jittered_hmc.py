@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels.hmc import HMC, HamiltonianKernel, HMCInfo, HMCState
-from gspmd_mcmc.kernels.kernel import count, fraction, positive, target_of
+from gspmd_mcmc.kernels.integrators import LEAPFROG, Splitting
+from gspmd_mcmc.kernels.kernel import count, fraction, positive, splitting_of, target_of
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.kernels.product_precision import gradient_precision_of
 from gspmd_mcmc.targets.anywhere import step_anywhere
@@ -48,18 +49,20 @@ class JitteredHMC(HamiltonianKernel):
     target
         A `Posterior`, a `LogDensity`, or a `Target` of your own.
     step_size
-        The time of a leapfrog, in units of the metric.
+        The time of a step of the integrator, in units of the metric.
     trajectory_length
-        T: the mean time of a trajectory over steps, in the units of the step size. A step has
-        ceil((1 + jitter (2 h - 1)) T / step_size) leapfrogs, T / step_size + 1/2 on average.
+        T: the mean time of a trajectory over steps, in the units of the step size. A
+        trajectory has ceil((1 + jitter (2 h - 1)) T / step_size) steps, T / step_size + 1/2 on average.
     inverse_mass_matrix
         A tree like the position (diagonal), a `Metric`, or None (identity).
     max_leapfrogs
-        The largest number of leapfrogs of a trajectory.
+        The largest number of steps of a trajectory.
     jitter
         Between 0 and 1. With 1, as in the papers, every fourth step is shorter than half of T and
         hardly moves; with less than 1/2 there are directions in which every step returns.
     gradient_precision
+        As in `HMC`. Static.
+    splitting
         As in `HMC`. Static.
     """
 
@@ -70,6 +73,7 @@ class JitteredHMC(HamiltonianKernel):
     max_leapfrogs: jax.Array
     jitter: jax.Array
     gradient_precision: str = static()
+    splitting: Splitting = static()
     is_per_chain: bool = static(default=False)
 
     def __init__(
@@ -81,6 +85,7 @@ class JitteredHMC(HamiltonianKernel):
         max_leapfrogs: int | jax.Array = 1000,
         jitter: float | jax.Array = JITTER,
         gradient_precision: str | None = None,
+        splitting: Splitting = LEAPFROG,
     ):
         set_fields(
             self,
@@ -91,6 +96,7 @@ class JitteredHMC(HamiltonianKernel):
             max_leapfrogs=count("JitteredHMC", "max_leapfrogs", max_leapfrogs),
             jitter=fraction("JitteredHMC", "jitter", jitter),
             gradient_precision=gradient_precision_of("JitteredHMC", target, gradient_precision),
+            splitting=splitting_of("JitteredHMC", splitting),
         )
 
     def with_trajectory_length(self, trajectory_length: float | jax.Array) -> "JitteredHMC":
@@ -112,6 +118,7 @@ class JitteredHMC(HamiltonianKernel):
             number.astype(self.max_leapfrogs.dtype),
             self.inverse_mass_matrix,
             jnp.zeros_like(self.step_size),
+            splitting=self.splitting,
         )
         precision = self.gradient_precision
         return tree.replace(kernel, gradient_precision=precision, is_per_chain=self.is_per_chain)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.kernels.integrators import Splitting
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.kernels.product_precision import FULL, products_in
 from gspmd_mcmc.targets import local
@@ -174,6 +175,16 @@ def fraction(kernel: str, name: str, value: float | jax.Array) -> jax.Array:
 def count(kernel: str, name: str, value: int | jax.Array) -> jax.Array:
     """Return a whole number of at least 1 as a leaf."""
     return _leaf(kernel, name, value, int, lambda x: x >= 1 and x == int(x), "at least 1 and whole")
+
+
+def splitting_of(kernel: str, splitting: Any) -> Splitting:
+    """Return a splitting; raise unless it is one."""
+    if not isinstance(splitting, Splitting):
+        raise TypeError(
+            f"{kernel}: splitting: expected gspmd_mcmc.LEAPFROG or gspmd_mcmc.MINIMAL_NORM, got "
+            f"{splitting!r}"
+        )
+    return splitting
 
 
 def _leaf(kernel: str, name: str, value: Any, kind: type, holds: Callable, expected: str) -> jax.Array:

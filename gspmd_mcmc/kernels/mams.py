@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import hmc, isokinetic
 from gspmd_mcmc.kernels.hmc import HMCState
-from gspmd_mcmc.kernels.integrators import PhasePoint
-from gspmd_mcmc.kernels.isokinetic import MINIMAL_NORM, Span, Splitting
+from gspmd_mcmc.kernels.integrators import MINIMAL_NORM, PhasePoint, Splitting
+from gspmd_mcmc.kernels.isokinetic import Span
 from gspmd_mcmc.kernels.jittered_hmc import spread
-from gspmd_mcmc.kernels.kernel import Info, Kernel, fraction, positive, target_of
+from gspmd_mcmc.kernels.kernel import Info, Kernel, fraction, positive, splitting_of, target_of
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.kernels.product_precision import gradient_precision_of
 from gspmd_mcmc.targets import checks
@@ -93,7 +93,7 @@ class MAMS(Kernel):
             trajectory_length=positive("MAMS", "trajectory_length", trajectory_length),
             inverse_mass_matrix=metrics.laid_out("MAMS", target, inverse_mass_matrix),
             jitter=fraction("MAMS", "jitter", jitter),
-            splitting=splitting,
+            splitting=splitting_of("MAMS", splitting),
             gradient_precision=gradient_precision_of("MAMS", target, gradient_precision),
         )
 

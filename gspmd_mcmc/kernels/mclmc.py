@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels import hmc, isokinetic
 from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR
-from gspmd_mcmc.kernels.integrators import PhasePoint
-from gspmd_mcmc.kernels.isokinetic import MINIMAL_NORM, Span, Splitting
-from gspmd_mcmc.kernels.kernel import Info, Kernel, positive, target_of
+from gspmd_mcmc.kernels.integrators import MINIMAL_NORM, PhasePoint, Splitting
+from gspmd_mcmc.kernels.isokinetic import Span
+from gspmd_mcmc.kernels.kernel import Info, Kernel, positive, splitting_of, target_of
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.anywhere import init_anywhere, step_anywhere
@@ -103,7 +103,7 @@ class MCLMC(Kernel):
             step_size=positive("MCLMC", "step_size", step_size),
             trajectory_length=positive("MCLMC", "trajectory_length", trajectory_length),
             inverse_mass_matrix=metrics.laid_out("MCLMC", target, inverse_mass_matrix),
-            splitting=splitting,
+            splitting=splitting_of("MCLMC", splitting),
         )
 
     def with_trajectory_length(self, trajectory_length: float | jax.Array) -> "MCLMC":
