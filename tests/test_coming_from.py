@@ -54,6 +54,7 @@ def test_blocks_run_and_have_equal_log_densities(peer):
 # The tables: names, and arguments that are taken
 
 ROW = re.compile(r"^\| (.*) \| (.*) \|$", re.MULTILINE)
+KEY = jax.random.key(0)
 KNOWN: dict[str, Any] = {"gm": gm, "jax": jax, "jnp": jnp, "np": np}
 LINES = sorted({line for _, here in ROW.findall(PAGE) for line in re.findall(r"`([^`]+)`", here)})
 LINES = [line for line in LINES if "gm." in line]
@@ -91,3 +92,20 @@ def test_a_line_that_is_wrong_would_be_seen(line):
         for function, node in calls_of(line, KNOWN):
             if isinstance(node, ast.Call):
                 check_arguments(function, node)
+
+
+@pytest.mark.parametrize(
+    ("call", "cure"),
+    [
+        (lambda: gm.sample(num_results=10, seed=KEY), "sample: num_results=: it is num_samples= here"),
+        (lambda: gm.sample(KEY, None, num_burnin_steps=5), "num_burnin_steps=: it is num_warmup= here"),
+        (lambda: gm.sample(KEY, None, trace_fn=print), "it is collect= here"),
+        (lambda: gm.sample(KEY, None, thinning=2), "it is thin= here"),
+        (lambda: gm.sample(KEY, None, draws=5), "keyword argument 'draws'. Call it as sample"),
+        (lambda: gm.NUTS(None, 0.1, max_num_doublings=5), "max_num_doublings=: it is max_tree_depth="),
+        (lambda: gm.MCLMC(None, L=1.0, step_size=0.1), "MCLMC: L=: it is trajectory_length= here"),
+    ],
+)
+def test_arguments_of_other_libraries_are_answered(call, cure):
+    with pytest.raises(TypeError, match=cure):
+        call()

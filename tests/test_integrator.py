@@ -1,4 +1,4 @@
-"""The leapfrog: order two, reversible, energy kept, volume kept, on any tree.
+"""Leapfrog and minimal norm: order two, reversible, energy kept, volume kept, on any tree.
 
 The truth is the isotonic oscillator, H = m p²/2 + q²/2 + g/(2q²): not linear, and solved in closed
 form, since s = q² obeys s'' = 4m(H - s). Four wrong integrators are put to the same tests.
@@ -62,6 +62,30 @@ def exact_position(time):
         return np.sqrt(h + (q**2 - h) * np.cos(angle) + q * np.sqrt(m) * p * np.sin(angle))
 
     return jax.tree.map(one, POSITION, MOMENTUM, WELL, INVERSE_MASS)
+
+
+class Density:
+    """What an integrator asks of a target, from a gradient alone."""
+
+    def __init__(self, grad):
+        self.grad = grad
+
+    def terms_and_grad(self, position):
+        return (), self.grad(position)
+
+
+def minimal_norm(point, step_size, grad, velocity):
+    """One step of the library's."""
+    return integrate(gm.MINIMAL_NORM, point, step_size, 1, Density(grad), velocity)[0]
+
+
+def plain_step(splitting, point, step_size, grad, velocity):
+    """One step, each kick and each drift by itself."""
+    for kick, drift in zip(splitting.kicks, (*splitting.drifts, 0.0), strict=True):
+        momentum = tree.axpy(step_size * kick, grad(point.position), point.momentum)
+        position = tree.axpy(step_size * drift, velocity(momentum), point.position)
+        point = PhasePoint(position, momentum, grad(position))
+    return point
 
 
 # Wrong integrators
@@ -198,9 +222,13 @@ def check_volume_is_kept(step):
         (check_energy_stays_close, velocity_verlet),
         (check_volume_is_kept, velocity_verlet),
         (check_volume_is_kept, symplectic_euler),
+        (check_order_is_two, minimal_norm),
+        (check_runs_back, minimal_norm),
+        (check_energy_stays_close, minimal_norm),
+        (check_volume_is_kept, minimal_norm),
     ],
 )
-def test_the_leapfrog_passes(check, step):
+def test_the_integrators_pass(check, step):
     with jax.enable_x64(True):
         check(step)
 
@@ -249,15 +277,36 @@ def test_each_leaf_keeps_its_dtype():
         assert jax.tree.map(jnp.result_type, field) == jax.tree.map(jnp.result_type, position)
 
 
-def test_integrate_takes_as_many_steps_as_asked_though_their_number_is_traced():
-    point, step_size = start(jax.grad(log_density)), jnp.asarray(0.1)
-    target = gm.LogDensity(log_density)
-    traced = jax.jit(lambda n: integrate(gm.LEAPFROG, point, step_size, n, target, velocity))
+@pytest.mark.parametrize("splitting", [gm.LEAPFROG, gm.MINIMAL_NORM])
+def test_integrate_takes_as_many_steps_as_asked_though_their_number_is_traced(splitting):
+    grad, step_size = jax.grad(log_density), jnp.asarray(0.1)
+    point, target = start(grad), gm.LogDensity(log_density)
+    traced = jax.jit(lambda n: integrate(splitting, point, step_size, n, target, velocity))
     for num_steps in (1, 2, 5):
         expected = point
         for _ in range(num_steps):
-            expected = velocity_verlet(expected, step_size, jax.grad(log_density), velocity)
+            expected = plain_step(splitting, expected, step_size, grad, velocity)
         end, terms = traced(num_steps)
         np.testing.assert_allclose(terms, log_density(expected.position), rtol=1e-5)
         for error in jax.tree.leaves(tree.sub(end, expected)):
             assert np.max(np.abs(error)) < 1e-5
+
+
+def normal_log_density(x):
+    return -(x**2) / 2
+
+
+def test_minimal_norm_accepts_more_of_many_normals_at_the_same_number_of_gradients():
+    target, position = (
+        gm.LogDensity(normal_log_density),
+        jax.random.normal(jax.random.key(0), (10_000,)),
+    )
+
+    def mean_error(step_size, num_steps, splitting):
+        kernel = gm.HMC(target, step_size, num_steps, splitting=splitting)
+        step = jax.jit(jax.vmap(gm.HMC.step, (None, 0, None)))
+        _, info = step(kernel, jax.random.split(jax.random.key(1), 20), kernel.init(position))
+        assert np.all(info.num_integration_steps == 6), "gradients, not steps"
+        return float(jnp.mean(jnp.abs(info.energy_error)))
+
+    assert mean_error(0.6, 3, gm.MINIMAL_NORM) < mean_error(0.3, 6, gm.LEAPFROG) / 5

@@ -31,7 +31,7 @@ from models import (
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Transition
-from gspmd_mcmc.kernels.integrators import LEAPFROG
+from gspmd_mcmc.kernels.integrators import LEAPFROG, MINIMAL_NORM
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.run_state import draw_kernel
@@ -91,13 +91,20 @@ def mclmc(target, step_size, metric=None, **options):
 
 
 NO_LENGTH = ({"trajectory_length": 0.0}, "trajectory_length: expected a positive number")
+NO_SPLITTING = ({"splitting": "leapfrog"}, "splitting: expected gspmd_mcmc.LEAPFROG")
 NO_JITTER = ({"jitter": 1.5}, "jitter: expected a number between 0 and 1, got 1.5")
 DEPTH = "max_tree_depth: expected an integer"
 CASES = {
-    "HMC": Case(hmc, 0.2, {"leapfrog": GRADIENT}, 6, (NO_JITTER,)),
+    "HMC": Case(hmc, 0.2, {"leapfrog": GRADIENT}, 6, (NO_JITTER, NO_SPLITTING)),
+    "HMC, minimal norm": Case(
+        *(partial(hmc, splitting=MINIMAL_NORM), 0.3, {"leapfrog": GRADIENT}, 12, ())
+    ),
     "JitteredHMC": Case(
         *(jittered_hmc, 0.2, {}, 4),  # its meshes are in test_chees.py
-        (NO_LENGTH, NO_JITTER, ({"max_leapfrogs": 0}, "max_leapfrogs: expected at least 1 and whole")),
+        (
+            *(NO_LENGTH, NO_JITTER, NO_SPLITTING),
+            ({"max_leapfrogs": 0}, "max_leapfrogs: expected at least 1 and whole"),
+        ),
     ),
     # A leaf's energy, its p·v and the products of two marks; all marks once in eight leaves.
     "NUTS": Case(
@@ -109,10 +116,10 @@ CASES = {
     # p·p, p·g and g·g of local latents.
     "MAMS": Case(
         *(mams, 0.8, {"leapfrog": GRADIENT + 3}, 4),
-        (NO_LENGTH, NO_JITTER, ({"trajectory_length": jnp.inf}, NO_LENGTH[1])),
+        (NO_LENGTH, NO_JITTER, NO_SPLITTING, ({"trajectory_length": jnp.inf}, NO_LENGTH[1])),
     ),
     # A step is no loop; momentum, gradient and noise where it sets out and where it arrives; a sum.
-    "MCLMC": Case(mclmc, 0.8, {"steps": GRADIENT + 2 * 6 + 2}, 1, (NO_LENGTH,)),
+    "MCLMC": Case(mclmc, 0.8, {"steps": GRADIENT + 2 * 6 + 2}, 1, (NO_LENGTH, NO_SPLITTING)),
 }  # fmt: skip
 KERNELS = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 ON_A_MESH = pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.limits])
@@ -169,7 +176,7 @@ def run_on(name: str, mesh: str, is_double: bool = True, moved_row: int | None =
 def check_same_chains(name, mesh, tolerance=1e-9, is_double=True, moved_row=None):
     lengths, accepted, expected = run_on(name, "1", is_double)
     assert np.mean(accepted) > 0.5 and np.ptp(expected["mean"], axis=0).min() > 0.1
-    assert np.ptp(lengths) > 2 or name in ("HMC", "MCLMC")
+    assert np.ptp(lengths) > 2 or name in ("HMC", "HMC, minimal norm", "MCLMC")
     got_lengths, got_accepted, got = run_on(name, mesh, is_double, moved_row)
     np.testing.assert_array_equal(got_lengths, lengths)
     np.testing.assert_array_equal(got_accepted, accepted)

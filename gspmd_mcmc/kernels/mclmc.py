@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.errors import answers
 from gspmd_mcmc.kernels import hmc, isokinetic
 from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR
 from gspmd_mcmc.kernels.integrators import MINIMAL_NORM, PhasePoint, Splitting
@@ -89,6 +90,10 @@ class MCLMC(Kernel):
     inverse_mass_matrix: PyTree | None = like_position()
     splitting: Splitting = static()
 
+    @answers(
+        "Call it as MCLMC(target, step_size, trajectory_length, inverse_mass_matrix)",
+        L="it is trajectory_length= here",
+    )
     def __init__(
         self,
         target: Target,

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.errors import answers
 from gspmd_mcmc.kernels import hmc, u_turns
 from gspmd_mcmc.kernels.hmc import DIVERGENT_ENERGY_ERROR, HamiltonianKernel, HMCState
 from gspmd_mcmc.kernels.integrators import PhasePoint, velocity_verlet_with_terms
@@ -160,6 +161,10 @@ class NUTS(HamiltonianKernel):
     gradient_precision: str = static()
     is_per_chain: bool = static(default=False)
 
+    @answers(
+        "Call it as NUTS(target, step_size, inverse_mass_matrix, max_tree_depth)",
+        max_num_doublings="it is max_tree_depth= here",
+    )
     def __init__(
         self,
         target: Target,

@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspmd_mcmc.models.tfp import AnswersTFP, answers, refuse_foreign, rows_of_event
+from gspmd_mcmc.errors import answers
+from gspmd_mcmc.models.tfp import AnswersTFP, refuse_foreign, rows_of_event
 from gspmd_mcmc.placement.explicit import OnMesh, on_any_mesh
 from gspmd_mcmc.placement.mesh import auto_mesh, axes_of
 from gspmd_mcmc.placement.padding import (

@@ -4,17 +4,13 @@ TensorFlow Probability is never imported. Its distributions have the methods tha
 another library's, or a class of your own, may have them too.
 """
 
-import inspect
-from collections.abc import Callable
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from gspmd_mcmc.models.supports import is_of_numpyro, is_of_tfp
 
-F = TypeVar("F", bound=Callable)
 SHAPES = "jax.eval_shape(type(it).sample, it, rng_key) has shapes and dtypes"
 # Attributes of TFP's distributions, and what there is instead.
 INSTEAD = {
@@ -40,36 +36,6 @@ class AnswersTFP:
             instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
             what = f"{type(self).__name__} has no {name}{instead}"
             raise AttributeError(what, name=name, obj=self)
-
-
-def answers(call_as: str, **cures: str) -> Callable[[F], F]:
-    """Let a call answer arguments that it does not have with today's spelling.
-
-    Parameters
-    ----------
-    call_as
-        How it is called.
-    cures
-        TFP's keywords, and what to write for each.
-    """
-
-    def of(function: F) -> F:
-        signature = inspect.signature(function)
-        *_, owner, name = function.__qualname__.split(".")
-        what = owner if name == "__init__" else name
-
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                found = [f"{name}=: {cures[name]}" for name in kwargs if name in cures]
-                raise TypeError(f"{what}: {'; '.join(found) or error}. {call_as}") from None
-            return function(*args, **kwargs)
-
-        return call  # pyright: ignore[reportReturnType]
-
-    return of
 
 
 def name_of(distribution: Any) -> str | None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gspmd_mcmc.diagnostics import advice
-from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.errors import CALLER_OF_SAMPLE, SamplingWarning
 from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.targets.checks import on_small_data
 from gspmd_mcmc.targets.resolution import on_coarse_terms, on_rounded_bijections
@@ -223,7 +223,7 @@ class Report:
 def warn_of_small_data(target: Target) -> None:
     """Warn where one device would be faster than the many that the data lie on."""
     if message := on_small_data(target):
-        warnings.warn(message, SamplingWarning, stacklevel=4)
+        warnings.warn(message, SamplingWarning, stacklevel=CALLER_OF_SAMPLE)
 
 
 def warn_of_launches(
@@ -242,7 +242,7 @@ def warn_of_launches(
         LOGGER.debug("launches were not counted: %s: %s", type(error).__name__, error)
         return
     if message:
-        warnings.warn(message, SamplingWarning, stacklevel=4)
+        warnings.warn(message, SamplingWarning, stacklevel=CALLER_OF_SAMPLE)
 
 
 def warn_of_run(draws: Draws, num_samples: int, *, keeps_positions: bool) -> None:
@@ -262,4 +262,4 @@ def warn_of_run(draws: Draws, num_samples: int, *, keeps_positions: bool) -> Non
             on_rounded_bijections(draws.kernel.target, draws.position if keeps_positions else None),
         ]
     for warning in filter(None, found):
-        warnings.warn(warning, SamplingWarning, stacklevel=4)
+        warnings.warn(warning, SamplingWarning, stacklevel=CALLER_OF_SAMPLE)

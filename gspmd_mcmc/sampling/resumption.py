@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.adaptation.stuck_chains import Move
-from gspmd_mcmc.errors import CheckpointNotSaved, Preempted, SamplingWarning
+from gspmd_mcmc.errors import CALLER_OF_SAMPLE, CheckpointNotSaved, Preempted, SamplingWarning
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import least, lost_process_explained
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
@@ -180,7 +180,7 @@ def resume(run: Run, checkpoints: Checkpoints, facts: Facts) -> None:
                 f"checkpoint {bad} in {checkpoints.path} is damaged: {error}. It was put aside, and "
                 f"the run continues from checkpoint {number}",
                 SamplingWarning,
-                stacklevel=4,
+                stacklevel=CALLER_OF_SAMPLE,
             )
         return
     shown = "\n".join(f"  {number}: {error}" for number, error in failures.items())

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
-from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.errors import CALLER_OF_SAMPLE, SamplingWarning, answers
 from gspmd_mcmc.functions.function import as_partial, changes, traced_with
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.processes import spans_processes
@@ -82,6 +82,19 @@ def check_arguments(given: dict[str, Any]) -> None:
             raise error(f"{name}: expected {expected}, got {value!r}")
 
 
+@answers(
+    "Call it as sample(rng_key, target, initial_position, num_warmup=500, num_samples=1000)",
+    chain_method="chains are laid over the mesh's axis chains, or vmapped; see make_mesh(chains=2)",
+    current_state="it is initial_position, the third argument",
+    extra_fields="draws.stats has them all",
+    init_params="it is initial_position, the third argument",
+    num_burnin_steps="it is num_warmup= here, steps that also tune the kernel",
+    num_results="it is num_samples= here, draws of each chain",
+    num_steps_between_results="it is thin= here, the steps of each draw: one more than TFP's",
+    seed="the key comes first here",
+    thinning="it is thin= here",
+    trace_fn="it is collect= here, a function of position and info",
+)
 @on_any_mesh
 def sample(
     rng_key: jax.Array,
@@ -267,7 +280,7 @@ def _check_key(rng_key: jax.Array) -> None:
             f"rng_key is of kind {jax.random.key_impl(rng_key)}: only threefry keys give the same "
             "chain on every mesh",
             SamplingWarning,
-            stacklevel=4,
+            stacklevel=CALLER_OF_SAMPLE,
         )
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.errors import CALLER_OF_SAMPLE, SamplingWarning
 from gspmd_mcmc.functions.function import as_partial
 from gspmd_mcmc.functions.modules import is_module
 from gspmd_mcmc.kernels.kernel import Kernel
@@ -271,7 +271,7 @@ def warn_of_flat_latents(target: Target, states: Any, layout: Layout) -> None:
                 f"{num_flat[i]} of its {num_real[i]} numbers are, so that chains wander off in them "
                 "forever. Give them a prior, or leave them out of the position",
                 SamplingWarning,
-                stacklevel=4,
+                stacklevel=CALLER_OF_SAMPLE,
             )
 
 
