@@ -95,17 +95,17 @@ def test_a_line_that_is_wrong_would_be_seen(line):
 
 
 @pytest.mark.parametrize(
-    ("call", "cure"),
+    ("function", "given", "cure"),
     [
-        (lambda: gm.sample(num_results=10, seed=KEY), "sample: num_results=: it is num_samples= here"),
-        (lambda: gm.sample(KEY, None, num_burnin_steps=5), "num_burnin_steps=: it is num_warmup= here"),
-        (lambda: gm.sample(KEY, None, trace_fn=print), "it is collect= here"),
-        (lambda: gm.sample(KEY, None, thinning=2), "it is thin= here"),
-        (lambda: gm.sample(KEY, None, draws=5), "keyword argument 'draws'. Call it as sample"),
-        (lambda: gm.NUTS(None, 0.1, max_num_doublings=5), "max_num_doublings=: it is max_tree_depth="),
-        (lambda: gm.MCLMC(None, L=1.0, step_size=0.1), "MCLMC: L=: it is trajectory_length= here"),
+        (gm.sample, {"num_results": 10, "seed": KEY}, "sample: num_results=: it is num_samples= here"),
+        (gm.sample, {"num_burnin_steps": 5}, "num_burnin_steps=: it is num_warmup= here"),
+        (gm.sample, {"trace_fn": print}, "it is collect= here"),
+        (gm.sample, {"thinning": 2}, "it is thin= here"),
+        (gm.sample, {"draws": 5, "target": None, "rng_key": KEY}, "'draws'. Call it as sample"),
+        (gm.NUTS, {"max_num_doublings": 5}, "NUTS: max_num_doublings=: it is max_tree_depth= here"),
+        (gm.MCLMC, {"L": 1.0, "step_size": 0.1}, "MCLMC: L=: it is trajectory_length= here"),
     ],
 )
-def test_arguments_of_other_libraries_are_answered(call, cure):
+def test_arguments_of_other_libraries_are_answered(function, given, cure):
     with pytest.raises(TypeError, match=cure):
-        call()
+        function(**given)

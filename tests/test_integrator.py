@@ -76,7 +76,7 @@ class Density:
 
 def minimal_norm(point, step_size, grad, velocity):
     """One step of the library's."""
-    return integrate(gm.MINIMAL_NORM, point, step_size, 1, Density(grad), velocity)[0]
+    return integrate(gm.MINIMAL_NORM, point, step_size, jnp.asarray(1), Density(grad), velocity)[0]
 
 
 def plain_step(splitting, point, step_size, grad, velocity):
