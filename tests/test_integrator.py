@@ -297,10 +297,8 @@ def normal_log_density(x):
 
 
 def test_minimal_norm_accepts_more_of_many_normals_at_the_same_number_of_gradients():
-    target, position = (
-        gm.LogDensity(normal_log_density),
-        jax.random.normal(jax.random.key(0), (10_000,)),
-    )
+    target = gm.LogDensity(normal_log_density)
+    position = jax.random.normal(jax.random.key(0), (10_000,))
 
     def mean_error(step_size, num_steps, splitting):
         kernel = gm.HMC(target, step_size, num_steps, splitting=splitting)
