@@ -11,6 +11,7 @@ from gspmd_mcmc.placement.positional import PositionalSharding
 
 # Targets: log densities
 from gspmd_mcmc.targets.log_density import LogDensity
+from gspmd_mcmc.placement.groups import Groups
 from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.likelihoods import (
@@ -112,6 +113,7 @@ __all__ = [
     "CoupledRows",
     "LogDensity",
     "NonFiniteStart",
+    "Groups",
     "Plate",
     "Posterior",
     "bernoulli_logits",

@@ -185,8 +185,10 @@ def _terms(
 
     def of_run(run):
         take, scale, noise = run
-        own = [x[take] if local else x for x, local in zip(leaves, is_local, strict=True)]
-        moved = treedef.unflatten(_moved(own, is_local, take, scale, noise))
+        # Latents of a group move alike in all of its rows.
+        owner = plate.local_row(take)
+        own = [x[owner] if local else x for x, local in zip(leaves, is_local, strict=True)]
+        moved = treedef.unflatten(_moved(own, is_local, owner, scale, noise))
         moved, _ = bijections.constrain(target.bijections, moved, is_shared)
         block = jax.tree.map(lambda x: x[take], plate.data)
         pairs = zip(jax.tree.leaves(moved), is_local, strict=True)

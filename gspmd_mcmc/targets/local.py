@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc.multihost.processes import to_host
+from gspmd_mcmc.placement.groups import Order
 from gspmd_mcmc.placement.padding import Padded, is_padded, num_real_rows, values_of
 from gspmd_mcmc.targets.streaming.rows import HasLocalRows, Rows
 from gspmd_mcmc.tree import PyTree, is_traced, name_of, path_str, pytree, static
@@ -90,10 +91,13 @@ def is_row_values(node: Any) -> bool:
     return isinstance(node, RowValues)
 
 
-def wrap(tree: PyTree, found: list[Rows | None]) -> PyTree:
-    """Mark the leaves that have rows as `RowValues`."""
-    leaves, treedef = jax.tree.flatten(tree)
-    wrapped = [x if rows is None else RowValues(x, rows) for x, rows in zip(leaves, found, strict=True)]
+def wrap(target: HasLocalRows, position: PyTree, values: PyTree) -> PyTree:
+    """Mark the values of leaves that have rows as `RowValues`, in the user's order."""
+    leaves, treedef = jax.tree.flatten(values)
+    wrapped = [
+        x if rows is None else RowValues(x if order is None else rows.lay(order.see(x)), rows)
+        for x, rows, order in zip(leaves, *_rows_and_orders(target, position), strict=True)
+    ]
     return jax.tree.unflatten(treedef, wrapped)
 
 
@@ -146,6 +150,13 @@ def rows_of(target: HasLocalRows, position: PyTree) -> list[Rows | None]:
     return target.local_rows(position)
 
 
+def _rows_and_orders(
+    target: HasLocalRows, position: PyTree
+) -> tuple[list[Rows | None], list[Order | None]]:
+    """Return for each leaf the rows that it is local to, or None, and the order in which they lie."""
+    return target.local_rows(position), target.local_orders(position)
+
+
 def lay_out(target: HasLocalRows, position: PyTree, what: str = "position") -> PyTree:
     """Turn leaves into arrays; pad local ones and lay them over their rows' mesh axes.
 
@@ -156,13 +167,13 @@ def lay_out(target: HasLocalRows, position: PyTree, what: str = "position") -> P
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(position, is_leaf=is_padded)
     laid = [
-        _lay_out_leaf(f"{what} {path_str(path)}", leaf, rows)
-        for (path, leaf), rows in zip(paths, rows_of(target, position), strict=True)
+        _lay_out_leaf(f"{what} {path_str(path)}", leaf, rows, order)
+        for (path, leaf), rows, order in zip(paths, *_rows_and_orders(target, position), strict=True)
     ]
     return jax.tree.unflatten(treedef, laid)
 
 
-def _lay_out_leaf(name: str, leaf: Any, rows: Rows | None) -> Any:
+def _lay_out_leaf(name: str, leaf: Any, rows: Rows | None, order: Order | None) -> Any:
     is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
     if rows is None:
         return leaf if is_shape else jnp.asarray(leaf)
@@ -175,7 +186,9 @@ def _lay_out_leaf(name: str, leaf: Any, rows: Rows | None) -> Any:
     if isinstance(array, jax.ShapeDtypeStruct):
         return rows.lay_shape(array)
     missing = rows.num_padded - np.shape(array)[0]
-    if missing:
+    if missing and order is not None:
+        array = order.lay(jnp.asarray(array))
+    elif missing:
         array = jnp.asarray(array)
         last = jnp.broadcast_to(array[-1:], (missing, *array.shape[1:]))
         array = jnp.concatenate([array, last])
@@ -184,20 +197,24 @@ def _lay_out_leaf(name: str, leaf: Any, rows: Rows | None) -> Any:
 
 def zero_pad(target: HasLocalRows, momentum: PyTree) -> PyTree:
     """Set the pad of local leaves to zero: what does not exist does not move."""
-    return _map_padded(target, momentum, lambda x, rows: jnp.where(rows.is_real(x.ndim), x, 0))
+    return _map_padded(target, momentum, lambda x, rows, _: jnp.where(rows.is_real(x.ndim), x, 0))
 
 
 def cut(target: HasLocalRows, position: PyTree) -> PyTree:
-    """Cut the pad of local leaves off, inside a program or outside."""
-    return _map_padded(target, position, lambda x, rows: cut_rows(x, rows, 0))
+    """Cut the pad of local leaves off, inside a program or outside, and undo the order of groups."""
+
+    def seen(x: Any, rows: Rows, order: Order | None) -> Any:
+        return cut_rows(x if order is None else order.see(x), rows, 0)
+
+    return _map_padded(target, position, seen)
 
 
 def _map_padded(target: HasLocalRows, tree: PyTree, function: Callable) -> PyTree:
-    """Apply ``function(leaf, rows)`` to the local leaves that have a pad."""
+    """Apply ``function(leaf, rows, order)`` to the local leaves that have a pad."""
     leaves, treedef = jax.tree.flatten(tree)
     mapped = [
-        x if rows is None or rows.num_rows == rows.num_padded else function(x, rows)
-        for x, rows in zip(leaves, rows_of(target, tree), strict=True)
+        x if rows is None or rows.num_rows == rows.num_padded else function(x, rows, order)
+        for x, rows, order in zip(leaves, *_rows_and_orders(target, tree), strict=True)
     ]
     return jax.tree.unflatten(treedef, mapped)
 

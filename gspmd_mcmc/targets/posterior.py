@@ -13,6 +13,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import whole
+from gspmd_mcmc.placement.groups import Order
 from gspmd_mcmc.placement.numbers import num_nonfinite
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections as bijective
@@ -112,12 +113,32 @@ class Posterior(Target):
                         f"{other}, and {rows}"
                     )
                 found[i] = other if rows is None else rows
+        self._check_groups(position, [path for path, _ in paths])
         return found
+
+    def _check_groups(self, position: PyTree, paths: list[KeyPath]) -> None:
+        """Raise where rows read latents of groups, and no plate of the groups gives them a prior."""
+        of_groups = [p.local_rows(position) for p in self.plates if p.groups is None]
+        for plate in self.plates:
+            for i, rows in enumerate(plate.local_rows(position)):
+                if plate.groups is None or rows is None or any(found[i] for found in of_groups):
+                    continue
+                name = tree.path_str(paths[i])
+                raise ValueError(
+                    f"local: {name} is one for each group, and no plate of the groups gives it a "
+                    f"prior. Add one: Plate(log_prior_of_group, groups.place(), local=...) with {name}"
+                )
+
+    def local_orders(self, position: PyTree) -> list[Order | None]:
+        """Return for each leaf the order in which its rows lie; None where it is the user's."""
+        of_plates = zip(*(plate.local_orders(position) for plate in self.plates), strict=True)
+        found = [next((o for o in orders if o is not None), None) for orders in of_plates]
+        return found or super().local_orders(position)
 
     def kept(self, position: PyTree) -> PyTree:
         """Return what `Draws` keep of a position: constrained values, local ones as `RowValues`."""
         values = position if self.bijections is None else self.params(position)
-        kept = wrap(values, self.local_rows(position))
+        kept = wrap(self, position, values)
         return kept if self.derived is None else kept | self.derived(cut(self, values))
 
     # The log density.
@@ -220,7 +241,7 @@ class Posterior(Target):
 
         are_read = is_live(jax.make_jaxpr(terms)(*(leaf for _, leaf in leaves)).jaxpr)
         for (path, leaf), is_read in zip(leaves, are_read, strict=True):
-            if is_read and num_nonfinite(leaf[bad[0]]):
+            if is_read and num_nonfinite(leaf[plate.laid_row(bad[0])]):
                 where = (GetAttrKey("plates"), SequenceKey(index), GetAttrKey("data"), *path)
                 return f"{found}; {blame_data(where, num_nonfinite(leaf))}"
         return found

@@ -10,6 +10,7 @@ from jax.tree_util import KeyPath, Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.explicit import SameObject, on_any_mesh, whole
+from gspmd_mcmc.placement.groups import Order
 from gspmd_mcmc.placement.mesh import named_sharding
 from gspmd_mcmc.placement.numbers import nonfinite
 from gspmd_mcmc.placement.padding import is_padded
@@ -125,6 +126,10 @@ class Target(SameObject, ABC):
 
     def local_rows(self, position: PyTree) -> list[Rows | None]:
         """Return for each leaf the rows of the plate that it is local to, or None."""
+        return [None] * len(jax.tree.leaves(position, is_leaf=is_padded))
+
+    def local_orders(self, position: PyTree) -> list[Order | None]:
+        """Return for each leaf the order in which its rows lie; None where it is the user's."""
         return [None] * len(jax.tree.leaves(position, is_leaf=is_padded))
 
     def hidden_from(self, plate: HasLocalRows, params: PyTree) -> list[bool]:

@@ -10,12 +10,14 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes
+from gspmd_mcmc.placement.groups import GroupedRows, GroupTable, Order
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
 from gspmd_mcmc.targets.fused.tracing import kernels_where
 from gspmd_mcmc.targets.local import Local, lay_out, without
 from gspmd_mcmc.targets.streaming import tiling
+from gspmd_mcmc.targets.streaming.group_slots import GroupSlots
 from gspmd_mcmc.targets.streaming.rows import Rows, read_rows
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
@@ -35,14 +37,18 @@ class Plate:
         ``jax.tree_util.Partial`` enter programs as arguments.
     data
         A tree of arrays with the same leading axis of rows, as `place` returns them (`Padded` leaves
-        are masked). Plain arrays form one block without a mesh.
+        are masked). Plain arrays form one block without a mesh. Or rows of groups
+        (`Groups.place_rows`), or the groups themselves (`Groups.place`).
     local
         The latents that belong to rows, one to each: a name, names, or a tree of True and False that
         is a prefix of the parameters. Their leading axis is the plate's rows, and they lie where the
         rows lie. Inside ``log_likelihood``, ``params`` holds the block's rows of these latents and all
-        other leaves whole. Their prior belongs there too, in the term of each row.
+        other leaves whole. Their prior belongs there too, in the term of each row. If the data are rows
+        of groups, local latents are one to each group, ``params`` holds for each row those of its
+        group, and their prior belongs in a plate of the groups.
     tile_rows
-        Rows of a tile. None: chosen from the size of the likelihood's intermediates.
+        Rows of a tile. None: chosen from the size of the likelihood's intermediates. Those of rows of
+        groups are cut when they are placed.
 
     Raises
     ------
@@ -56,6 +62,8 @@ class Plate:
     local: Local = static()
     tile_rows: int | None = static()
     bijections: PyTree  # of local leaves; the `Posterior` that holds the plate sets them
+    order: Order | None  # of the rows, if they are groups
+    groups: GroupSlots | None  # of the rows, if they have groups
 
     def __init__(
         self,
@@ -67,7 +75,20 @@ class Plate:
     ):
         if tile_rows is not None and (not isinstance(tile_rows, int) or tile_rows < 1):
             raise ValueError(f"tile_rows: expected an integer of at least 1, got {tile_rows!r}")
-        arrays, rows = read_rows(data)
+        order = groups = None
+        if isinstance(data, GroupTable):
+            arrays, rows = read_rows(data.table)
+            order, rows = data.order, replace(rows, order=data.order.digest)
+        elif isinstance(data, GroupedRows):
+            if tile_rows is not None:
+                raise ValueError(
+                    "tile_rows: rows of groups are cut into tiles when they are placed; "
+                    f"Groups(..., tile_rows={tile_rows})"
+                )
+            arrays, laid = read_rows(data.rows)
+            groups, rows = GroupSlots.of(data, laid), replace(laid, num_rows=data.num_rows)
+        else:
+            arrays, rows = read_rows(data)
         set_fields(
             self,
             log_likelihood=as_partial(log_likelihood),
@@ -76,6 +97,8 @@ class Plate:
             local=Local.read(local),
             tile_rows=tile_rows,
             bijections=None,
+            order=order,
+            groups=groups,
         )
 
     @on_any_mesh
@@ -87,11 +110,11 @@ class Plate:
         split, tile, _ = self._plan(params, hidden)
 
         def body(carry, read, block_tile, is_counted):
-            terms = self._terms(split, read, *block_tile)
+            terms = self._tile_terms(split, read, *block_tile)
             return carry, (), tiling.tile_sum(terms, is_counted)
 
-        blocks = self.rows.blocks(self.data), self.rows.local_blocks(split.local)
-        _, _, out = tiling.stream(body, (), (), split.read, blocks, self.rows, tile)
+        blocks = self.rows.blocks(self.data), self._local_blocks(split)
+        _, _, out = tiling.stream(body, (), (), split.read, blocks, self.rows, tile, self.groups)
         return jnp.swapaxes(out, 0, 1)
 
     @grad_anywhere
@@ -110,8 +133,20 @@ class Plate:
     @on_any_mesh
     def log_likelihood_rows(self, params: PyTree, hidden: Sequence[bool] | None = None) -> jax.Array:
         """Return the terms of the real rows, each apart, shape [rows] (for LOO and the like)."""
-        visible = without(lay_out(self, params), hidden or [])
-        return self.log_likelihood(visible, self.data)[: self.rows.num_rows]
+        laid = lay_out(self, params)
+        if self.groups is None:
+            return self.log_likelihood(without(laid, hidden or []), self.data)[: self.rows.num_rows]
+        split = self._split(laid, hidden)
+        of_rows = split.merge(split.read, self.groups.spread_all(split.local), lambda leaf: leaf)
+        return self.log_likelihood(without(of_rows, hidden or []), self.data)[self.groups.place_of_row]
+
+    def laid_row(self, row: Any) -> Any:
+        """Return where a row of the user's is among the laid ones."""
+        return row if self.groups is None else self.groups.place_of_row[row]
+
+    def local_row(self, row: Any) -> Any:
+        """Return which row of its local latents a laid row reads."""
+        return row if self.groups is None else self.groups.group_of(row)
 
     def block_terms(
         self, params: PyTree, block: PyTree, hidden: Sequence[bool] | None = None
@@ -128,7 +163,17 @@ class Plate:
         """Return for each leaf the plate's rows if it is local to the plate, else None."""
         num_leaves = len(jax.tree.leaves(position, is_leaf=is_padded))
         flags = self.local.flags(position) if self.local else [False] * num_leaves
-        return [self.rows if is_local else None for is_local in flags]
+        return [self.local_layout if is_local else None for is_local in flags]
+
+    def local_orders(self, position: PyTree) -> list[Order | None]:
+        """Return for each leaf that is local to the plate the order in which its rows lie, or None."""
+        order = self.order if self.groups is None else self.groups.order
+        return [None if rows is None else order for rows in self.local_rows(position)]
+
+    @property
+    def local_layout(self) -> Rows:
+        """How local latents lie: as the rows, or as the groups of the rows."""
+        return self.rows if self.groups is None else self.groups.groups
 
     def _split(self, params: PyTree, hidden: Sequence[bool] | None) -> "_Split":
         is_local = [rows is not None for rows in self.local_rows(params)]
@@ -152,13 +197,28 @@ class Plate:
         is_local = [kind == "local" for kind in split.kinds]
         with kernels_where(kernels):
             traced = tiling.probe(terms_of, name, params, is_local, self.data, self.rows)
-        tile = tiling.tile_rows(traced, self.rows, self.tile_rows)
+        if self.groups is None:
+            tile = tiling.tile_rows(traced, self.rows, self.tile_rows)
+        else:
+            tile = self.groups.tiles.rows
         return split.less_unread(traced.is_read), tile, traced.has_kernel
 
+    def _local_blocks(self, split: "_Split") -> list[jax.Array]:
+        """Return local latents, one to each row or slot, [blocks, rows or slots of a block, ...]."""
+        if self.groups is None:
+            return self.rows.local_blocks(split.local)
+        return self.groups.fill(split.local)
+
+    def _tile_terms(self, split: "_Split", read: list, data: PyTree, local: list) -> jax.Array:
+        """Terms of the rows of a tile, of local latents one to each row or slot."""
+        return self._terms(split, read, data, self.groups.spread(local) if self.groups else local)
+
     def _terms(self, split: "_Split", read: list, data: PyTree, local: list) -> jax.Array:
-        """Terms of the rows of a tile, the Jacobians of their latents included."""
+        """Terms of rows, the Jacobians of their latents included; those of groups are the groups'."""
         params, log_jacobians = split.visible(read, local, self.bijections)
         terms = self.log_likelihood(params, data)
+        if self.groups is not None:
+            return terms
         return sum((jnp.sum(j.reshape(len(terms), -1), axis=1) for j in log_jacobians), start=terms)
 
     def _with_grad(
@@ -177,10 +237,12 @@ class Plate:
         has_stale_pad = bool(split.local) and self.rows.num_rows != self.rows.num_padded
 
         def body(carry, read, block_tile, is_counted):
-            data, local = _without_pad(block_tile, is_counted) if has_stale_pad else block_tile
+            # In a group the pad copies a row of the group, whose likelihood is defined.
+            fills = has_stale_pad and self.groups is None
+            data, local = _without_pad(block_tile, is_counted) if fills else block_tile
             with kernels_where(kernels):
                 terms, pullback = jax.vjp(
-                    lambda read, local: self._terms(split, read, data, local), read, local
+                    lambda read, local: self._tile_terms(split, read, data, local), read, local
                 )
             grads = pullback(is_counted.astype(terms.dtype))
             if has_stale_pad:  # A tile may be all pad. Elsewhere the gradient of pad is zero already.
@@ -188,16 +250,21 @@ class Plate:
             return tree.add(carry, grads[0]), grads[1], tile_out(terms, is_counted)
 
         zeros = [jnp.zeros((self.rows.num_blocks, *leaf.shape), leaf.dtype) for leaf in split.read]
-        blocks = self.rows.blocks(self.data), self.rows.local_blocks(split.local)
+        blocks = self.rows.blocks(self.data), self._local_blocks(split)
         no_grads = [jnp.zeros_like(leaf) for leaf in blocks[1]]
-        sums, by_row, out = tiling.stream(
-            body, zeros, no_grads, split.read, blocks, self.rows, tile, has_kernel
+        sums, by_local, out = tiling.stream(
+            body, zeros, no_grads, split.read, blocks, self.rows, tile, self.groups, has_kernel
         )
         shared_grads = [jnp.sum(s, axis=0) for s in sums]
-        return split.merge(shared_grads, [self.rows.join(g) for g in by_row], jnp.zeros_like), out
+        if self.groups is None:
+            local_grads = [self.rows.join(g) for g in by_local]
+        else:
+            local_grads = self.groups.gather_grads(by_local)
+        return split.merge(shared_grads, local_grads, jnp.zeros_like), out
 
     def __repr__(self) -> str:
-        return f"Plate({name_of_function(self.log_likelihood)}, {self.rows})"
+        of = "" if self.groups is None else f" of {self.groups.groups.num_rows} groups"
+        return f"Plate({name_of_function(self.log_likelihood)}, {self.rows}{of})"
 
 
 def _without_pad(block_tile: PyTree, is_counted: jax.Array) -> PyTree:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from gspmd_mcmc.multihost.processes import put
 from gspmd_mcmc.placement import padding
 from gspmd_mcmc.placement.explicit import no_context_mesh
+from gspmd_mcmc.placement.groups import Order
 from gspmd_mcmc.placement.mesh import auto_mesh, axes_of, named_sharding
 from gspmd_mcmc.placement.numbers import as_array
 from gspmd_mcmc.placement.padding import is_padded, num_real_rows, values_of
@@ -34,6 +35,8 @@ class Rows:
         For each leaf of the data, the spec of its axes after the rows.
     platform
         Where the arrays are: "cpu", "gpu", "tpu".
+    order
+        Of rows that lie in another order than the user's, the digest of it; see `Order`.
     """
 
     num_rows: int
@@ -42,6 +45,7 @@ class Rows:
     axes: tuple[str, ...]
     specs: tuple[tuple, ...]
     platform: str
+    order: str = ""
 
     def __getstate__(self) -> dict:
         if self.mesh is not None:
@@ -107,7 +111,7 @@ class Rows:
 
     def is_same(self, other: "Rows") -> bool:
         """Tell whether other rows are as many and lie alike."""
-        one, two = ((r.num_rows, r.num_padded, r.mesh, r.axes) for r in (self, other))
+        one, two = ((r.num_rows, r.num_padded, r.mesh, r.axes, r.order) for r in (self, other))
         return one == two
 
     def _constrain(self, array: jax.Array, rest: tuple) -> jax.Array:
@@ -126,6 +130,10 @@ class HasLocalRows(Protocol):
 
     def local_rows(self, position: PyTree) -> list[Rows | None]:
         """Return for each leaf the rows that it is local to, or None."""
+        ...
+
+    def local_orders(self, position: PyTree) -> list[Order | None]:
+        """Return for each leaf the order in which its rows lie; None where it is the user's."""
         ...
 
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.padding import real_in_blocks
 from gspmd_mcmc.targets.fused.tracing import has_kernel
+from gspmd_mcmc.targets.streaming.group_slots import GroupSlots
 from gspmd_mcmc.targets.streaming.products import with_narrow_factor_first
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.targets.streaming.two_float import two_float_sum
@@ -186,11 +187,12 @@ def tile_rows(likelihood: Likelihood, rows: Rows, asked: int | None) -> int:
 def stream(
     body: Callable,
     init: PyTree,
-    by_row: PyTree,
+    by_local: PyTree,
     shared: PyTree,
-    blocks: PyTree,
+    blocks: tuple[PyTree, PyTree],
     rows: Rows,
     tile: int,
+    slots: GroupSlots | None = None,
     has_kernel: bool = False,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Scan the tiles of all blocks at once.
@@ -198,58 +200,68 @@ def stream(
     Parameters
     ----------
     body
-        ``body(carry, shared, block_tile, is_counted) -> carry, by_row, out`` for one tile of one block:
-        ``is_counted`` [tile] is False on padding and on rows that an earlier tile has counted.
+        ``body(carry, shared, block_tile, is_counted) -> carry, by_local, out`` for one tile of one
+        block: ``is_counted`` [tile] is False on padding and on rows that an earlier tile has counted.
     init
         What each block's carry starts from; leaves [blocks, ...].
-    by_row
-        What is added to row by row; leaves [blocks, rows of a block, ...].
+    by_local
+        What is added to, one to each row or slot; leaves [blocks, rows or slots of a block, ...].
     shared
         What all blocks read whole. Each has its own here: an operation that the compiler does not cut
         along its columns, such as a triangular solve, would gather the rows of all blocks otherwise.
-    blocks, rows, tile
-        Arrays [blocks, rows of a block, ...], the layout of the rows, and the rows of a tile.
+    blocks
+        The data [blocks, rows of a block, ...], and the local latents, one to each row or slot.
+    rows, tile
+        The layout of the rows, and the rows of a tile.
+    slots
+        If local latents are those of groups: how rows lie with them.
     has_kernel
         Whether ``body`` holds a kernel, so that each device is to run it for its block by itself.
 
     Returns
     -------
-    carry, by_row, out
-        Carry per block, leaves [blocks, ...]; ``by_row`` with what the tiles added; outputs per tile,
+    carry, by_local, out
+        Carry per block, leaves [blocks, ...]; ``by_local`` with what the tiles added; outputs per tile,
         leaves [tiles, blocks, ...].
     """
     shared = rows.per_block(
         jax.tree.map(lambda a: jnp.broadcast_to(a, (rows.num_blocks, *a.shape)), shared)
     )
     num_real = real_in_blocks(rows.num_rows, rows.num_padded, rows.num_blocks)[:, None]
+    unit = tile if slots is None else slots.tiles.slots
     if rows.platform == "cpu":
         body = with_narrow_factor_first(body)
     each_block = _over_blocks(body, rows, has_kernel)
 
-    def tile_at(start, arrays):
-        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=tile, axis=1)
-        return jax.tree.map(cut, arrays)
+    def cut(arrays, start, size):
+        at = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1)
+        return jax.tree.map(at, arrays)
 
     def step(carries, index):
-        carry, by_row = carries
-        # The last tile ends at the block's end, so it may overlap the one before.
+        carry, by_local = carries
+        # The last tile ends at the block's end, so it may overlap the one before; not so with slots.
         start = jnp.minimum(index * tile, rows.block_rows - tile)
-        position = (start + jnp.arange(tile))[None]
-        is_counted = (position >= index * tile) & (position < num_real)
-        carry, added, out = each_block(carry, shared, tile_at(start, blocks), is_counted)
-        by_row = jax.tree.map(
-            lambda a, b, t: jax.lax.dynamic_update_slice_in_dim(a, t + b, start, axis=1),
-            by_row,
+        first = start if slots is None else index * unit
+        if slots is None:
+            position = (start + jnp.arange(tile))[None]
+            is_counted = (position >= index * tile) & (position < num_real)
+        else:
+            is_counted = cut(rows.per_block(slots.is_real.reshape(rows.num_blocks, -1)), start, tile)
+        block_tile = cut(blocks[0], start, tile), cut(blocks[1], first, unit)
+        carry, added, out = each_block(carry, shared, block_tile, is_counted)
+        by_local = jax.tree.map(
+            lambda a, b, t: jax.lax.dynamic_update_slice_in_dim(a, t + b, first, axis=1),
+            by_local,
             added,
-            tile_at(start, by_row),
+            cut(by_local, first, unit),
         )
-        return (rows.per_block(carry), rows.per_block(by_row)), rows.per_block(out)
+        return (rows.per_block(carry), rows.per_block(by_local)), rows.per_block(out)
 
     num_tiles = -(-rows.block_rows // tile)
-    start = (rows.per_block(init), rows.per_block(by_row))
+    start = (rows.per_block(init), rows.per_block(by_local))
     with jax.named_scope("tiles"):
-        (carry, by_row), out = jax.lax.scan(step, start, jnp.arange(num_tiles))
-    return carry, by_row, out
+        (carry, by_local), out = jax.lax.scan(step, start, jnp.arange(num_tiles))
+    return carry, by_local, out
 
 
 def _over_blocks(body: Callable, rows: Rows, has_kernel: bool) -> Callable:

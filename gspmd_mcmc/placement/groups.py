@@ -1,0 +1,527 @@
+"""Rows that belong to groups of unlike size: whole groups on each device, in blocks of one shape.
+
+A device's rows are cut into tiles that all look alike: so many groups of one width, then so many of a
+smaller one. A group has as many rows of its tile as its width says, the last ones copies where it has
+fewer. So a latent of each group is spread over rows, and gradients of rows are summed over groups, by
+slices, broadcasts and sums: without an index, and in an order that is always the same.
+"""
+
+import hashlib
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.multihost.processes import to_host
+from gspmd_mcmc.placement.mesh import auto_mesh
+from gspmd_mcmc.placement.padding import Padded, real_rows
+from gspmd_mcmc.placement.place import check_spec, place
+from gspmd_mcmc.tree import PyTree, path_str, pytree, static
+
+# Groups of a tile share a width if the widest has at most so many times the rows of the narrowest.
+STEP = 1.25
+# More tiles are smaller, but each has the widths of the widest: that may cost so much more padding.
+MOST_PADDING = 1.1
+TILE_ROWS_CPU, TILE_ROWS_ELSEWHERE = 1 << 14, 1 << 20
+GOLDEN = (5**0.5 - 1) / 2
+# Above so many times the rows there are, a placement warns.
+WASTE = 1.5
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class Order:
+    """The order in which groups lie, which the user does not see.
+
+    Attributes
+    ----------
+    to_laid
+        For each place, the group there; places of the pad have the last one. Shape [padded groups].
+    to_seen
+        For each group, its place; shape [padded groups], the last group's repeated.
+    digest
+        Equal for equal groups in equal order.
+    """
+
+    to_laid: jax.Array
+    to_seen: jax.Array
+    digest: str = static()
+
+    def lay(self, array: jax.Array) -> jax.Array:
+        """Bring an array [groups, ...] from the user's order into the places; [padded groups, ...]."""
+        return array.at[self.to_laid].get(mode="promise_in_bounds")
+
+    def see(self, array: jax.Array) -> jax.Array:
+        """Undo `lay`; the pad, [padded groups, ...], comes last and copies the last group."""
+        return array.at[self.to_seen].get(mode="promise_in_bounds")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What all tiles of rows of groups have in common; hashable.
+
+    Attributes
+    ----------
+    count
+        Tiles of a block.
+    widths
+        ``(groups, rows of each)``, the widest first.
+    """
+
+    count: int
+    widths: tuple[tuple[int, int], ...]
+
+    @property
+    def slots(self) -> int:
+        """Groups of a tile."""
+        return sum(n for n, _ in self.widths)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return sum(n * width for n, width in self.widths)
+
+    def slot_of_row(self) -> np.ndarray:
+        """Return which of a tile's groups each of its rows belongs to, shape [rows]."""
+        parts, first = [], 0
+        for n, width in self.widths:
+            parts.append(np.tile(np.arange(first, first + n), width))
+            first += n
+        return np.concatenate(parts)
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class GroupTable:
+    """One row for each group, where the group lies: data of a `Plate` of groups; see `Groups.place`."""
+
+    table: PyTree
+    order: Order
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class GroupedRows:
+    """Rows that lie with their groups: data of a `Plate` of rows; see `Groups.place_rows`.
+
+    Attributes
+    ----------
+    rows
+        The tree of arrays [laid rows, ...]: blocks, of tiles, of groups.
+    is_real
+        False for copies that fill a group up to its width; shape [laid rows].
+    slot_group
+        Which of its block's groups each slot of a tile holds, shape [blocks, tiles x slots].
+    group_slot
+        Where a block's groups are among those, -1 without rows; shape [blocks, groups of a block].
+    place_of_row
+        Where each row of the user is among the laid rows.
+    order
+        How the groups lie.
+    tiles, num_rows, num_groups
+        The shape of the tiles; how many rows and groups there are.
+    """
+
+    rows: PyTree
+    is_real: jax.Array
+    slot_group: jax.Array
+    group_slot: jax.Array
+    place_of_row: Any
+    order: Order
+    tiles: Tiles = static()
+    num_rows: int = static()
+    num_groups: int = static()
+
+    def __repr__(self) -> str:
+        return f"GroupedRows({self.num_rows} rows of {self.num_groups} groups)"
+
+
+class Groups:
+    """Groups of rows, laid over a mesh so that the rows of a group lie on one device.
+
+    Each device has as many groups as the next, and nearly as many rows. The order in which groups lie
+    is the same on every mesh, and nobody sees it: positions and draws have the order of ``labels``.
+
+    Parameters
+    ----------
+    keys
+        The group of each row: integers or strings, shape [rows], in any order.
+    mesh, spec
+        As for `place`: the mesh axes that groups and rows lie over. Without a mesh, one device.
+    labels
+        The labels that keys may have, in the order that latents have. None: those there are, sorted.
+    tile_rows
+        About how many rows a tile has. None: 16,384 on a CPU, whose caches hold them, else 2**20.
+
+    Attributes
+    ----------
+    labels
+        Labels of the groups, shape [groups]: latent ``i`` belongs to ``labels[i]``.
+    sizes
+        Rows of each group, shape [groups].
+
+    Raises
+    ------
+    ValueError
+        If a key is missing, is no integer or string, or is not among the labels; if a group has no
+        rows.
+
+    Examples
+    --------
+    A latent per patient, and visits of each::
+
+        patients = gm.Groups(visits["patient"], mesh, P("data"))
+
+        def visit(params, row):
+            return normal(row["y"], params["effect"] + params["slope"] * row["age"])
+
+        def patient(params, row):
+            return normal(params["effect"], 0.0, params["scale"])
+
+        target = gm.Posterior(
+            log_prior,
+            gm.Plate(patient, patients.place(), local="effect"),
+            gm.Plate(visit, patients.place_rows({"y": y, "age": age}), local="effect"),
+        )
+    """
+
+    def __init__(
+        self,
+        keys: Any,
+        mesh: Mesh | AbstractMesh | None = None,
+        spec: P | None = None,
+        *,
+        labels: Any = None,
+        tile_rows: int | None = None,
+    ):
+        if mesh is not None:
+            mesh = auto_mesh("Groups: mesh", mesh)
+        if tile_rows is not None and (not isinstance(tile_rows, int) or tile_rows < 1):
+            raise ValueError(f"tile_rows: expected an integer of at least 1, got {tile_rows!r}")
+        keys = _checked_keys("keys", keys)
+        self.mesh, self.spec = mesh, P() if spec is None else spec
+        self.tile_rows = tile_rows
+        self.labels = np.unique(keys) if labels is None else _checked_labels(labels)
+        self._keys = keys
+        self._index = _index_of(keys, self.labels)
+        self.sizes = np.bincount(self._index, minlength=len(self.labels))
+        if not self.sizes.all():
+            raise ValueError(
+                f"labels: {np.sum(self.sizes == 0)} groups have no rows, the first is "
+                f"{self.labels[np.argmin(self.sizes)]!r}. Leave them out of labels: their latents have "
+                "their prior alone"
+            )
+        splits = [] if mesh is None else check_spec("keys", keys.shape, mesh, self.spec)
+        self._num_blocks = splits[0] if splits else 1
+        # One place of pad at least: what has been laid is then never as long as what has not.
+        self._block_groups = len(self.labels) // self._num_blocks + 1
+        self._laid = _laid_order(self.sizes)
+        self._order = self._make_order()
+
+    def __len__(self) -> int:
+        """Return how many groups there are."""
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        over = "" if self.mesh is None else f" over {self.spec} on {dict(self.mesh.shape)}"
+        return f"Groups({len(self)} groups of {self.sizes.min()} to {self.sizes.max()} rows{over})"
+
+    def place(self, table: PyTree = None) -> GroupTable:
+        """Lay one row for each group where the group lies.
+
+        Parameters
+        ----------
+        table
+            A tree of arrays [groups, ...], in the order of ``labels``. None: ``{"rows": sizes}``.
+
+        Returns
+        -------
+        GroupTable
+            Data of a `Plate` whose rows are the groups, where their latents have their prior.
+
+        Raises
+        ------
+        ValueError
+            If a leaf has another number of rows than there are groups.
+        """
+        table = {"rows": self.sizes.astype(np.int32)} if table is None else table
+
+        def placed(path: Any, leaf: Any) -> Padded:
+            _check_length(f"table {path_str(path)}", leaf, len(self), "groups, one row for each")
+            return Padded(self._place(_take(leaf, self._places())), len(self))
+
+        return GroupTable(jax.tree_util.tree_map_with_path(placed, table), self._order)
+
+    def place_rows(self, rows: PyTree, keys: Any = None) -> GroupedRows:
+        """Lay rows with their groups.
+
+        Parameters
+        ----------
+        rows
+            A tree of arrays [rows, ...], or their shapes.
+        keys
+            The group of each row. None: the keys that the groups were made of. Another table's may
+            leave groups out.
+
+        Returns
+        -------
+        GroupedRows
+            Data of a `Plate` whose latents of groups are ``local``: its log likelihood sees, for each
+            row, the latent of the row's own group.
+
+        Raises
+        ------
+        ValueError
+            If leaves and keys differ in length, or a key is not among the labels.
+        """
+        index = self._index
+        if keys is not None:
+            index = _index_of(_checked_keys("keys", keys), self.labels)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
+            _check_length(f"rows {path_str(path)}", leaf, len(index), "keys, one for each row")
+        laid = _lay_rows(
+            self._place_of_group()[index], self._num_blocks, self._block_groups, self._most()
+        )
+        self._warn_of_waste(laid, index)
+        return GroupedRows(
+            rows=jax.tree.map(lambda leaf: self._place(_take(leaf, laid.row)), rows),
+            is_real=self._place(laid.is_real),
+            slot_group=self._place(laid.slot_group),
+            group_slot=self._place(laid.group_slot),
+            place_of_row=self._place(laid.place_of_row),
+            order=self._order,
+            tiles=laid.tiles,
+            num_rows=len(index),
+            num_groups=len(self),
+        )
+
+    def _most(self) -> int:
+        """Return how many rows a tile is to have."""
+        if self.tile_rows is not None:
+            return self.tile_rows
+        if isinstance(self.mesh, AbstractMesh):  # of devices that are not there: accelerators
+            return TILE_ROWS_ELSEWHERE
+        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        return TILE_ROWS_CPU if device.platform == "cpu" else TILE_ROWS_ELSEWHERE
+
+    def _place(self, array: Any) -> Any:
+        if self.mesh is None:
+            return array if isinstance(array, jax.ShapeDtypeStruct) else jnp.asarray(array)
+        return place(array, self.mesh, P(*self.spec[:1]))
+
+    def _whole(self, array: np.ndarray) -> Any:
+        return jnp.asarray(array) if self.mesh is None else place(array, self.mesh, P())
+
+    def _places(self) -> np.ndarray:
+        """Return the group of each place, of the pad the last one's; shape [padded groups]."""
+        num_pad = self._num_blocks * self._block_groups - len(self)
+        return np.concatenate([self._laid, np.repeat(self._laid[-1:], num_pad)])
+
+    def _place_of_group(self) -> np.ndarray:
+        places = np.empty(len(self), np.int64)
+        places[self._laid] = np.arange(len(self))
+        return places
+
+    def _make_order(self) -> Order:
+        places = self._place_of_group()
+        num_pad = self._num_blocks * self._block_groups - len(self)
+        to_seen = np.concatenate([places, np.repeat(places[-1:], num_pad)])
+        facts = hashlib.sha256(str(self.labels.dtype).encode())
+        for array in (self.labels, self._laid):
+            facts.update(np.ascontiguousarray(array).tobytes())
+        whole = (self._whole(x.astype(np.int32)) for x in (self._places(), to_seen))
+        return Order(*whole, digest=facts.hexdigest()[:16])
+
+    def _warn_of_waste(self, laid: "_Laid", index: np.ndarray) -> None:
+        if len(laid.row) <= WASTE * len(index) + self._num_blocks:
+            return
+        sizes = np.bincount(index, minlength=len(self))
+        largest, share = int(np.argmax(sizes)), -(-len(index) // self._num_blocks)
+        warnings.warn(
+            f"Groups: {len(index)} rows take the room of {len(laid.row)}: group "
+            f"{self.labels[largest]!r} has {sizes[largest]} rows, and an even share of "
+            f"{self._num_blocks} devices is {share}. Devices wait for the one with the largest groups; "
+            "fewer devices on this axis, or more on another (chains), waste less",
+            SamplingWarning,
+            stacklevel=3,
+        )
+
+
+# The order of groups.
+
+
+def _laid_order(sizes: np.ndarray) -> np.ndarray:
+    """Return which group lies at each place: any run of places has large and small ones alike.
+
+    Multiples of the golden ratio, modulo 1, are spread evenly in every run of them; the size of the
+    group at each place has the rank that the multiple has. So the order does not depend on the mesh.
+    """
+    spread = np.arange(len(sizes)) * GOLDEN % 1.0
+    rank = np.argsort(np.argsort(spread))
+    return np.argsort(-sizes, kind="stable")[rank]
+
+
+# The rows of groups.
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """Rows laid with their groups, as indices on the host; see `GroupedRows`."""
+
+    tiles: Tiles
+    row: np.ndarray
+    is_real: np.ndarray
+    slot_group: np.ndarray
+    group_slot: np.ndarray
+    place_of_row: np.ndarray
+
+
+def _lay_rows(place_of_row: np.ndarray, num_blocks: int, block_groups: int, most: int) -> _Laid:
+    """Lay rows by the place of their group; tiles have about as many rows as asked."""
+    sizes = np.bincount(place_of_row, minlength=num_blocks * block_groups)
+    starts = np.cumsum(sizes) - sizes
+    by_group = np.argsort(place_of_row, kind="stable")
+    of_blocks = sizes.reshape(num_blocks, block_groups)
+    largest_first = np.argsort(-of_blocks, axis=1, kind="stable")
+    tiles = _choose_tiles(np.take_along_axis(of_blocks, largest_first, 1), most)
+    slot_group, is_taken = _fill_slots(largest_first, of_blocks, tiles)
+    place = slot_group + block_groups * np.arange(num_blocks)[:, None, None]
+    rows, real, first = [], [], 0
+    for n, width in tiles.widths:
+        here = place[:, :, None, first : first + n]
+        nth = np.arange(width)[None, None, :, None]
+        # A copy stands for a row that is not there; a block without any has copies of the first row.
+        rows.append(starts[here] + np.minimum(nth, np.maximum(sizes[here] - 1, 0)))
+        real.append((nth < sizes[here]) & is_taken[:, :, None, first : first + n])
+        first += n
+    row, is_real = (
+        np.concatenate([x.reshape(num_blocks, tiles.count, -1) for x in parts], axis=2).ravel()
+        for parts in (rows, real)
+    )
+    row = by_group[np.minimum(row, len(by_group) - 1)]
+    where = np.empty(len(by_group), np.int64)
+    where[row[is_real]] = np.flatnonzero(is_real)
+    group_slot = np.full((num_blocks, block_groups), -1)
+    block, slot = np.nonzero(is_taken.reshape(num_blocks, -1))
+    slots = slot_group.reshape(num_blocks, -1)
+    group_slot[block, slots[block, slot]] = slot
+    return _Laid(tiles, row, is_real, slots.astype(np.int32), group_slot.astype(np.int32), where)
+
+
+def _choose_tiles(sizes: np.ndarray, most: int) -> Tiles:
+    """Cut blocks of groups, sizes [blocks, groups] with the largest first, into tiles of one shape."""
+    whole = _tiles_of(sizes, 1)
+    count = max(1, sizes.sum(axis=1).max() // most)
+    while count > 1:
+        tiles = _tiles_of(sizes, count)
+        if tiles.count * tiles.rows <= MOST_PADDING * whole.rows:
+            return tiles
+        count //= 2
+    return whole
+
+
+def _tiles_of(sizes: np.ndarray, count: int) -> Tiles:
+    """Deal the groups of each block out to tiles; what is dealt at once has one width, the largest."""
+    num = max(1, int((sizes > 0).sum(axis=1).max()))
+    dealt = sizes[:, :num].max(axis=0)[::count]
+    widths: list[list[int]] = []
+    for width in map(int, np.maximum(dealt, 1)):
+        if widths and widths[-1][1] <= STEP * width:
+            widths[-1][0] += 1
+        else:
+            widths.append([1, width])
+    return Tiles(count, tuple((n, width) for n, width in widths))
+
+
+def _fill_slots(largest_first: np.ndarray, sizes: np.ndarray, tiles: Tiles) -> tuple:
+    """Say which group each slot holds, and whether it is its own; both [blocks, tiles, slots].
+
+    A slot that is left over holds the block's largest group again, whose likelihood is defined.
+    """
+    num_blocks, num = largest_first.shape[0], tiles.count * tiles.slots
+    held = np.repeat(largest_first[:, :1], num, axis=1)
+    few = min(num, largest_first.shape[1])
+    held[:, :few] = largest_first[:, :few]
+    is_taken = np.zeros((num_blocks, num), bool)
+    is_taken[:, :few] = np.take_along_axis(sizes, held[:, :few], 1) > 0
+    held = np.where(is_taken, held, largest_first[:, :1])
+    shape = (num_blocks, tiles.slots, tiles.count)
+    return tuple(x.reshape(shape).swapaxes(1, 2) for x in (held, is_taken))
+
+
+def _take(leaf: Any, index: np.ndarray) -> Any:
+    """Take rows of an array on the host, or say what shape that would have."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(index), *leaf.shape[1:]), leaf.dtype)
+    leaf = real_rows(leaf)
+    return np.asanyarray(to_host(leaf) if isinstance(leaf, jax.Array) else leaf)[index]
+
+
+# Keys.
+
+
+def _checked_keys(name: str, keys: Any) -> np.ndarray:
+    """Return keys as an array of integers or strings; raise where one is missing or something else."""
+    if isinstance(keys, np.ma.MaskedArray) and np.ma.count_masked(keys):
+        raise _missing(name, np.flatnonzero(np.ma.getmaskarray(keys)))
+    array = np.asarray(to_host(keys) if isinstance(keys, jax.Array) else keys)
+    if array.ndim != 1 or not array.size:
+        raise ValueError(f"{name}: expected one key for each row, shape [rows], got {array.shape}")
+    if array.dtype.kind == "O":
+        is_missing = np.array([x is None or x != x for x in array])
+        if is_missing.any():
+            raise _missing(name, np.flatnonzero(is_missing))
+        array = np.array(array.tolist())
+    if array.dtype.kind == "f":
+        if np.isnan(array).any():
+            raise _missing(name, np.flatnonzero(np.isnan(array)))
+        raise ValueError(
+            f"{name}: expected integers or strings, got {array.dtype}. Numbers that stand for groups "
+            "are integers: keys.astype(int)"
+        )
+    if array.dtype.kind not in "iuUSb":
+        raise ValueError(f"{name}: expected integers or strings, got {array.dtype}")
+    return array
+
+
+def _missing(name: str, rows: np.ndarray) -> ValueError:
+    return ValueError(
+        f"{name}: {len(rows)} rows have no key, the first is row {rows[0]}. Leave these rows out, or "
+        "give them a group of their own"
+    )
+
+
+def _checked_labels(labels: Any) -> np.ndarray:
+    labels = _checked_keys("labels", labels)
+    values, counts = np.unique(labels, return_counts=True)
+    if counts.max() > 1:
+        raise ValueError(f"labels: {values[np.argmax(counts)]!r} is there twice")
+    return labels
+
+
+def _index_of(keys: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return the number of each key among the labels; raise where it is not one of them."""
+    by_value = np.argsort(labels, kind="stable")
+    found = np.minimum(np.searchsorted(labels, keys, sorter=by_value), len(labels) - 1)
+    index = by_value[found]
+    wrong = np.flatnonzero(labels[index] != keys)
+    if wrong.size:
+        raise ValueError(
+            f"keys: {wrong.size} rows have a key that is not among the {len(labels)} labels, the first "
+            f"is row {wrong[0]} with {keys[wrong[0]]!r}"
+        )
+    return index
+
+
+def _check_length(name: str, leaf: Any, num: int, of_what: str) -> None:
+    shape = np.shape(real_rows(leaf))
+    if shape[:1] != (num,):
+        raise ValueError(
+            f"{name}: expected shape [{num}, ...], as there are {num} {of_what}, got {shape}"
+        )
