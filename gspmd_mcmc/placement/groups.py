@@ -19,17 +19,13 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.errors import SamplingWarning
 from gspmd_mcmc.multihost.processes import to_host
+from gspmd_mcmc.placement.group_tiles import LaidRows, Tiles, laid_order, lay_rows
 from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.padding import Padded, real_rows
 from gspmd_mcmc.placement.place import check_spec, place
 from gspmd_mcmc.tree import PyTree, path_str, pytree, static
 
-# Groups of a tile share a width if the widest has at most so many times the rows of the narrowest.
-STEP = 1.25
-# More tiles are smaller, but each has the widths of the widest: that may cost so much more padding.
-MOST_PADDING = 1.1
 TILE_ROWS_CPU, TILE_ROWS_ELSEWHERE = 1 << 14, 1 << 20
-GOLDEN = (5**0.5 - 1) / 2
 # Above so many times the rows there are, a placement warns.
 WASTE = 1.5
 
@@ -60,40 +56,6 @@ class Order:
     def see(self, array: jax.Array) -> jax.Array:
         """Undo `lay`; the pad, [padded groups, ...], comes last and copies the last group."""
         return array.at[self.to_seen].get(mode="promise_in_bounds")
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """What all tiles of rows of groups have in common; hashable.
-
-    Attributes
-    ----------
-    count
-        Tiles of a block.
-    widths
-        ``(groups, rows of each)``, the widest first.
-    """
-
-    count: int
-    widths: tuple[tuple[int, int], ...]
-
-    @property
-    def slots(self) -> int:
-        """Groups of a tile."""
-        return sum(n for n, _ in self.widths)
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return sum(n * width for n, width in self.widths)
-
-    def slot_of_row(self) -> np.ndarray:
-        """Return which of a tile's groups each of its rows belongs to, shape [rows]."""
-        parts, first = [], 0
-        for n, width in self.widths:
-            parts.append(np.tile(np.arange(first, first + n), width))
-            first += n
-        return np.concatenate(parts)
 
 
 @pytree
@@ -221,7 +183,7 @@ class Groups:
         self._num_blocks = splits[0] if splits else 1
         # One place of pad at least: what has been laid is then never as long as what has not.
         self._block_groups = len(self.labels) // self._num_blocks + 1
-        self._laid = _laid_order(self.sizes)
+        self._laid = laid_order(self.sizes)
         self._order = self._make_order()
 
     def __len__(self) -> int:
@@ -285,7 +247,7 @@ class Groups:
             index = _index_of(_checked_keys("keys", keys), self.labels)
         for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
             _check_length(f"rows {path_str(path)}", leaf, len(index), "keys, one for each row")
-        laid = _lay_rows(
+        laid = lay_rows(
             self._place_of_group()[index], self._num_blocks, self._block_groups, self._most()
         )
         self._warn_of_waste(laid, index)
@@ -338,7 +300,7 @@ class Groups:
         whole = (self._whole(x.astype(np.int32)) for x in (self._places(), to_seen))
         return Order(*whole, digest=facts.hexdigest()[:16])
 
-    def _warn_of_waste(self, laid: "_Laid", index: np.ndarray) -> None:
+    def _warn_of_waste(self, laid: "LaidRows", index: np.ndarray) -> None:
         if len(laid.row) <= WASTE * len(index) + self._num_blocks:
             return
         sizes = np.bincount(index, minlength=len(self))
@@ -353,117 +315,12 @@ class Groups:
         )
 
 
-# The order of groups.
-
-
-def _laid_order(sizes: np.ndarray) -> np.ndarray:
-    """Return which group lies at each place: any run of places has large and small ones alike.
-
-    Multiples of the golden ratio, modulo 1, are spread evenly in every run of them; the size of the
-    group at each place has the rank that the multiple has. So the order does not depend on the mesh.
-    """
-    spread = np.arange(len(sizes)) * GOLDEN % 1.0
-    rank = np.argsort(np.argsort(spread))
-    return np.argsort(-sizes, kind="stable")[rank]
-
-
-# The rows of groups.
-
-
-@dataclass(frozen=True)
-class _Laid:
-    """Rows laid with their groups, as indices on the host; see `GroupedRows`."""
-
-    tiles: Tiles
-    row: np.ndarray
-    is_real: np.ndarray
-    slot_group: np.ndarray
-    group_slot: np.ndarray
-    place_of_row: np.ndarray
-
-
-def _lay_rows(place_of_row: np.ndarray, num_blocks: int, block_groups: int, most: int) -> _Laid:
-    """Lay rows by the place of their group; tiles have about as many rows as asked."""
-    sizes = np.bincount(place_of_row, minlength=num_blocks * block_groups)
-    starts = np.cumsum(sizes) - sizes
-    by_group = np.argsort(place_of_row, kind="stable")
-    of_blocks = sizes.reshape(num_blocks, block_groups)
-    largest_first = np.argsort(-of_blocks, axis=1, kind="stable")
-    tiles = _choose_tiles(np.take_along_axis(of_blocks, largest_first, 1), most)
-    slot_group, is_taken = _fill_slots(largest_first, of_blocks, tiles)
-    place = slot_group + block_groups * np.arange(num_blocks)[:, None, None]
-    rows, real, first = [], [], 0
-    for n, width in tiles.widths:
-        here = place[:, :, None, first : first + n]
-        nth = np.arange(width)[None, None, :, None]
-        # A copy stands for a row that is not there; a block without any has copies of the first row.
-        rows.append(starts[here] + np.minimum(nth, np.maximum(sizes[here] - 1, 0)))
-        real.append((nth < sizes[here]) & is_taken[:, :, None, first : first + n])
-        first += n
-    row, is_real = (
-        np.concatenate([x.reshape(num_blocks, tiles.count, -1) for x in parts], axis=2).ravel()
-        for parts in (rows, real)
-    )
-    row = by_group[np.minimum(row, len(by_group) - 1)]
-    where = np.empty(len(by_group), np.int64)
-    where[row[is_real]] = np.flatnonzero(is_real)
-    group_slot = np.full((num_blocks, block_groups), -1)
-    block, slot = np.nonzero(is_taken.reshape(num_blocks, -1))
-    slots = slot_group.reshape(num_blocks, -1)
-    group_slot[block, slots[block, slot]] = slot
-    return _Laid(tiles, row, is_real, slots.astype(np.int32), group_slot.astype(np.int32), where)
-
-
-def _choose_tiles(sizes: np.ndarray, most: int) -> Tiles:
-    """Cut blocks of groups, sizes [blocks, groups] with the largest first, into tiles of one shape."""
-    whole = _tiles_of(sizes, 1)
-    count = max(1, sizes.sum(axis=1).max() // most)
-    while count > 1:
-        tiles = _tiles_of(sizes, count)
-        if tiles.count * tiles.rows <= MOST_PADDING * whole.rows:
-            return tiles
-        count //= 2
-    return whole
-
-
-def _tiles_of(sizes: np.ndarray, count: int) -> Tiles:
-    """Deal the groups of each block out to tiles; what is dealt at once has one width, the largest."""
-    num = max(1, int((sizes > 0).sum(axis=1).max()))
-    dealt = sizes[:, :num].max(axis=0)[::count]
-    widths: list[list[int]] = []
-    for width in map(int, np.maximum(dealt, 1)):
-        if widths and widths[-1][1] <= STEP * width:
-            widths[-1][0] += 1
-        else:
-            widths.append([1, width])
-    return Tiles(count, tuple((n, width) for n, width in widths))
-
-
-def _fill_slots(largest_first: np.ndarray, sizes: np.ndarray, tiles: Tiles) -> tuple:
-    """Say which group each slot holds, and whether it is its own; both [blocks, tiles, slots].
-
-    A slot that is left over holds the block's largest group again, whose likelihood is defined.
-    """
-    num_blocks, num = largest_first.shape[0], tiles.count * tiles.slots
-    held = np.repeat(largest_first[:, :1], num, axis=1)
-    few = min(num, largest_first.shape[1])
-    held[:, :few] = largest_first[:, :few]
-    is_taken = np.zeros((num_blocks, num), bool)
-    is_taken[:, :few] = np.take_along_axis(sizes, held[:, :few], 1) > 0
-    held = np.where(is_taken, held, largest_first[:, :1])
-    shape = (num_blocks, tiles.slots, tiles.count)
-    return tuple(x.reshape(shape).swapaxes(1, 2) for x in (held, is_taken))
-
-
 def _take(leaf: Any, index: np.ndarray) -> Any:
     """Take rows of an array on the host, or say what shape that would have."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(index), *leaf.shape[1:]), leaf.dtype)
     leaf = real_rows(leaf)
     return np.asanyarray(to_host(leaf) if isinstance(leaf, jax.Array) else leaf)[index]
-
-
-# Keys.
 
 
 def _checked_keys(name: str, keys: Any) -> np.ndarray:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_mcmc.placement.groups import GroupedRows, Order, Tiles
+from gspmd_mcmc.placement.group_tiles import Tiles
+from gspmd_mcmc.placement.groups import GroupedRows, Order
 from gspmd_mcmc.placement.padding import real_rows
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.tree import pytree, static
@@ -75,10 +76,9 @@ class GroupSlots:
     def _spread(self, x: jax.Array) -> jax.Array:
         parts, first = [], 0
         for n, width in self.tiles.widths:
-            part = jnp.broadcast_to(x[None, first : first + n], (width, n, *x.shape[1:]))
-            parts.append(part.reshape(width * n, *x.shape[1:]))
+            parts.append(_repeated(x[first : first + n], width))
             first += n
-        return jnp.concatenate(parts)
+        return _repeated(jnp.concatenate(parts), self.tiles.chunk)
 
     def spread_all(self, latents: list[jax.Array]) -> list[jax.Array]:
         """Give all laid rows the latents of their groups: [groups, ...] to [laid rows, ...]."""
@@ -96,6 +96,11 @@ class GroupSlots:
         slot_of_row = jnp.asarray(self.tiles.slot_of_row().astype(np.int32))
         slot = tile * self.tiles.slots + slot_of_row[within]
         return block * self.groups.block_rows + self.slot_group[block, slot]
+
+
+def _repeated(x: jax.Array, num: int) -> jax.Array:
+    """Repeat an array [n, ...] as a whole: [num x n, ...]."""
+    return jnp.broadcast_to(x[None], (num, *x.shape)).reshape(num * len(x), *x.shape[1:])
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -1,0 +1,154 @@
+"""Where rows of groups lie, as indices on the host: whole groups in a block, in tiles of one shape."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# Groups of a tile share a width if the widest has at most so many times the rows of the narrowest.
+STEP = 1.15
+# Rows of a group are counted in chunks of at most so many: spreading over them is one broadcast, and
+# only over chunks are there as many as there are widths, which are small and quick to compile.
+MOST_CHUNK = 64
+# What larger chunks, and again what smaller tiles, may cost in padding.
+MOST_PADDING = 1.06
+GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What all tiles of rows of groups have in common; hashable.
+
+    A tile's rows are [rows of a chunk, chunks]: each chunk belongs to one group.
+
+    Attributes
+    ----------
+    count
+        Tiles of a block.
+    chunk
+        Rows of a chunk.
+    widths
+        ``(groups, chunks of each)``, the widest first.
+    """
+
+    count: int
+    chunk: int
+    widths: tuple[tuple[int, int], ...]
+
+    @property
+    def slots(self) -> int:
+        """Groups of a tile."""
+        return sum(n for n, _ in self.widths)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.chunk * sum(n * width for n, width in self.widths)
+
+    def slot_of_row(self) -> np.ndarray:
+        """Return which of a tile's groups each of its rows belongs to, shape [rows]."""
+        parts, first = [], 0
+        for n, width in self.widths:
+            parts.append(np.tile(np.arange(first, first + n), width))
+            first += n
+        return np.tile(np.concatenate(parts), self.chunk)
+
+
+def laid_order(sizes: np.ndarray) -> np.ndarray:
+    """Return which group lies at each place: any run of places has large and small ones alike.
+
+    Multiples of the golden ratio, modulo 1, are spread evenly in every run of them; the size of the
+    group at each place has the rank that the multiple has. So the order does not depend on the mesh.
+    """
+    spread = np.arange(len(sizes)) * GOLDEN % 1.0
+    rank = np.argsort(np.argsort(spread))
+    return np.argsort(-sizes, kind="stable")[rank]
+
+
+@dataclass(frozen=True)
+class LaidRows:
+    """Rows laid with their groups, as indices on the host; see `GroupedRows`."""
+
+    tiles: Tiles
+    row: np.ndarray
+    is_real: np.ndarray
+    slot_group: np.ndarray
+    group_slot: np.ndarray
+    place_of_row: np.ndarray
+
+
+def lay_rows(place_of_row: np.ndarray, num_blocks: int, block_groups: int, most: int) -> LaidRows:
+    """Lay rows by the place of their group; tiles have about as many rows as asked."""
+    sizes = np.bincount(place_of_row, minlength=num_blocks * block_groups)
+    starts = np.cumsum(sizes) - sizes
+    by_group = np.argsort(place_of_row, kind="stable")
+    of_blocks = sizes.reshape(num_blocks, block_groups)
+    largest_first = np.argsort(-of_blocks, axis=1, kind="stable")
+    tiles = _choose_tiles(np.take_along_axis(of_blocks, largest_first, 1), most)
+    slot_group, is_taken = _fill_slots(largest_first, of_blocks, tiles)
+    place = slot_group + block_groups * np.arange(num_blocks)[:, None, None]
+    rows, real, first = [], [], 0
+    for n, width in tiles.widths:
+        # [blocks, tiles, rows of a chunk, chunks of a group, groups]
+        here = place[:, :, None, None, first : first + n]
+        nth = np.arange(tiles.chunk)[:, None] + tiles.chunk * np.arange(width)
+        nth = nth[None, None, :, :, None]
+        # A copy stands for a row that is not there; a block without any has copies of the first row.
+        rows.append(starts[here] + np.minimum(nth, np.maximum(sizes[here] - 1, 0)))
+        real.append((nth < sizes[here]) & is_taken[:, :, None, None, first : first + n])
+        first += n
+    lead = (num_blocks, tiles.count, tiles.chunk)
+    row, is_real = (
+        np.concatenate([x.reshape(*lead, -1) for x in parts], axis=3).ravel() for parts in (rows, real)
+    )
+    row = by_group[np.minimum(row, len(by_group) - 1)]
+    where = np.empty(len(by_group), np.int64)
+    where[row[is_real]] = np.flatnonzero(is_real)
+    group_slot = np.full((num_blocks, block_groups), -1)
+    block, slot = np.nonzero(is_taken.reshape(num_blocks, -1))
+    slots = slot_group.reshape(num_blocks, -1)
+    group_slot[block, slots[block, slot]] = slot
+    return LaidRows(tiles, row, is_real, slots.astype(np.int32), group_slot.astype(np.int32), where)
+
+
+def _choose_tiles(sizes: np.ndarray, most: int) -> Tiles:
+    """Cut blocks of groups, sizes [blocks, groups] with the largest first, into tiles of one shape."""
+    chunk, num_rows = MOST_CHUNK, sizes.sum()
+    while chunk > 1 and (-(-sizes // chunk) * chunk).sum() > MOST_PADDING * num_rows:
+        chunk //= 2
+    whole = _tiles_of(sizes, 1, chunk)
+    count = max(1, int(sizes.sum(axis=1).max()) // most)
+    while count > 1:
+        tiles = _tiles_of(sizes, count, chunk)
+        if tiles.count * tiles.rows <= MOST_PADDING * whole.rows:
+            return tiles
+        count //= 2
+    return whole
+
+
+def _tiles_of(sizes: np.ndarray, count: int, chunk: int) -> Tiles:
+    """Deal the groups of each block out to tiles; what is dealt at once has one width, the largest."""
+    num = max(1, int((sizes > 0).sum(axis=1).max()))
+    dealt = -(-sizes[:, :num].max(axis=0)[::count] // chunk)
+    widths: list[list[int]] = []
+    for width in map(int, np.maximum(dealt, 1)):
+        if widths and widths[-1][1] <= STEP * width:
+            widths[-1][0] += 1
+        else:
+            widths.append([1, width])
+    return Tiles(count, chunk, tuple((n, width) for n, width in widths))
+
+
+def _fill_slots(largest_first: np.ndarray, sizes: np.ndarray, tiles: Tiles) -> tuple:
+    """Say which group each slot holds, and whether it is its own; both [blocks, tiles, slots].
+
+    A slot that is left over holds the block's largest group again, whose likelihood is defined.
+    """
+    num_blocks, num = largest_first.shape[0], tiles.count * tiles.slots
+    held = np.repeat(largest_first[:, :1], num, axis=1)
+    few = min(num, largest_first.shape[1])
+    held[:, :few] = largest_first[:, :few]
+    is_taken = np.zeros((num_blocks, num), bool)
+    is_taken[:, :few] = np.take_along_axis(sizes, held[:, :few], 1) > 0
+    held = np.where(is_taken, held, largest_first[:, :1])
+    shape = (num_blocks, tiles.slots, tiles.count)
+    return tuple(x.reshape(shape).swapaxes(1, 2) for x in (held, is_taken))
