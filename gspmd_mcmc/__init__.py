@@ -21,6 +21,7 @@ from gspmd_mcmc.targets.likelihoods import (
     poisson_log_rate,
 )
 from gspmd_mcmc.targets.linear import linear
+from gspmd_mcmc.targets.lookup import lookup
 from gspmd_mcmc.targets.fused.categorical_linear import categorical_linear
 from gspmd_mcmc.targets.fused.inner_product_terms import inner_product_terms
 from gspmd_mcmc.targets.checks import NonFiniteStart
@@ -122,6 +123,7 @@ __all__ = [
     "inner_product_terms",
     "inner_products",
     "linear",
+    "lookup",
     "poisson_log_rate",
     # Models
     "JointDistributionCoroutine",

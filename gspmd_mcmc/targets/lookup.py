@@ -1,0 +1,121 @@
+"""Rows of a table of parameters by an index that is data, with a gradient that scatters nothing.
+
+The gradient of ``table[index]`` adds the rows' gradients up by their index. XLA makes a scatter of it:
+on a GPU a loop of compare-and-swap for each number, whose order, and so whose rounding, changes from
+run to run. Here, except on CPUs, rows are sorted by their index and summed in an order that is always
+the same.
+"""
+
+import jax
+import jax.numpy as jnp
+
+# Rows that are summed by comparing all pairs of them.
+CHUNK = 32
+
+
+def lookup(table: jax.Array, index: jax.Array) -> jax.Array:
+    """Return for each row the entry of a table that its index names: ``table[index]``.
+
+    For tables that all rows share (a latent per film, item or teacher), in a log likelihood. An index
+    outside of the table gives NaN, which `sample` reports with the row, where ``table[index]`` would
+    take the nearest entry.
+
+    Parameters
+    ----------
+    table
+        Parameters, shape [entries, ...].
+    index
+        Integers from 0 to entries - 1: data, shape [rows].
+
+    Returns
+    -------
+    jax.Array
+        Shape [rows, ...]. Differentiable in ``table``, in reverse, and forward over reverse. On GPUs
+        and TPUs the gradient is the same to the bit in every run.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the index is not one integer a row, or the table is no array of floating numbers.
+    """
+    if not jnp.issubdtype(jnp.result_type(index), jnp.integer) or jnp.ndim(index) != 1:
+        raise TypeError(
+            "lookup: index: expected one integer a row, shape [rows], got "
+            f"{jnp.result_type(index)}{list(jnp.shape(index))}"
+        )
+    if not jnp.ndim(table) or not jnp.issubdtype(jnp.result_type(table), jnp.floating):
+        raise ValueError(
+            "lookup: table: expected floating parameters, shape [entries, ...], got "
+            f"{jnp.result_type(table)}{list(jnp.shape(table))}"
+        )
+    return _lookup(table, index)
+
+
+@jax.custom_vjp
+def _lookup(table: jax.Array, index: jax.Array) -> jax.Array:
+    return _at(table, index)
+
+
+def _at(table: jax.Array, index: jax.Array) -> jax.Array:
+    return table.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+def _bwd(saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple:
+    like, index = saved
+    num = len(like)
+    of_table = jax.lax.platform_dependent(
+        *(grad, index),
+        cpu=lambda grad, index: _scattered(grad, index, num),
+        default=lambda grad, index: _summed_by_index(grad, index, num),
+    )
+    return of_table, None
+
+
+# Of the table only the number of entries is needed: a column of no width keeps that.
+_lookup.defvjp(lambda table, index: (_at(table, index), (table[:, None][:, :0], index)), _bwd)
+
+
+def _scattered(grad: jax.Array, index: jax.Array, num: int) -> jax.Array:
+    zeros = jnp.zeros((num, *grad.shape[1:]), grad.dtype)
+    return zeros.at[index].add(grad, mode="drop", wrap_negative_indices=False)
+
+
+def _summed_by_index(grad: jax.Array, index: jax.Array, num: int) -> jax.Array:
+    """Sum rows [rows, ...] of the same index: [num, ...]."""
+    order = jnp.argsort(index)
+    pad = -len(index) % CHUNK
+    index = jnp.pad(index[order], (0, pad), constant_values=num)  # No entry has that number.
+    rows = jnp.pad(grad[order].reshape(len(order), -1), ((0, pad), (0, 0)))
+    of_chunks, rows = index.reshape(-1, CHUNK), rows.reshape(-1, CHUNK, rows.shape[-1])
+    is_before = jnp.tri(CHUNK, dtype=bool)[None] & (of_chunks[:, :, None] == of_chunks[:, None, :])
+    within = jnp.sum(jnp.where(is_before[..., None], rows[:, None], 0), axis=2)
+    before = _before_chunks(within[:, -1], of_chunks)
+    entries = jnp.arange(num, dtype=index.dtype)
+    end = jnp.maximum(jnp.searchsorted(index, entries, side="right") - 1, 0)
+    chunk = end // CHUNK
+    begins_before = (of_chunks[chunk, 0] == entries)[:, None]
+    sums = within.reshape(len(index), -1)[end] + jnp.where(begins_before, before[chunk], 0)
+    return jnp.where((index[end] == entries)[:, None], sums, 0).reshape(num, *grad.shape[1:])
+
+
+def _before_chunks(lasts: jax.Array, of_chunks: jax.Array) -> jax.Array:
+    """Sum what the index that each chunk begins with has in the chunks before; [chunks, columns].
+
+    ``lasts`` are the sums of the last index of each chunk, in the chunk. They reach on over chunks that
+    have one index alone, in steps that double.
+    """
+    first, last = of_chunks[:, 0], of_chunks[:, -1]
+    continues = jnp.concatenate([jnp.zeros(1, bool), last[:-1] == first[1:]])
+
+    def reach(k: jax.Array, sums_and_flags: tuple) -> tuple:
+        sums, reaches = sums_and_flags
+        far = jnp.arange(len(sums)) - (1 << k)
+        there = jnp.maximum(far, 0)
+        joins = reaches & (far >= 0)
+        return sums + jnp.where(joins[:, None], sums[there], 0), joins & reaches[there]
+
+    num_steps = (len(lasts) - 1).bit_length()
+    start = lasts, continues & (first == last)
+    sums, _ = jax.lax.fori_loop(0, num_steps, reach, start)
+    shifted = jnp.concatenate([jnp.zeros_like(sums[:1]), sums[:-1]])
+    return jnp.where(continues[:, None], shifted, 0)
