@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import mesh_of
 from jax.sharding import PartitionSpec as P
+from models import mesh_of
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.targets import lookup

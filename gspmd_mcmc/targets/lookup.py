@@ -88,7 +88,9 @@ def _summed_by_index(grad: jax.Array, index: jax.Array, num: int) -> jax.Array:
     rows = jnp.pad(grad[order].reshape(len(order), -1), ((0, pad), (0, 0)))
     of_chunks, rows = index.reshape(-1, CHUNK), rows.reshape(-1, CHUNK, rows.shape[-1])
     is_before = jnp.tri(CHUNK, dtype=bool)[None] & (of_chunks[:, :, None] == of_chunks[:, None, :])
-    within = jnp.sum(jnp.where(is_before[..., None], rows[:, None], 0), axis=2)
+    within = jnp.einsum(
+        *("bij,bjd->bid", is_before.astype(rows.dtype), rows), precision=jax.lax.Precision.HIGHEST
+    )
     before = _before_chunks(within[:, -1], of_chunks)
     entries = jnp.arange(num, dtype=index.dtype)
     end = jnp.maximum(jnp.searchsorted(index, entries, side="right") - 1, 0)
