@@ -104,7 +104,7 @@ def test_the_operation_its_loop_and_the_line_of_the_model_are_named_with_the_cur
     assert found.source == "/home/user/model.py:12 (log_likelihood)"
     said = str(found)
     assert said.startswith("/home/user/model.py:12 (log_likelihood): 1 x compare-and-swap loop on f32")
-    assert "in leapfrog x ?" in said and "one-hot" in said and "blocks" in said and "sorted" in said
+    assert "in leapfrog x ?" in said and "lookup" in said and "Groups" in said
 
 
 def test_a_kernel_of_no_known_operation_is_still_named():

@@ -58,7 +58,7 @@ def test_the_gradient_of_an_index_is_a_compare_and_swap_loop_and_its_line_is_nam
         line = int(atomic.source.split(":")[1].split()[0])
         assert "the line to be named" in Path(__file__).read_text().splitlines()[line - 1]
     said = " ".join(str(plan).split())
-    assert "compare-and-swap loop on f32" in said and "one-hot" in said
+    assert "compare-and-swap loop on f32" in said and "gspmd_mcmc.lookup" in said
 
 
 @pytest.mark.parametrize("log_density", [one_hot, in_blocks], ids=lambda f: f.__name__)
