@@ -50,7 +50,13 @@ def gradients(
         out_specs=[whole(padded, features), whole(padded, 1)],
         out_shape=[jax.ShapeDtypeStruct(s, w.dtype) for s in ((padded, features), (padded, 1))],
         interpret=interpret,
-    )(x.T if rows_last else x, labels.astype(jnp.int32)[None], cotangent[None], factors, biases[:, None])
+    )(
+        x.T if rows_last else x,
+        labels.astype(jnp.int32)[None],
+        cotangent[None],
+        factors,
+        biases[:, None],
+    )
     return of_w[:classes].T, of_bias[:classes, 0]
 
 
