@@ -8,9 +8,9 @@ import pytest
 
 import gspmd_mcmc as gm
 
-# What a device may need in MB, by model: of NUTS, and of every other kernel. Of a likelihood with kernels
-# NUTS takes the plain form, as it reads terms and gradients in one pass: so it has the same bound or,
-# where the product of bytes is exact, more.
+# What a device may need in MB, by model: of NUTS, and of every other kernel. NUTS reads terms and
+# gradients in one pass, in which a likelihood has no kernel: its products of bytes are exact there, and
+# take more memory than the plain expression's.
 V3 = {
     **{"mnist": (24, 14), "mnist in a kernel": (26, 15)},
     **{"movielens": (140, 68), "movielens in kernels": (140, 61)},
