@@ -6,7 +6,7 @@ BIN := .venv/bin
 # A file's tests share a process; files in the order of tests/conftest.py.
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-oldest test-oldest-quick chips margins mutations check format peers bench validate clean
+.PHONY: demo test test-oldest test-oldest-quick chips chips-quick margins mutations check format peers bench validate clean
 
 .venv/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11 ..."; exit 1; }
@@ -54,6 +54,10 @@ test-oldest-quick: .venv-oldest/.installed
 
 chips: .venv-chips/.installed
 	.venv-chips/bin/python -m pytest $(TWO_PROCESSES) tests/chips
+
+# A step of each model on each kind of chip, and what must be found wrong.
+chips-quick: .venv-chips/.installed
+	.venv-chips/bin/python -m pytest -n 2 -m quick tests/chips
 
 # TFP, NumPyro and BlackJAX, which the benchmarks compare with; no dependency of ours.
 peers:

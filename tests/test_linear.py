@@ -14,6 +14,7 @@ from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms
 from gspmd_mcmc.targets.fused import (
     categorical_linear_gpu,
     categorical_linear_tpu,
+    inner_product_terms,
     inner_products_gpu,
     inner_products_tpu,
 )
@@ -126,7 +127,7 @@ def test_other_arrays_are_refused(x, w, kind, message):
 
 
 def exact_categorical(x):
-    logits = x @ W.astype(np.float64) + BIAS
+    logits = x @ W[: x.shape[1]].astype(np.float64) + BIAS
     odds = np.exp(logits - logits.max(axis=1, keepdims=True))
     residuals = (np.eye(CLASSES)[LABELS] - odds / odds.sum(axis=1, keepdims=True)) * WEIGHTS[:, None]
     return x.T @ residuals, residuals.sum(axis=0)
@@ -135,10 +136,12 @@ def exact_categorical(x):
 @pytest.mark.parametrize("chip", [categorical_linear_gpu, categorical_linear_tpu])
 @pytest.mark.parametrize(("precision", "most"), [("full", 1e-6), ("two terms", 2e-5)])
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "bfloat16"])
-def test_the_kernel_of_a_categorical_is_right(chip, precision, most, dtype):
-    x = jnp.asarray(DTYPES[dtype])
+@pytest.mark.parametrize("features", [128, FEATURES])  # a TPU stores them by rows, by columns
+def test_the_kernel_of_a_categorical_is_right(chip, precision, most, dtype, features):
+    x, w = jnp.asarray(DTYPES[dtype][:, :features]), jnp.asarray(W[:features])
+    assert categorical_linear_tpu.lies_by_columns(x) == (features == FEATURES)
     with jax.default_matmul_precision(PRODUCTS[precision]):
-        got = chip.gradients(x, LABELS, (jnp.asarray(W), jnp.asarray(BIAS)), WEIGHTS, interpret=True)
+        got = chip.gradients(x, LABELS, (w, jnp.asarray(BIAS)), WEIGHTS, interpret=True)
     for one, truth in zip(got, exact_categorical(np.asarray(x, np.float64)), strict=True):
         assert error(one, truth) < most
 
@@ -174,8 +177,11 @@ def test_kernels_of_a_factor_model_are_right(chip, biases):
     factors = (
         tuple(map(jnp.asarray, FACTORS)) if biases else (*map(jnp.asarray, FACTORS[:2]), None, None)
     )
+    kernel = functools.partial(chip.gradients, interpret=True)
     with jax.default_matmul_precision("highest"):
-        got = chip.gradients(seen, [jnp.asarray(CELLS)], factors, jnp.asarray(WEIGHTS), interpret=True)
+        got = inner_product_terms._with_biases(
+            kernel, seen, [jnp.asarray(CELLS)], factors, jnp.asarray(WEIGHTS)
+        )
     assert [a is None for a in got] == [a is None for a in factors]
     for one, truth in zip(got, exact, strict=True):
         assert one is None or error(one, truth) < 1e-6
@@ -239,6 +245,19 @@ def test_a_kernel_is_there_for_chips_alone(model):
         with kernels_where(platform):
             traced = jax.make_jaxpr(lambda p, d: ours(p, d))(position, jax.tree.map(jnp.asarray, data))
         assert has_kernel(traced.jaxpr) == expected
+
+
+@pytest.mark.parametrize(("width", "is_kept"), [(14_000, True), (15_000, False)])
+def test_a_gradient_beyond_a_tpu_cores_memory_is_left_to_the_compiler(width, is_kept):
+    """Of 64 numbers and a bias a column: padded to 8, 4 MB are those of 14,563."""
+    shapes = [jax.ShapeDtypeStruct((n, 64), jnp.float32) for n in (ROWS, width)]
+    cells = jax.ShapeDtypeStruct((ROWS, width), jnp.uint8)
+    for platform in ("gpu", "tpu"):
+        with kernels_where(platform):
+            traced = jax.make_jaxpr(functools.partial(gm.inner_product_terms, gm.bernoulli_logits))(
+                cells, *shapes
+            )
+        assert has_kernel(traced.jaxpr) == (is_kept or platform == "gpu")
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -64,8 +64,6 @@ MODELS = {
     "mnist in a kernel": functools.partial(mnist, likelihood=mnist_in_a_kernel),
     "movielens in kernels": functools.partial(movielens, likelihood=movielens_in_kernels),
 }
-# Another spelling of the same model, which may take no more memory.
-PLAIN = {"mnist in a kernel": "mnist", "movielens in kernels": "movielens"}
 KERNELS = {
     "HMC": lambda target: gm.HMC(target, 0.01, 100),
     "JitteredHMC": lambda target: gm.JitteredHMC(target, 0.01, 1.0),

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 
+pytestmark = pytest.mark.quick
 S = jax.ShapeDtypeStruct
 ROWS, COLUMNS, GROUPS = 8000, 500, 8
 CHIPS = ("TPU v3", "8 x H100")

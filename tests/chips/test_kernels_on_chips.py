@@ -8,12 +8,30 @@ import pytest
 
 import gspmd_mcmc as gm
 
-# The chip and the mesh; what a device may need in MB, by model: of NUTS, and of every other kernel.
+# What a device may need in MB, by model: of NUTS, and of every other kernel. NUTS reads terms and
+# gradients in one pass, in which a likelihood has no kernel: its products of bytes are exact there, and
+# take more memory than the plain expression's.
+V3 = {
+    **{"mnist": (24, 14), "mnist in a kernel": (26, 15)},
+    **{"movielens": (140, 68), "movielens in kernels": (140, 61)},
+}
+V3_IN_TWO = {
+    **{"mnist": (39, 18), "mnist in a kernel": (41, 19)},
+    **{"movielens": (92, 40), "movielens in kernels": (92, 45)},
+}
+V5E_IN_TWO = {
+    **{"mnist": (20, 17), "mnist in a kernel": (22, 17)},
+    **{"movielens": (42, 14), "movielens in kernels": (42, 14)},
+}
+CARDS = {
+    **{"mnist": (63, 86), "mnist in a kernel": (37, 34)},
+    **{"movielens": (95, 65), "movielens in kernels": (95, 61)},
+}
 PLACES: dict[str, Any] = {
-    "8 TPU v3": ("TPU v3", {"data": 8}, {"mnist": (24, 14), "movielens": (140, 68)}),
-    "2 x 4 TPU v3": ("TPU v3", {"chains": 2, "data": 4}, {"mnist": (39, 18), "movielens": (92, 40)}),
-    "2 x 4 TPU v5e": ("TPU v5e", {"chains": 2, "data": 4}, {"mnist": (20, 17), "movielens": (42, 14)}),
-    "8 H100": ("8 x H100", {"data": 8}, {"mnist": (63, 86), "movielens": (95, 65)}),
+    "8 TPU v3": ("TPU v3", {"data": 8}, V3),
+    "2 x 4 TPU v3": ("TPU v3", {"chains": 2, "data": 4}, V3_IN_TWO),
+    "2 x 4 TPU v5e": ("TPU v5e", {"chains": 2, "data": 4}, V5E_IN_TWO),
+    "8 H100": ("8 x H100", {"data": 8}, CARDS),
 }
 PODS: dict[str, Any] = {
     "256 TPU v5e": ("TPU v5e", {"data": 256}),
@@ -24,16 +42,18 @@ GRADIENTS = {"MCLMC": 2}
 MB = 10**6
 
 
-@pytest.mark.parametrize("kernel", programs.KERNELS)
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(k, marks=[pytest.mark.quick] * (k == "HMC")) for k in programs.KERNELS]
+)
 @pytest.mark.parametrize("model", programs.MODELS)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_is_right_on_chips(place, model, kernel):
     on, axes, most = PLACES[place]
     build = programs.build(model, kernel)
     plan = gm.plan(build, on=on, **axes)
-    megabytes = most[programs.PLAIN.get(model, model)][0 if kernel == "NUTS" else 1]
-    assert audit.violations(build, plan, megabytes * MB, GRADIENTS.get(kernel)) == []
+    megabytes = most[model][0 if kernel == "NUTS" else 1]
     print(place, model, kernel, plan.report.peak_bytes / MB)
+    assert audit.violations(build, plan, megabytes * MB, GRADIENTS.get(kernel)) == []
 
 
 @pytest.mark.parametrize("model", programs.MODELS)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc.targets.bfloat16_terms import num_terms
-from gspmd_mcmc.targets.fused.tracing import marked, may_hold_kernels
+from gspmd_mcmc.targets.fused.tracing import marked, platform_of_kernels
 from gspmd_mcmc.targets.likelihoods import categorical_logits
 from gspmd_mcmc.targets.linear import forward, is_exact_in_bfloat16, linear
 
@@ -38,7 +38,7 @@ def categorical_linear(x: jax.Array, w: jax.Array, bias: jax.Array, labels: jax.
     jax.Array
         One term a row, shape [rows], in nats.
     """
-    if may_hold_kernels() and _fits(x, w, bias):
+    if platform_of_kernels() and _fits(x, w, bias):
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
         return marked(_terms(precision, x, labels, (w, bias)))
     return _plain(x, labels, (w, bias))

@@ -2,7 +2,7 @@
 
 A core goes over the rows in tiles. Classes come first, so that rows fill the vector lanes, and the
 terms of a factor lie below each other: one product for all of them. The derivatives stay in the core's
-memory.
+memory. A tile's rows come first or last, as they do in the chip's memory.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms, sum_of_
 TILE_BYTES = (
     2 << 20
 )  # of a tile's features in float32: with copies it fits the 16 MB of a TPU v2's core
-LEAST_ROWS = 128
+LEAST_ROWS = LANES = 128
 SUBLANES = 8
 NO_CLASS = -1e30  # the logit of a class that is padding
 
@@ -38,22 +38,44 @@ def gradients(
     def whole(*shape):
         return pl.BlockSpec(shape, lambda i: (0, 0))
 
-    by_row = pl.BlockSpec((1, tile), lambda i: (0, i))
+    def by_row(height):
+        return pl.BlockSpec((height, tile), lambda i: (0, i))
+
+    rows_last = lies_by_columns(x)
+    of_x = by_row(features) if rows_last else pl.BlockSpec((tile, features), lambda i: (i, 0))
     of_w, of_bias = pl.pallas_call(
-        partial(_kernel, num, tile, terms),
+        partial(_kernel, num, tile, terms, rows_last),
         grid=(-(-num // tile),),
-        in_specs=[
-            pl.BlockSpec((tile, features), lambda i: (i, 0)),
-            *(by_row, by_row, whole(terms * padded, features), whole(padded, 1)),
-        ],
+        in_specs=[of_x, by_row(1), by_row(1), whole(terms * padded, features), whole(padded, 1)],
         out_specs=[whole(padded, features), whole(padded, 1)],
         out_shape=[jax.ShapeDtypeStruct(s, w.dtype) for s in ((padded, features), (padded, 1))],
         interpret=interpret,
-    )(x, labels.astype(jnp.int32)[None], cotangent[None], factors, biases[:, None])
+    )(
+        x.T if rows_last else x,
+        labels.astype(jnp.int32)[None],
+        cotangent[None],
+        factors,
+        biases[:, None],
+    )
     return of_w[:classes].T, of_bias[:classes, 0]
 
 
-def _kernel(num: int, tile: int, terms: int, *refs: Any) -> None:
+def lies_by_columns(x: jax.Array) -> bool:
+    """Tell whether a TPU stores a matrix by columns: where they fill its tiles with less padding.
+
+    A kernel takes a matrix by rows, and one that lies otherwise is copied: all of the data a second
+    time. The transpose of a matrix that lies by columns lies by rows.
+    """
+    rows, columns = x.shape
+
+    def padded(size, multiple):
+        return -(-size // multiple) * multiple
+
+    by_rows = padded(rows, SUBLANES) * padded(columns, LANES)
+    return padded(columns, SUBLANES) * padded(rows, LANES) < by_rows
+
+
+def _kernel(num: int, tile: int, terms: int, rows_last: bool, *refs: Any) -> None:
     features, labels, cotangent, factors, biases, of_w, of_bias = refs
     step = pl.program_id(0)
 
@@ -64,13 +86,14 @@ def _kernel(num: int, tile: int, terms: int, *refs: Any) -> None:
 
     # The last tile reaches beyond the rows, where anything may stand.
     is_row = jax.lax.broadcasted_iota(jnp.int32, (1, tile), 1) + step * tile < num
-    x = features[...]
+    x, axis = features[...], int(rows_last)  # the axis of its rows
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(jnp.int32).astype(jnp.float32)
     else:
-        below = jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0) + step * tile < num
+        shape = (1, tile) if rows_last else (tile, 1)
+        below = jax.lax.broadcasted_iota(jnp.int32, shape, axis) + step * tile < num
         x = jnp.where(below, x.astype(jnp.float32), 0)
-    logits = sum_of_terms(_dot(factors[...], x, (1, 1)), terms, axis=0) + biases[...]
+    logits = sum_of_terms(_dot(factors[...], x, (1, 1 - axis)), terms, axis=0) + biases[...]
     shifted = logits - jnp.max(logits, axis=0, keepdims=True)
     odds = jnp.exp(shifted)
     is_label = jax.lax.broadcasted_iota(jnp.int32, odds.shape, 0) == labels[...]
@@ -79,7 +102,7 @@ def _kernel(num: int, tile: int, terms: int, *refs: Any) -> None:
     stacked = jnp.concatenate(
         [t.astype(jnp.float32) for t in bfloat16_terms(residuals, terms, in_kernel=True)]
     )
-    of_w[...] += sum_of_terms(_dot(stacked, x, (1, 0)), terms, axis=0)
+    of_w[...] += sum_of_terms(_dot(stacked, x, (1, axis)), terms, axis=0)
     of_bias[...] += jnp.sum(residuals, axis=1, keepdims=True)
 
 

@@ -7,9 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.targets.fused.tracing import marked, may_hold_kernels, over_cells, slope_of_cells
+from gspmd_mcmc.targets.fused.tracing import (
+    marked,
+    over_cells,
+    platform_of_kernels,
+    slope_of_cells,
+)
 from gspmd_mcmc.targets.likelihoods import inner_products
 from gspmd_mcmc.tree import PyTree
+
+MOST_RANK = 128
+# What a TPU's core keeps, twice: the gradient by column, of factors as the core pads them and a bias.
+# Of 16 MB, which is what older TPUs have, a tile and its residuals need the other half.
+MOST_BYTES_BY_COLUMN = 4 << 20
 
 
 def inner_product_terms(
@@ -45,7 +55,7 @@ def inner_product_terms(
     """
     leaves = jax.tree.leaves(cells)
     factors = (rows, columns, row_bias, column_bias)
-    if may_hold_kernels() and _fits(leaves, factors):
+    if _fits(leaves, factors):
         slope = slope_of_cells(term, rows, leaves, (8, 128))
         if slope is not None:
             precision = jax.config.jax_default_matmul_precision  # pyright: ignore
@@ -55,9 +65,15 @@ def inner_product_terms(
 
 def _fits(cells: list[Any], factors: tuple) -> bool:
     """Tell whether kernels serve these shapes: floats of 32 bits, cells that have no derivative."""
-    are_floats = all(a is None or a.dtype == jnp.float32 for a in factors)
+    platform = platform_of_kernels()
+    (width, rank), are_floats = (
+        factors[1].shape,
+        all(a is None or a.dtype == jnp.float32 for a in factors),
+    )
     are_whole = all(jnp.issubdtype(a.dtype, jnp.integer) for a in cells)
-    return are_floats and are_whole and factors[0].shape[1] <= 128
+    by_column = 4 * width * (-(-rank // 8) * 8 + 8)
+    is_small = rank <= MOST_RANK and (platform != "tpu" or by_column <= MOST_BYTES_BY_COLUMN)
+    return bool(platform) and are_floats and are_whole and is_small
 
 
 def _plain(term: Callable, cells: list[jax.Array], factors: tuple) -> jax.Array:
@@ -99,10 +115,21 @@ def _gradients(term: Callable, cells: list[jax.Array], factors: tuple, cotangent
         cells,
         factors,
         cotangent,
-        tpu=partial(inner_products_tpu.gradients, term),
-        cuda=partial(inner_products_gpu.gradients, term),
+        tpu=partial(_with_biases, inner_products_tpu.gradients, term),
+        cuda=partial(_with_biases, inner_products_gpu.gradients, term),
         default=partial(_plain_gradients, term),
     )
+
+
+def _with_biases(
+    gradients: Callable, term: Callable, cells: list[jax.Array], factors: tuple, cotangent: jax.Array
+) -> tuple:
+    """Call a kernel with zeros for a bias that is not there, which has no derivative."""
+    rows, columns, *biases = factors
+    zeros = (jnp.zeros(len(a), a.dtype) for a in (rows, columns))
+    filled = (z if bias is None else bias for z, bias in zip(zeros, biases, strict=True))
+    found = gradients(term, cells, (rows, columns, *filled), cotangent)
+    return tuple(None if a is None else of_a for a, of_a in zip(factors, found, strict=True))
 
 
 def _plain_gradients(

@@ -29,17 +29,12 @@ def gradients(
     cotangent: jax.Array,
     interpret: bool = False,
 ) -> tuple:
-    """Return the derivatives of ``cotangent · terms`` in rows, columns, and biases that are there."""
+    """Return the derivatives of ``cotangent · terms`` in rows, columns and their biases."""
     rows, columns, row_bias, column_bias = factors
     (num, rank), width = rows.shape, len(columns)
     padded_rank = max(16, 1 << (rank - 1).bit_length())
     x, w = (_pad(_pad(a, 1, padded_rank), 0, MULTIPLE) for a in (rows, columns))
-    zero = jnp.zeros((), rows.dtype)
-    u, c = (
-        _pad(jnp.broadcast_to(zero if a is None else a, (num,)), 0, MULTIPLE)
-        for a in (row_bias, cotangent)
-    )
-    v = _pad(jnp.broadcast_to(zero if column_bias is None else column_bias, (width,)), 0, MULTIPLE)
+    u, c, v = (_pad(a, 0, MULTIPLE) for a in (row_bias, cotangent, column_bias))
 
     def run(kernel, tile, count, own):
         slope: Any = slope_of_cells(term, rows, cells, tile)
@@ -55,10 +50,8 @@ def gradients(
     by_rows, by_row_bias = run(partial(_by_rows, width), BY_ROWS, len(x), BY_ROWS[0])
     by_columns, by_column_bias = run(partial(_by_columns, num), BY_COLUMNS, len(w), BY_COLUMNS[1])
     return (
-        by_rows[:num, :rank],
-        by_columns[:width, :rank],
-        None if row_bias is None else by_row_bias[:num],
-        None if column_bias is None else by_column_bias[:width],
+        *(by_rows[:num, :rank], by_columns[:width, :rank]),
+        *(by_row_bias[:num], by_column_bias[:width]),
     )
 
 

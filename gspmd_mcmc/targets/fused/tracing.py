@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 MARK = "gspmd_mcmc_kernel"
-_may_hold_kernels: ContextVar[bool] = ContextVar("may_hold_kernels", default=False)
+_platform: ContextVar[str] = ContextVar("platform", default="")
 # What both chips' compilers of kernels lower, of what a term of one cell may be made of.
 LOWERED = frozenset(
     [
@@ -69,16 +69,16 @@ LOWERED = frozenset(
 @contextmanager
 def kernels_where(platform: str) -> Iterator[None]:
     """Trace functions for a platform, with kernels if it has them."""
-    token = _may_hold_kernels.set(platform in ("gpu", "tpu"))
+    token = _platform.set(platform if platform in ("gpu", "tpu") else "")
     try:
         yield
     finally:
-        _may_hold_kernels.reset(token)
+        _platform.reset(token)
 
 
-def may_hold_kernels() -> bool:
-    """Tell whether the function that is being traced may hold kernels."""
-    return _may_hold_kernels.get()
+def platform_of_kernels() -> str:
+    """Return "gpu" or "tpu" if the function that is being traced may hold kernels of one, else ""."""
+    return _platform.get()
 
 
 def marked(terms: jax.Array) -> jax.Array:

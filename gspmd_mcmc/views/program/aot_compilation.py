@@ -211,7 +211,8 @@ def _compile(program: bytes, options: dict[str, Any]) -> dict[str, Any]:
             )
         found = json.loads((folder / "compiled.json").read_text())
     if "refusal" in found:
-        raise Refused(found["refusal"].removeprefix("RESOURCE_EXHAUSTED: "))
+        # What follows lists the program's allocations, of a kernel thousands.
+        raise Refused(found["refusal"].removeprefix("RESOURCE_EXHAUSTED: ").split("\n\n")[0])
     return found
 
 
