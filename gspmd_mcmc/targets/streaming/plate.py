@@ -274,8 +274,8 @@ class Plate:
 def _refuse_groups_inside(data: PyTree) -> None:
     if isinstance(data, Groups):
         raise TypeError(
-            f"plate data: expected arrays, got {data}. A plate of the groups takes groups.place(table), "
-            "a plate of their rows groups.place_rows(rows)"
+            f"plate data: expected arrays, got {data}. A plate of the groups takes "
+            "groups.place(table), a plate of their rows groups.place_rows(rows)"
         )
     refuse_laid_by_groups(
         data, "plate data", "pass it as the plate's data, alone; Groups takes a tree of arrays"
