@@ -21,7 +21,8 @@ from gspmd_mcmc.errors import SamplingWarning
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.group_tiles import LaidRows, Tiles, laid_order, lay_rows
 from gspmd_mcmc.placement.mesh import auto_mesh
-from gspmd_mcmc.placement.padding import Padded, real_rows
+from gspmd_mcmc.placement.numbers import check_numbers
+from gspmd_mcmc.placement.padding import LaidByGroups, Padded, is_padded, real_rows
 from gspmd_mcmc.placement.place import check_spec, place
 from gspmd_mcmc.tree import PyTree, path_str, pytree, static
 
@@ -60,16 +61,20 @@ class Order:
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class GroupTable:
+class GroupTable(LaidByGroups):
     """One row for each group, where the group lies: data of a `Plate` of groups; see `Groups.place`."""
 
     table: PyTree
     order: Order
+    num_groups: int = static()
+
+    def __repr__(self) -> str:
+        return f"GroupTable({self.num_groups} groups)"
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class GroupedRows:
+class GroupedRows(LaidByGroups):
     """Rows that lie with their groups: data of a `Plate` of rows; see `Groups.place_rows`.
 
     Attributes
@@ -166,6 +171,8 @@ class Groups:
             mesh = auto_mesh("Groups: mesh", mesh)
         if tile_rows is not None and (not isinstance(tile_rows, int) or tile_rows < 1):
             raise ValueError(f"tile_rows: expected an integer of at least 1, got {tile_rows!r}")
+        if mesh is None and spec is not None and any(spec):
+            raise ValueError(f"Groups: the spec {spec} names axes of a mesh, and there is no mesh")
         keys = _checked_keys("keys", keys)
         self.mesh, self.spec = mesh, P() if spec is None else spec
         self.tile_rows = tile_rows
@@ -176,8 +183,8 @@ class Groups:
         if not self.sizes.all():
             raise ValueError(
                 f"labels: {np.sum(self.sizes == 0)} groups have no rows, the first is "
-                f"{self.labels[np.argmin(self.sizes)]!r}. Leave them out of labels: their latents have "
-                "their prior alone"
+                f"{_shown(self.labels[np.argmin(self.sizes)])}. Leave them out of labels: their latents "
+                "have their prior alone"
             )
         splits = [] if mesh is None else check_spec("keys", keys.shape, mesh, self.spec)
         self._num_blocks = splits[0] if splits else 1
@@ -213,12 +220,8 @@ class Groups:
             If a leaf has another number of rows than there are groups.
         """
         table = {"rows": self.sizes.astype(np.int32)} if table is None else table
-
-        def placed(path: Any, leaf: Any) -> Padded:
-            _check_length(f"table {path_str(path)}", leaf, len(self), "groups, one row for each")
-            return Padded(self._place(_take(leaf, self._places())), len(self))
-
-        return GroupTable(jax.tree_util.tree_map_with_path(placed, table), self._order)
+        table = self._lay("table", table, self._places(), len(self), "groups, one row for each")
+        return GroupTable(jax.tree.map(lambda x: Padded(x, len(self)), table), self._order, len(self))
 
     def place_rows(self, rows: PyTree, keys: Any = None) -> GroupedRows:
         """Lay rows with their groups.
@@ -245,14 +248,13 @@ class Groups:
         index = self._index
         if keys is not None:
             index = _index_of(_checked_keys("keys", keys), self.labels)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
-            _check_length(f"rows {path_str(path)}", leaf, len(index), "keys, one for each row")
         laid = lay_rows(
             self._place_of_group()[index], self._num_blocks, self._block_groups, self._most()
         )
+        rows = self._lay("rows", rows, laid.row, len(index), "keys, one for each row")
         self._warn_of_waste(laid, index)
         return GroupedRows(
-            rows=jax.tree.map(lambda leaf: self._place(_take(leaf, laid.row)), rows),
+            rows=rows,
             is_real=self._place(laid.is_real),
             slot_group=self._place(laid.slot_group),
             group_slot=self._place(laid.group_slot),
@@ -271,6 +273,22 @@ class Groups:
             return TILE_ROWS_ELSEWHERE
         device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
         return TILE_ROWS_CPU if device.platform == "cpu" else TILE_ROWS_ELSEWHERE
+
+    def _lay(self, what: str, tree: PyTree, taken: np.ndarray, num: int, of_what: str) -> PyTree:
+        """Check the rows of a tree, and lay those that are taken."""
+
+        def lay(path: Any, leaf: Any) -> Any:
+            name = f"{what} {path_str(path)}"
+            shape = np.shape(real_rows(leaf))
+            if shape[:1] != (num,):
+                raise ValueError(
+                    f"{name}: expected shape [{num}, ...], as there are {num} {of_what}, got {shape}"
+                )
+            leaf = _take(leaf, taken)
+            check_numbers(name, leaf)
+            return self._place(leaf)
+
+        return jax.tree_util.tree_map_with_path(lay, tree, is_leaf=is_padded)
 
     def _place(self, array: Any) -> Any:
         if self.mesh is None:
@@ -307,7 +325,7 @@ class Groups:
         largest, share = int(np.argmax(sizes)), -(-len(index) // self._num_blocks)
         warnings.warn(
             f"Groups: {len(index)} rows take the room of {len(laid.row)}: group "
-            f"{self.labels[largest]!r} has {sizes[largest]} rows, and an even share of "
+            f"{_shown(self.labels[largest])} has {sizes[largest]} rows, and an even share of "
             f"{self._num_blocks} devices is {share}. Devices wait for the one with the largest groups; "
             "fewer devices on this axis, or more on another (chains), waste less",
             SamplingWarning,
@@ -327,13 +345,18 @@ def _checked_keys(name: str, keys: Any) -> np.ndarray:
     """Return keys as an array of integers or strings; raise where one is missing or something else."""
     if isinstance(keys, np.ma.MaskedArray) and np.ma.count_masked(keys):
         raise _missing(name, np.flatnonzero(np.ma.getmaskarray(keys)))
-    array = np.asarray(to_host(keys) if isinstance(keys, jax.Array) else keys)
+    keys = to_host(keys) if isinstance(keys, jax.Array) else keys
+    # NumPy would turn ["a", nan] into the strings "a" and "nan".
+    array = np.asarray(keys, object if isinstance(keys, list | tuple) else None)
     if array.ndim != 1 or not array.size:
         raise ValueError(f"{name}: expected one key for each row, shape [rows], got {array.shape}")
     if array.dtype.kind == "O":
-        is_missing = np.array([x is None or x != x for x in array])
+        is_missing = np.array([x is None or x is np.ma.masked or not _is_itself(x) for x in array])
         if is_missing.any():
             raise _missing(name, np.flatnonzero(is_missing))
+        is_text = {isinstance(x, str | bytes) for x in array}
+        if len(is_text) > 1:
+            raise ValueError(f"{name}: expected integers or strings, got both")
         array = np.array(array.tolist())
     if array.dtype.kind == "f":
         if np.isnan(array).any():
@@ -347,6 +370,19 @@ def _checked_keys(name: str, keys: Any) -> np.ndarray:
     return array
 
 
+def _shown(key: np.generic) -> str:
+    """Show a key as the user wrote it: 3 and 'a', not NumPy's np.int64(3)."""
+    return repr(key.item())
+
+
+def _is_itself(x: Any) -> bool:
+    """Tell what is there from NaN and NaT, which differ from themselves, and pandas' NA, which may."""
+    try:
+        return bool(x == x)
+    except TypeError:
+        return False
+
+
 def _missing(name: str, rows: np.ndarray) -> ValueError:
     return ValueError(
         f"{name}: {len(rows)} rows have no key, the first is row {rows[0]}. Leave these rows out, or "
@@ -358,7 +394,7 @@ def _checked_labels(labels: Any) -> np.ndarray:
     labels = _checked_keys("labels", labels)
     values, counts = np.unique(labels, return_counts=True)
     if counts.max() > 1:
-        raise ValueError(f"labels: {values[np.argmax(counts)]!r} is there twice")
+        raise ValueError(f"labels: {_shown(values[np.argmax(counts)])} is there twice")
     return labels
 
 
@@ -371,14 +407,6 @@ def _index_of(keys: np.ndarray, labels: np.ndarray) -> np.ndarray:
     if wrong.size:
         raise ValueError(
             f"keys: {wrong.size} rows have a key that is not among the {len(labels)} labels, the first "
-            f"is row {wrong[0]} with {keys[wrong[0]]!r}"
+            f"is row {wrong[0]} with {_shown(keys[wrong[0]])}"
         )
     return index
-
-
-def _check_length(name: str, leaf: Any, num: int, of_what: str) -> None:
-    shape = np.shape(real_rows(leaf))
-    if shape[:1] != (num,):
-        raise ValueError(
-            f"{name}: expected shape [{num}, ...], as there are {num} {of_what}, got {shape}"
-        )

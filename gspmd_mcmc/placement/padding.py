@@ -46,6 +46,21 @@ class Padded:
         return f"Padded({v.dtype}{list(v.shape)}: {self.num_rows} rows + {self.num_pad} pad)"
 
 
+class LaidByGroups:
+    """What `Groups` has laid: its copies and its order are known to a `Plate` alone."""
+
+
+def refuse_laid_by_groups(tree: PyTree, what: str, advice: str) -> None:
+    """Raise if a tree holds what `Groups` has laid, where nothing would know its order."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, LaidByGroups))
+    for path, node in nodes:
+        if isinstance(node, LaidByGroups):
+            raise ValueError(
+                f"{what} {path_str(path)}: got {node}, whose copies and whose order only a Plate "
+                f"knows; {advice}"
+            )
+
+
 def is_padded(node: Any) -> bool:
     """Tell whether a node of a tree is `Padded` (for ``is_leaf=``)."""
     return isinstance(node, Padded)
@@ -82,6 +97,7 @@ def padded_rows(num_rows: int, num_blocks: int) -> int:
 
 def refuse_padded(tree: PyTree, what: str, advice: str) -> None:
     """Raise if a tree holds `Padded` leaves where nothing would mask their copies."""
+    refuse_laid_by_groups(tree, what, advice)
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded):
         if isinstance(node, Padded):
             raise ValueError(

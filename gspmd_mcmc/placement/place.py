@@ -14,7 +14,14 @@ from gspmd_mcmc.multihost.processes import is_local, spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.mesh import axes_of
 from gspmd_mcmc.placement.numbers import check_numbers, wrong_integers
-from gspmd_mcmc.placement.padding import Padded, is_padded, padded_rows, real_rows, values_of
+from gspmd_mcmc.placement.padding import (
+    Padded,
+    is_padded,
+    padded_rows,
+    real_rows,
+    refuse_laid_by_groups,
+    values_of,
+)
 from gspmd_mcmc.placement.positional import PositionalSharding
 from gspmd_mcmc.tree import PyTree, path_str
 
@@ -56,6 +63,7 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
     ProcessesDisagree
         If processes give leaves of other names, shapes or dtypes, or other specs.
     """
+    refuse_laid_by_groups(tree, "place:", "Groups(keys, mesh, spec) lays them on another mesh")
     memory_kind = None
     if isinstance(mesh, NamedSharding):
         if specs is not None:

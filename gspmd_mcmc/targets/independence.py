@@ -35,6 +35,9 @@ OF_CHANGE = 1e-4
 _TRIED: WeakKeyDictionary[Plate, Any] = WeakKeyDictionary()  # plate to its function's meaning then
 
 
+_ADVICE = ". Latents of groups are those of each row's own group already: write them without an index"
+
+
 class CoupledRows(ValueError):
     """The term of a row depends on the other rows of its block."""
 
@@ -97,7 +100,7 @@ def check_rows(target: Target, position: PyTree, chain: int | None = None) -> No
                 "sort, a cumulative sum, the number of rows, its place), which are other ones on each "
                 "mesh and in each tile. Compute such values of all rows before, and place them with "
                 "the data or bind them, Partial(log_likelihood, value); of a NumPyro model, pass them "
-                "as arguments or leave the plate out of plates="
+                f"as arguments or leave the plate out of plates={_ADVICE if plate.groups else ''}"
             )
 
 
@@ -122,7 +125,9 @@ def coupling_of(target: Target, which: int, position: PyTree, chain: int | None 
 
 def try_rows(target: Target, which: int, position: PyTree, chain: int | None = None) -> Trial:
     """Evaluate some rows of a plate in several blocks, in one small program."""
-    one, other = _far_apart(target.plates[which])
+    plate = target.plates[which]
+    rows, rest = _far_apart(plate)
+    one, other = (np.asarray(to_host(plate.laid_row(x))) for x in (rows, rest))
     even = np.arange(len(one)) % 2 == 0
     takes = [one, np.where(even, one, other), np.where(even, other, one), one[::-1], one]
     runs = [(take, scale, i == 4) for scale in SCALES for i, take in enumerate(takes)]
@@ -136,7 +141,8 @@ def try_rows(target: Target, which: int, position: PyTree, chain: int | None = N
         "in another order": whole[:, 3, ::-1],
         "in a smaller block": few[:, 0],
     }
-    return Trial(one, terms, others, _tolerance(terms, whole[:, 4], float(jnp.finfo(out[0].dtype).eps)))
+    eps = float(jnp.finfo(out[0].dtype).eps)
+    return Trial(rows, terms, others, _tolerance(terms, whole[:, 4], eps))
 
 
 def _tolerance(terms: np.ndarray, moved: np.ndarray, eps: float) -> np.ndarray:

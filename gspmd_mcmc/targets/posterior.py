@@ -18,7 +18,7 @@ from gspmd_mcmc.placement.numbers import num_nonfinite
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
-from gspmd_mcmc.targets.local import cut, without, wrap
+from gspmd_mcmc.targets.local import Local, cut, without, wrap
 from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.targets.streaming.tiling import is_live
@@ -80,7 +80,7 @@ class Posterior(Target):
         set_fields(
             self,
             log_prior=as_partial(_no_prior if log_prior is None else log_prior),
-            plates=tuple(tree.replace(p, bijections=bijections) if p.local else p for p in plates),
+            plates=_with_bijections(plates, bijections),
             transform=None if transform is None else as_partial(transform),
             bijections=bijections,
             derived=None if derived is None else as_partial(derived),
@@ -110,7 +110,7 @@ class Posterior(Target):
                 if rows is not None and other is not None and not other.is_same(rows):
                     raise ValueError(
                         f"local: {tree.path_str(paths[i][0])} is local to plates of other rows: "
-                        f"{other}, and {rows}"
+                        f"{other}, and {rows}{_why_not_same(other, rows)}"
                     )
                 found[i] = other if rows is None else rows
         self._check_groups(position, [path for path, _ in paths])
@@ -248,6 +248,36 @@ class Posterior(Target):
 
     def __repr__(self) -> str:
         return f"Posterior({', '.join(map(repr, self.plates))})"
+
+
+def _why_not_same(one: Rows, other: Rows) -> str:
+    """Say why rows that may look alike are not, where groups have to do with it."""
+    if not one.order and not other.order:
+        return ""
+    if one.mesh != other.mesh:
+        return ". They lie on different meshes; make them of one Groups"
+    if one.num_rows != other.num_rows:
+        return ""
+    return (
+        ". They are groups of other keys, or in another order: lay both by one Groups, by its place, "
+        "and by its place_rows(rows, keys=...) if keys differ"
+    )
+
+
+def _with_bijections(plates: tuple[Plate, ...], bijections: PyTree) -> tuple[Plate, ...]:
+    """Give plates the bijections of their latents.
+
+    Of several plates of one latent the first counts its Jacobian: of groups and their rows, the groups.
+    """
+    counting: list[Local] = []
+    given: dict[int, Plate] = {}
+    for i in sorted(range(len(plates)), key=lambda i: plates[i].groups is not None):
+        given[i] = plates[i]
+        if plates[i].local:
+            replaced = {"bijections": bijections, "jacobians_elsewhere": tuple(counting)}
+            given[i] = tree.replace(plates[i], **replaced)
+            counting.append(plates[i].local)
+    return tuple(given[i] for i in range(len(plates)))
 
 
 def _no_prior(params: PyTree) -> PyTree:

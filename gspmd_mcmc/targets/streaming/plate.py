@@ -10,8 +10,8 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes
-from gspmd_mcmc.placement.groups import GroupedRows, GroupTable, Order
-from gspmd_mcmc.placement.padding import is_padded
+from gspmd_mcmc.placement.groups import GroupedRows, Groups, GroupTable, Order
+from gspmd_mcmc.placement.padding import is_padded, refuse_laid_by_groups
 from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
 from gspmd_mcmc.targets.fused.tracing import kernels_where
@@ -62,6 +62,7 @@ class Plate:
     local: Local = static()
     tile_rows: int | None = static()
     bijections: PyTree  # of local leaves; the `Posterior` that holds the plate sets them
+    jacobians_elsewhere: tuple[Local, ...] = static()  # of local leaves, too: counted by other plates
     order: Order | None  # of the rows, if they are groups
     groups: GroupSlots | None  # of the rows, if they have groups
 
@@ -88,6 +89,7 @@ class Plate:
             arrays, laid = read_rows(data.rows)
             groups, rows = GroupSlots.of(data, laid), replace(laid, num_rows=data.num_rows)
         else:
+            _refuse_groups_inside(data)
             arrays, rows = read_rows(data)
         set_fields(
             self,
@@ -97,6 +99,7 @@ class Plate:
             local=Local.read(local),
             tile_rows=tile_rows,
             bijections=None,
+            jacobians_elsewhere=(),
             order=order,
             groups=groups,
         )
@@ -135,14 +138,17 @@ class Plate:
         """Return the terms of the real rows, each apart, shape [rows] (for LOO and the like)."""
         laid = lay_out(self, params)
         if self.groups is None:
-            return self.log_likelihood(without(laid, hidden or []), self.data)[: self.rows.num_rows]
+            terms = self.log_likelihood(without(laid, hidden or []), self.data)
+            return (terms if self.order is None else self.order.see(terms))[: self.rows.num_rows]
         split = self._split(laid, hidden)
         of_rows = split.merge(split.read, self.groups.spread_all(split.local), lambda leaf: leaf)
         return self.log_likelihood(without(of_rows, hidden or []), self.data)[self.groups.place_of_row]
 
     def laid_row(self, row: Any) -> Any:
-        """Return where a row of the user's is among the laid ones."""
-        return row if self.groups is None else self.groups.place_of_row[row]
+        """Return where rows of the user's are among the laid ones."""
+        if self.groups is not None:
+            return self.groups.place_of_row[row]
+        return row if self.order is None else self.order.to_seen[row]
 
     def local_row(self, row: Any) -> Any:
         """Return which row of its local latents a laid row reads."""
@@ -214,11 +220,9 @@ class Plate:
         return self._terms(split, read, data, self.groups.spread(local) if self.groups else local)
 
     def _terms(self, split: "_Split", read: list, data: PyTree, local: list) -> jax.Array:
-        """Terms of rows, the Jacobians of their latents included; those of groups are the groups'."""
-        params, log_jacobians = split.visible(read, local, self.bijections)
+        """Terms of rows, with the Jacobians of their latents that no other plate counts."""
+        params, log_jacobians = split.visible(read, local, self.bijections, self.jacobians_elsewhere)
         terms = self.log_likelihood(params, data)
-        if self.groups is not None:
-            return terms
         return sum((jnp.sum(j.reshape(len(terms), -1), axis=1) for j in log_jacobians), start=terms)
 
     def _with_grad(
@@ -265,6 +269,17 @@ class Plate:
     def __repr__(self) -> str:
         of = "" if self.groups is None else f" of {self.groups.groups.num_rows} groups"
         return f"Plate({name_of_function(self.log_likelihood)}, {self.rows}{of})"
+
+
+def _refuse_groups_inside(data: PyTree) -> None:
+    if isinstance(data, Groups):
+        raise TypeError(
+            f"plate data: expected arrays, got {data}. A plate of the groups takes "
+            "groups.place(table), a plate of their rows groups.place_rows(rows)"
+        )
+    refuse_laid_by_groups(
+        data, "plate data", "pass it as the plate's data, alone; Groups takes a tree of arrays"
+    )
 
 
 def _without_pad(block_tile: PyTree, is_counted: jax.Array) -> PyTree:
@@ -325,11 +340,21 @@ class _Split:
         """The local leaves."""
         return [leaf for leaf, kind in zip(self.leaves, self.kinds, strict=True) if kind == "local"]
 
-    def visible(self, read: list, local: list, of_local: PyTree) -> tuple[PyTree, list[jax.Array]]:
-        """Return what the likelihood is shown, local leaves constrained, and their log Jacobians."""
+    def visible(
+        self, read: list, local: list, of_local: PyTree, elsewhere: tuple[Local, ...] = ()
+    ) -> tuple[PyTree, list[jax.Array]]:
+        """Return what the likelihood is shown, local leaves constrained, and their log Jacobians.
+
+        Of leaves that are local ``elsewhere`` too the Jacobian is left out: it is counted there.
+        """
         params = self.merge(read, local, lambda leaf: leaf)
         is_local = [kind == "local" for kind in self.kinds]
-        params, log_jacobians = bijections.constrain(of_local, params, is_local)
+        is_own = is_local
+        for other in elsewhere:
+            is_own = [own and not x for own, x in zip(is_own, other.flags(params), strict=True)]
+        is_others = [here and not own for here, own in zip(is_local, is_own, strict=True)]
+        params, log_jacobians = bijections.constrain(of_local, params, is_own)
+        params, _ = bijections.constrain(of_local, params, is_others)
         return without(params, [kind == "hidden" for kind in self.kinds]), log_jacobians
 
     def merge(self, read: list, local: list, rest: Callable) -> PyTree:

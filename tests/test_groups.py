@@ -1,0 +1,408 @@
+"""Rows of groups: latents live with their rows, in an order that nobody sees, on every mesh alike."""
+
+import os
+import re
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from models import check_close
+from seeds import seed, within
+
+import gspmd_mcmc as gm
+from gspmd_mcmc import tree
+from gspmd_mcmc.kernels.metrics import metric as metrics
+from gspmd_mcmc.placement.group_tiles import laid_order
+from gspmd_mcmc.placement.layout import read_layout
+from gspmd_mcmc.sampling.run_state import advance_chains as advance
+from gspmd_mcmc.sampling.start import init_chains
+from gspmd_mcmc.targets import local
+from gspmd_mcmc.views.communication import communication
+from gspmd_mcmc.views.program.hlo import KINDS
+
+KEY = jax.random.key(seed(0))
+CHAINS = 4
+MESHES = ("1", "2", "4", "7", "8", "2x4", "4x2")
+
+
+def mesh_of(name):
+    return None if name == "none" else models.mesh_of(name)
+
+
+def groups_of(keys, name, **options):
+    return gm.Groups(keys, mesh_of(name), None if name == "none" else P("data"), **options)
+
+
+# Patients, in an order of the user's; their visits, and a table of laboratory values of some of them.
+
+
+def log_prior(x):
+    return -0.5 * x["mean"] ** 2, -0.5 * x["log_sd"] ** 2, -0.5 * x["slope"] ** 2
+
+
+def of_patient(x, row):
+    centre = x["mean"] + 0.1 * row["age"]
+    z = (x["effect"] - centre[:, None]) * jnp.exp(-x["log_sd"])
+    return -0.5 * jnp.sum(z**2, axis=1) - 2 * x["log_sd"] - 0.5 * x["level"] ** 2
+
+
+def of_visit(x, row):
+    centre = x["effect"][:, 0] + row["dose"] * (x["slope"] + x["effect"][:, 1])
+    return -0.5 * (row["y"] - centre) ** 2 + jnp.sin(x["level"] * row["dose"])
+
+
+def of_laboratory(x, row):
+    return -0.5 * (row["value"] - jnp.tanh(x["level"]) * x["slope"]) ** 2
+
+
+GROUPS = 61
+RAGGED = np.geomspace(1, 10_000, GROUPS).astype(int)
+FEW_SIZES = np.repeat([1, 3, 20, 60], [15, 14, 10, 2])  # so that programs compile quickly
+
+
+@cache
+def ward(sizes=tuple(RAGGED)):
+    """Tables: names of patients, their ages, and rows with the number of each one's patient."""
+    rng, num = np.random.default_rng(0), len(sizes)
+    patient = rng.permutation(np.repeat(rng.permutation(num), sizes))
+    names = np.array([f"patient {i}" for i in rng.permutation(num)])
+    some = rng.integers(0, (num + 1) // 2, 3 * num)
+    visits = {n: rng.normal(size=len(patient)) for n in ("dose", "y")}
+    return names, rng.normal(size=num), (patient, visits), (some, {"value": rng.normal(size=len(some))})
+
+
+def hospital(name, tables=None, tile_rows=None, as_numbers=False):
+    names, age, (patient, visits), (some, laboratory) = tables or ward()
+    names = np.argsort(np.argsort(names)) * 7 - 3 if as_numbers else names
+    patients = groups_of(names[patient], name, labels=names, tile_rows=tile_rows)
+    return gm.Posterior(
+        log_prior,
+        gm.Plate(of_patient, patients.place({"age": age}), local=("effect", "level")),
+        gm.Plate(of_visit, patients.place_rows(visits), local=("effect", "level")),
+        gm.Plate(of_laboratory, patients.place_rows(laboratory, names[some]), local="level"),
+    )
+
+
+def by_index(x, tables):
+    """The log density with effects that are looked up, all rows at once."""
+    _, age, (patient, visits), (some, laboratory) = tables
+    rows = x | {n: x[n][patient] for n in ("effect", "level")}
+    return tree.total(
+        (
+            log_prior(x),
+            of_patient(x, {"age": age}),
+            of_visit(rows, visits),
+            of_laboratory(x | {"level": x["level"][some]}, laboratory),
+        )
+    )
+
+
+def start(num_groups=GROUPS, chains=()):
+    """Position, leaves [*chains, ...], of the default float."""
+    rng = np.random.default_rng(1)
+    shapes = {"effect": (num_groups, 2), "level": (num_groups,), "mean": (), "log_sd": (), "slope": ()}
+    return {n: jnp.asarray(0.3 * rng.normal(size=(*chains, *s))) for n, s in shapes.items()}
+
+
+def as_arrays(tables):
+    return jax.tree.map(jnp.asarray, tables[1:])
+
+
+@jax.jit
+def evaluate(target, position):
+    """Log density and gradient as a user sees them, by one pass; and by a pass for each."""
+    laid = local.lay_out(target, position)
+    terms, grad = target.terms_and_grad(laid)
+    apart = tree.total(target.terms(laid)), local.cut(target, target.grad(laid))
+    return (tree.total(terms), local.cut(target, grad)), apart
+
+
+def check_density(target, tables, tolerance, num_groups=GROUPS):
+    position = start(num_groups)
+    dense = jax.jit(jax.value_and_grad(lambda x, rest: by_index(x, (None, *rest))))
+    value, expected = dense(position, as_arrays(tables))
+    for got_value, got in evaluate(target, position):
+        check_close(got | {"log density": got_value}, expected | {"log density": value}, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "tile_rows", "is_double"),
+    [
+        ("none", None, True),
+        ("7", None, True),
+        ("8", 1500, True),
+        ("2x4", 3000, True),
+        ("8", 1500, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Groups")  # that a device waits for the one with the largest group
+def test_density_and_gradient_are_those_of_looked_up_effects(name, tile_rows, is_double):
+    """Of 61 patients with 1 to 10,000 visits, named by strings or by numbers."""
+    with jax.enable_x64(is_double):
+        target = hospital(name, tile_rows=tile_rows, as_numbers=name == "7")
+        check_density(target, ward(), 1e-12 if is_double else 1e-5)
+
+
+@pytest.mark.parametrize("num_groups", [1, 9])
+@pytest.mark.filterwarnings("ignore:Groups")
+def test_fewer_groups_than_devices_leave_some_empty(num_groups):
+    """As many, and one more: pads of places lie at the end, on devices of their own."""
+    rng = np.random.default_rng(num_groups)
+    names, patient = np.arange(num_groups), rng.permutation(np.arange(50 * num_groups) % num_groups)
+    of_rows = {n: rng.normal(size=len(patient)) for n in ("dose", "y")}
+    tables = names, rng.normal(size=num_groups), (patient, of_rows), (names[:1], {"value": np.ones(1)})
+    with jax.enable_x64(True):
+        check_density(hospital("8", tables), tables, 1e-12, num_groups)
+
+
+def small():
+    return ward(tuple(FEW_SIZES))
+
+
+SMALL = len(FEW_SIZES)
+
+
+def test_several_tiles_and_rows_of_a_wrong_group_which_are_rejected():
+    tables = names, age, (patient, visits), rest = ward((20,) * SMALL)
+    wrong = patient.copy()
+    wrong[[5, 6]] = patient[[6, 5]]
+    assert patient[5] != patient[6]
+    with jax.enable_x64(True):
+        target = hospital("2", tables, tile_rows=100)
+        assert target.plates[1].groups.tiles.count == 4
+        check_density(target, tables, 1e-12, SMALL)
+        target = hospital("2", (names, age, (wrong, visits), rest), tile_rows=100)
+        with pytest.raises(AssertionError, match="differs by"):
+            check_density(target, tables, 1e-12, SMALL)
+
+
+# The same chain on every mesh.
+
+
+def without_laboratory(name):
+    target = hospital(name, small())
+    return gm.Posterior(log_prior, *target.plates[:2])
+
+
+def chains_on(name, target, position, kernel):
+    """Return the layout of the chains, and a kernel's states there."""
+    layout = read_layout(mesh_of(name), target, position, CHAINS, has_chains=True)
+    return layout, init_chains(kernel, position, layout=layout)
+
+
+@partial(jax.jit, static_argnames="layout")
+def run(kernel, states, *, layout):
+    """Six steps of all chains, as a user sees them."""
+
+    def one(states, i):
+        return advance(kernel, KEY, i, states, layout)
+
+    after, infos = jax.lax.scan(one, states, jnp.arange(6))
+    return jax.vmap(partial(local.cut, kernel.target))(after.position), infos
+
+
+def variances():
+    """A metric that differs from group to group, in the user's order."""
+    own = jnp.linspace(0.02, 0.3, SMALL)
+    shared = {"mean": jnp.asarray(0.05), "log_sd": jnp.asarray(0.02), "slope": jnp.asarray(0.01)}
+    return {"effect": jnp.stack([own, own[::-1]], axis=1), "level": own} | shared
+
+
+KERNELS = {
+    "HMC": lambda target: gm.HMC(target, 0.3, 3, variances()),
+    "NUTS": lambda target: gm.NUTS(target, 0.3, variances(), max_tree_depth=3),
+    "MAMS": lambda target: gm.MAMS(target, 0.3, 1.0, variances()),
+}
+
+
+@cache
+def chain(name, kernel, is_double):
+    with jax.enable_x64(is_double):
+        kernel = KERNELS[kernel](without_laboratory(name))
+        layout, states = chains_on(name, kernel.target, start(SMALL, (CHAINS,)), kernel)
+        return jax.tree.map(np.asarray, run(kernel, states, layout=layout))
+
+
+CASES = [("HMC", mesh, is_double) for is_double in (True, False) for mesh in MESHES[1:]]
+CASES += [(kernel, mesh, True) for kernel in ("NUTS", "MAMS") for mesh in ("8", "2x4")]
+
+
+@pytest.mark.parametrize(("kernel", "mesh", "is_double"), CASES)
+def test_the_chain_is_the_same_on_every_mesh(kernel, mesh, is_double):
+    (expected, expected_infos), (got, infos) = (chain(m, kernel, is_double) for m in ("1", mesh))
+    assert np.mean(infos.is_accepted) > 0.5 and not np.any(infos.is_divergent)
+    np.testing.assert_array_equal(infos.is_accepted, expected_infos.is_accepted)
+    check_close(got, expected, 1e-9 if is_double else 1e-4)
+
+
+# Where things lie, and what a leapfrog sends.
+
+
+def movielens_sizes():
+    """Ratings of each user: the real ones where the data are, else like them."""
+    path = Path(os.environ.get("GSPMD_MCMC_DATA", "none")) / "ml-1m" / "ratings.dat"
+    if path.exists():
+        users = re.findall(rb"^(\d+)::", path.read_bytes(), re.MULTILINE)
+        return np.bincount(np.array(users, np.int64))[1:]
+    return np.clip(np.random.default_rng(0).lognormal(4.55, 1.05, 6040), 20, 2314).astype(int)
+
+
+def test_devices_have_nearly_the_same_number_of_rows():
+    """Of 6,040 users who rated 20 to 2,314 films."""
+    sizes = movielens_sizes()
+    laid = sizes[laid_order(sizes)]
+    assert sorted(laid) == sorted(sizes)
+    for num_blocks in range(2, 9):
+        block = len(sizes) // num_blocks + 1
+        rows = [laid[i * block : (i + 1) * block].sum() for i in range(num_blocks)]
+        assert np.abs(np.array(rows) / np.mean(rows) - 1).max() < 0.05, num_blocks
+
+
+def shard_shapes(x):
+    return {s.data.shape for s in x.addressable_shards}
+
+
+@jax.jit
+def momentum_and_step(kernel, rng_key, state):
+    momentum = metrics.sample_momentum(rng_key, kernel.inverse_mass_matrix, state.position)
+    return local.zero_pad(kernel.target, momentum), kernel.step(rng_key, state)[0]
+
+
+def test_each_device_holds_its_own_groups_and_their_rows():
+    target = without_laboratory("8")
+    kernel = gm.HMC(target, 0.1, 2, variances())
+    state = jax.jit(gm.HMC.init)(kernel, start(SMALL))
+    momentum, after = momentum_and_step(kernel, KEY, state)
+    held = [state.position, state.log_density_grad, kernel.inverse_mass_matrix, momentum]
+    for x in [*held, after.position, after.log_density_grad]:
+        assert [shard_shapes(x[n]) for n in ("effect", "level")] == [{(6, 2)}, {(6,)}]
+    is_zero = np.all(np.asarray(momentum["effect"]) == 0, axis=1)
+    np.testing.assert_array_equal(is_zero, np.arange(48) >= SMALL)
+    (rows,) = {len(s.data) for s in target.plates[1].data["y"].addressable_shards}
+    assert 8 * rows == target.plates[1].rows.num_padded
+
+
+def communication_of(name, target, position):
+    kernel = gm.HMC(target, 0.1, 5)
+    layout, states = chains_on(name, target, position, kernel)
+    return communication(jax.jit(partial(advance, layout=layout)), kernel, KEY, jnp.int32(0), states)
+
+
+def check_sends_shared_gradients_only(found):
+    """Of a slope, a mean and a scale, whatever the number of groups."""
+    assert {k: found.count(k) for k in KINDS if k != "all-reduce"} == dict.fromkeys(KINDS[1:], 0)
+    assert found.runs("all-reduce", within="leapfrog") == 1
+    num_chains = CHAINS // found.mesh.get("chains", 1)
+    assert sum(c.num_bytes for c in found.collectives if c.loops) == num_chains * 3 * 4, "bytes"
+
+
+@pytest.mark.parametrize("name", ["8", "2x4"])
+def test_a_leapfrog_sends_the_gradients_of_shared_latents_alone(name):
+    target = without_laboratory(name)
+    check_sends_shared_gradients_only(communication_of(name, target, start(SMALL, (CHAINS,))))
+
+
+def looked_up(x, row):
+    return of_visit(x | {n: x[n][row["patient"]] for n in ("effect", "level")}, row)
+
+
+def test_effects_that_are_shared_and_looked_up_are_sent_whole():
+    _, _, (patient, visits), _ = small()
+    rows = gm.place(visits | {"patient": patient.astype(np.int32)}, mesh_of("8"), P("data"))
+    target = gm.Posterior(models.normal, gm.Plate(looked_up, rows))
+    with pytest.raises(AssertionError, match="bytes"):
+        check_sends_shared_gradients_only(communication_of("8", target, start(SMALL, (CHAINS,))))
+
+
+# A posterior with a formula: mu ~ N(0, 1), theta of a group ~ N(mu, 1), y of a row ~ N(theta, 2²).
+
+KEYS = np.random.default_rng(2).permutation(np.repeat(np.arange(37) * 3, 1 + np.arange(37) ** 2 // 20))
+Y = np.random.default_rng(3).normal(0.5 + np.sin(KEYS), 2.0).astype(np.float32)
+
+
+def mu_prior(x):
+    return -0.5 * x["mu"] ** 2
+
+
+def of_group(x, row):
+    return -0.5 * (x["theta"] - x["mu"]) ** 2
+
+
+def of_row(x, row):
+    return -0.125 * (row["y"] - x["theta"]) ** 2
+
+
+def of_row_by_index(x, y, index):
+    theta = -0.5 * (x["theta"] - x["mu"]) ** 2
+    return mu_prior(x), theta, -0.125 * (y - x["theta"][index]) ** 2
+
+
+def posterior_moments():
+    """Means and variances, by the precision of all latents together."""
+    count, total = np.bincount(KEYS)[::3], np.bincount(KEYS, Y.astype(np.float64))[::3]
+    precision = np.diag(np.append(1 + count / 4, 1 + len(count)))
+    precision[-1, :-1] = precision[:-1, -1] = -1
+    covariance = np.linalg.inv(precision)
+    mean, variance = covariance @ np.append(total / 4, 0), np.diag(covariance)
+    return {"theta": mean[:-1], "mu": mean[-1]}, {"theta": variance[:-1], "mu": variance[-1]}
+
+
+def normal_groups(name, keys=KEYS, y=Y):
+    groups = groups_of(keys, name)
+    rows = gm.Plate(of_row, groups.place_rows({"y": y}), local="theta")
+    return gm.Posterior(mu_prior, gm.Plate(of_group, groups.place(), local="theta"), rows)
+
+
+def origin():
+    return {"mu": jnp.zeros(()), "theta": jnp.zeros(37)}
+
+
+@cache
+def draws_of(is_wrong):
+    """Of the groups, or of rows that two groups have taken from each other."""
+    keys = KEYS.copy()
+    if is_wrong:
+        first, last = (np.flatnonzero(keys == key)[:5] for key in (36 * 3, 32 * 3))
+        keys[first], keys[last] = 32 * 3, 36 * 3
+    target = normal_groups("8", keys)
+    options = {"num_warmup": 150, "num_samples": 750, "progress": False}
+    return gm.sample(KEY, target, origin(), kernel=gm.HMC(target, 0.1, 4, jitter=0.5), **options)
+
+
+def check_posterior(draws):
+    """Over 76 scores a bound of 5 is crossed by chance in under one run of ten thousand."""
+    mean, variance = posterior_moments()
+    for name in mean:
+        centred = np.asarray(draws.position[name], np.float64) - mean[name]
+        worst = max(models.moments_in_mcse(centred, np.sqrt(variance[name])))
+        within(worst, 5, f"standard errors off in {name}")
+
+
+@pytest.mark.statistical
+@pytest.mark.filterwarnings("ignore:small data")
+def test_draws_have_the_posterior_s_means_and_variances():
+    check_posterior(draws_of(False))
+
+
+@pytest.mark.statistical
+@pytest.mark.filterwarnings("ignore:small data")
+def test_draws_of_rows_in_wrong_groups_are_rejected():
+    with pytest.raises(AssertionError, match="standard errors off in theta"):
+        check_posterior(draws_of(True))
+
+
+@pytest.mark.statistical
+@pytest.mark.filterwarnings("ignore:small data")
+@pytest.mark.parametrize("name", ["1", "8", "index"])
+def test_nuts_from_default_starts_draws_what_it_draws_of_looked_up_effects(name):
+    """Held to the formula, and not a transition diverges."""
+    target = gm.LogDensity(of_row_by_index, Y, KEYS // 3) if name == "index" else normal_groups(name)
+    options = {"num_warmup": 150, "num_samples": 250, "num_chains": 2, "progress": False}
+    draws = gm.sample(KEY, target, origin(), kernel=gm.NUTS(target, 0.1), **options)
+    assert not np.any(draws.info.is_divergent)
+    check_posterior(draws)
