@@ -440,7 +440,7 @@ def _index_of(keys: np.ndarray | Key, labels: np.ndarray) -> np.ndarray:
         first = keys.labels[keys.index[wrong[0]]] if isinstance(keys, Key) else keys[wrong[0]]
         raise ValueError(
             f"keys: {wrong.size} rows have a key that is not among the {len(labels)} labels, the first "
-            f"is row {wrong[0]} with {first!r}"
+            f"is row {wrong[0]} with {first.item()!r}"
         )
     return index
 

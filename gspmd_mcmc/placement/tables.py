@@ -4,7 +4,7 @@ Frames come in by Arrow's PyCapsule interface or the dataframe interchange proto
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,8 @@ class Key:
 class Table(Mapping[str, np.ndarray]):
     """Columns by name, NumPy arrays of shape [rows]; see `read_table`.
 
-    It goes into `place`, `Groups.place_rows` and `Plate` as a dict of its columns does, and comes out
-    as a dict.
+    It goes into `place`, `Groups.place_rows` and `Plate` as a dict of its columns does. What comes out
+    is a table of what lies on the devices, without labels.
 
     Attributes
     ----------
@@ -97,12 +97,12 @@ def _flatten(table: Table) -> tuple[list[tuple[Any, np.ndarray]], tuple[str, ...
     return [(DictKey(name), column) for name, column in table.items()], tuple(table)
 
 
+def _unflatten(names: tuple[str, ...], columns: Iterable[Any]) -> Table:
+    return Table(dict(zip(names, columns, strict=True)), {})
+
+
 # What programs are given are columns: labels stay on the host, and other labels compile nothing anew.
-register_pytree_with_keys(
-    Table,
-    _flatten,
-    lambda names, arrays: dict(zip(names, arrays, strict=True)),  # pyright: ignore[reportArgumentType]
-)
+register_pytree_with_keys(Table, _flatten, _unflatten)
 
 
 def read_table(
@@ -154,9 +154,6 @@ def read_table(
     """
     table = _arrow_table(source, [columns] if isinstance(columns, str) else columns)
     names = table.column_names
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"column {name!r} is there {names.count(name)} times; rename the others")
     if not names or not table.num_rows:
         raise ValueError(f"source: expected a table with rows, got {table.num_rows} rows of {names}")
     given = {} if labels is None else labels
@@ -179,7 +176,7 @@ def _arrow_table(source: Any, columns: Sequence[str] | None) -> Any:
     is_file = isinstance(source, str | os.PathLike)
     try:
         table = need("pyarrow.parquet", "tables").ParquetDataset(source) if is_file else _taken(source)
-    except arrow.ArrowInvalid as error:
+    except arrow.ArrowException as error:
         cure = (
             "a path is one of a Parquet file. Read other files by their own library, and give its frame"
             if is_file
@@ -190,8 +187,11 @@ def _arrow_table(source: Any, columns: Sequence[str] | None) -> Any:
     if columns is None:
         columns = [name for name in there if not name.startswith(NAMELESS_INDEX)]
     for name in columns:
-        if name not in there:
-            raise ValueError(f"columns: there is no {name!r}; the source has {there}")
+        if there.count(name) != 1:
+            raise ValueError(
+                f"columns: expected names of one column each, and {name!r} is there "
+                f"{there.count(name)} times; the source has {there}"
+            )
     return table.read(columns=list(columns)) if is_file else table.select(list(columns))
 
 
@@ -216,7 +216,12 @@ def _read_column(name: str, column: Any) -> tuple[np.ndarray, np.ndarray | None]
         return _read_labels(name, column)
     if kinds.is_decimal(kind):
         column = column.cast("float64")
-    elif not (kinds.is_boolean(kind) or kinds.is_integer(kind) or kinds.is_floating(kind)):
+    elif not (
+        kinds.is_null(kind)
+        or kinds.is_boolean(kind)
+        or kinds.is_integer(kind)
+        or kinds.is_floating(kind)
+    ):
         raise _wrong_kind(name, kind)
     if column.null_count:
         raise _missing(name, column.is_null().to_numpy())
@@ -250,7 +255,7 @@ def _labels_of(name: str, categories: Any) -> np.ndarray:
         return np.array(categories.to_pylist(), dtype=str)
     if kinds.is_integer(kind) or kinds.is_boolean(kind):
         return categories.to_numpy(zero_copy_only=False)
-    raise _wrong_kind(name, kind)
+    raise _wrong_kind(name, f"categories of {kind}")
 
 
 def _is_string(kind: Any) -> bool:
@@ -284,7 +289,8 @@ def _relabeled(
         first = values[wrong[0]] if labels is None else labels[values[wrong[0]]]
         raise ValueError(
             f"column {name!r}: {wrong.size} rows have a label that is not among the {len(wanted)} "
-            f"given, the first is row {wrong[0]} (counted from 0) with {first!r}. Leave these rows out"
+            f"given, the first is row {wrong[0]} (counted from 0) with {first.item()!r}. Leave these "
+            "rows out, or give a label to each"
         )
     return index.astype(np.int32)
 
@@ -323,7 +329,7 @@ def _missing(name: str, is_missing: np.ndarray) -> ValueError:
 def _wrong_kind(name: str, kind: Any) -> ValueError:
     kinds = need("pyarrow", "tables").types
     cure = "leave it out by columns="
-    if kinds.is_temporal(kind):
+    if not isinstance(kind, str) and kinds.is_temporal(kind):
         cure = (
             f"make numbers of it before, such as days since the first, or a month as a label; or {cure}"
         )
