@@ -202,7 +202,7 @@ DAY = datetime.date(2020, 1, 1)
         (pd.DataFrame({"t": pd.to_datetime([DAY])}), r"column 't': .* got timestamp.*; make numbers"),
         (pa.table({"t": [DAY]}), r"column 't': expected numbers, .*got date32.*; make numbers of it"),
         (pa.table({"l": [[1, 2]]}), "column 'l': expected numbers, .* got list<.*leave it out"),
-        (pd.DataFrame({"c": pd.Categorical([1.5])}), "column 'c': .* got categories of double"),
+        (pd.DataFrame({"c": pd.Categorical([1.5])}), "column 'c': .* got labels of double"),
         (pd.DataFrame({"m": [1, "a"]}), "Arrow cannot read it, .*column m .* each of one type"),
         ({"a": [1, 2], "b": [1]}, "Arrow cannot read it, .* b expected length 2 but got length 1"),
         (pd.DataFrame({"y": []}), "expected a table with rows, got 0 rows"),
@@ -421,9 +421,18 @@ def test_the_worst_groups_stand_first_by_name(drawn):
     for key in ("mean", "rhat"):
         assert by_name["Narvik"].values[key] == plain["effect"][key][2]
         assert by_name["Moss"].values[key] == plain["slope"][key][4, 1]
-    for key in ("ess_bulk", "ess_tail"):
-        least = min(plain["effect"][key][4], *plain["slope"][key][4])
-        assert by_name["Moss"].values[key] == least
+    all_groups = summary_of(drawn, groups="station").rows[:-1]
+    assert sorted(row.name.split(":")[0] for row in all_groups) == sorted(STATIONS)
+    for row in all_groups:
+        i = STATIONS.tolist().index(row.name.split(":")[0])
+        of_all = {
+            key: [plain["effect"][key][i], *plain["slope"][key][i]]
+            for key in row.values
+            if key != "rows"
+        }
+        assert row.values["ess_bulk"] == min(of_all["ess_bulk"])
+        assert row.values["ess_tail"] == min(of_all["ess_tail"])
+        assert row.values["rhat"] == max(of_all["rhat"]) and row.size == 3
     # What is judged is the same, and numbers go by the name of their group.
     assert found.warnings == plain.warnings and found.rows[-1].name == "log_density"
     assert any("effect[station=Narvik] (" in text for text in plain.warnings)

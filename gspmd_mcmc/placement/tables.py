@@ -255,7 +255,7 @@ def _labels_of(name: str, categories: Any) -> np.ndarray:
         return np.array(categories.to_pylist(), dtype=str)
     if kinds.is_integer(kind) or kinds.is_boolean(kind):
         return categories.to_numpy(zero_copy_only=False)
-    raise _wrong_kind(name, f"categories of {kind}")
+    raise _wrong_kind(name, f"labels of {kind}")
 
 
 def _is_string(kind: Any) -> bool:
