@@ -8,6 +8,7 @@ from gspmd_mcmc.placement.mesh import make_abstract_mesh, make_mesh
 from gspmd_mcmc.placement.padding import Padded
 from gspmd_mcmc.placement.place import place
 from gspmd_mcmc.placement.positional import PositionalSharding
+from gspmd_mcmc.placement.tables import Table, read_table
 
 # Targets: log densities
 from gspmd_mcmc.targets.log_density import LogDensity
@@ -107,9 +108,11 @@ __all__ = [
     # Place
     "Padded",
     "PositionalSharding",
+    "Table",
     "make_abstract_mesh",
     "make_mesh",
     "place",
+    "read_table",
     # Targets
     "CoupledRows",
     "LogDensity",

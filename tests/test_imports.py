@@ -33,6 +33,7 @@ MAY_IMPORT = {
 MAY_IMPORT["__init__"] = set(MAY_IMPORT)
 DEPENDENCIES = {"jax", "jaxlib", "numpy", "matplotlib", "rich"}
 OPTIONAL = {"optax", "orbax", "arviz_base", "arviz_stats", "xarray", "sklearn", "tensorstore", "zarr"}
+OPTIONAL |= {"pyarrow", "pandas", "polars"}
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:

@@ -2,9 +2,10 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +14,14 @@ import numpy as np
 from rich.jupyter import JupyterMixin
 
 from gspmd_mcmc.diagnostics import advice, table
+from gspmd_mcmc.diagnostics.by_group import rows_of_groups
 from gspmd_mcmc.diagnostics.columns import SMALL_LEAF, by_name, check_draws
 from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS, nested_rhat, rank_nested_rhat, rhat
 from gspmd_mcmc.diagnostics.statistics import Statistics, statistics
 from gspmd_mcmc.diagnostics.table import Row, element, free_name, named_leaves
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import on_any_mesh
+from gspmd_mcmc.placement.groups import GroupLabels
 from gspmd_mcmc.tree import PyTree
 
 MAX_ROWS = 20
@@ -54,17 +57,19 @@ class _Leaf:
     extremes: dict[str, Extreme]
 
     @classmethod
-    def of(cls, name: str, found: dict[str, Any], limits: dict[str, float]) -> "_Leaf":
+    def of(
+        cls, name: str, found: dict[str, Any], limits: dict[str, float], groups: GroupLabels | None
+    ) -> "_Leaf":
         """Return a leaf, from the arrays [...] of its statistics and what is judged by which limit."""
         size = found["mean"].size
         if size <= SMALL_LEAF:
             rows = [
-                Row(element(name, index), 1, {key: float(x[index]) for key, x in found.items()})
+                Row(element(name, index, groups), 1, {key: float(x[index]) for key, x in found.items()})
                 for index in np.ndindex(np.shape(found["rhat"]))
             ]
             return cls(name, size, rows, {})
         judged = {"rhat": advice.MOST_RHAT} | limits
-        extremes = {key: _extreme_of(name, found, key, limit) for key, limit in judged.items()}
+        extremes = {key: _extreme_of(name, found, key, limit, groups) for key, limit in judged.items()}
         worst = extremes.get("nested_rhat", extremes["rhat"])
         least = {key: extremes[key].values[key] for key in ("ess_bulk", "ess_tail")}
         return cls(name, size, [Row(worst.name, size, worst.values | least)], extremes)
@@ -104,9 +109,11 @@ class Summary(JupyterMixin):
     notes
         What holds for all draws of this kernel, but no statistic shows.
     rows
-        The lines of the table, the worst first.
+        The lines of the table, the worst first: of numbers, or of groups.
     num_left_out
-        How many numbers have no line because they are better than those that have one.
+        How many of them have no line because they are better than those that have one.
+    groups
+        The name of the groups that have a line each; None if numbers have.
     num_chains, num_draws
         Chains, and draws of each.
     rhat_before_moves
@@ -131,6 +138,7 @@ class Summary(JupyterMixin):
     notes: list[str]
     rows: list[Row]
     num_left_out: int
+    groups: str | None
     num_chains: int
     num_draws: int
     rhat_before_moves: float | None
@@ -182,6 +190,8 @@ def summarize(
     *,
     num_superchains: int | None = None,
     max_rows: int = MAX_ROWS,
+    groups: str | None = None,
+    labels: Mapping[str, GroupLabels] = MappingProxyType({}),
     max_tree_depth: int | None = None,
     judges_energy: bool = True,
     moves: Sequence[Any] = (),
@@ -191,8 +201,8 @@ def summarize(
 
     ``position`` has leaves [chains, draws, ...]; ``stats`` are arrays [chains, draws] by name,
     ``log_density`` among them. ``max_tree_depth``, ``judges_energy`` (see `advice.on_transitions`) and
-    ``note`` are the kernel's; ``moves`` are the chains that warm-up has moved. The other arguments are
-    those of `Draws.summary`.
+    ``note`` are the kernel's; ``moves`` are the chains that warm-up has moved; ``labels`` are
+    `Draws.groups`. The other arguments are those of `Draws.summary`.
     """
     if not isinstance(max_rows, Integral) or isinstance(max_rows, bool) or max_rows < 0:
         raise ValueError(f"max_rows: expected an integer of at least 0, got {max_rows!r}")
@@ -209,8 +219,12 @@ def summarize(
         **dict.fromkeys(("ess_bulk", "ess_tail"), advice.least_ess(num_chains)),
         "spacings": advice.LEAST_SPACINGS,
     }
-    leaves = [_Leaf.of(name, found[name], limits) for name in (*named, own_name)]
-    rows = sorted((row for leaf in leaves[:-1] for row in leaf.rows), key=lambda row: row.order)
+    leaves = [_Leaf.of(name, found[name], limits, labels.get(name)) for name in (*named, own_name)]
+    if groups is None:
+        rows = sorted((row for leaf in leaves[:-1] for row in leaf.rows), key=lambda row: row.order)
+        rows, num_left_out = rows[:max_rows], sum(row.size for row in rows[max_rows:])
+    else:
+        rows, num_left_out = rows_of_groups(groups, labels, found, max_rows)
     log_density = leaves[-1].rows[0]
     num_excused = 0  # numbers whose R-hat exceeds its limit only by the noise of short chains
     if num_superchains is None:
@@ -240,8 +254,9 @@ def summarize(
         log_density=log_density.values,
         warnings=warnings,
         notes=[text for text in (note, advice.on_noise(num_excused)) if text],
-        rows=[*rows[:max_rows], log_density],
-        num_left_out=sum(row.size for row in rows[max_rows:]),
+        rows=[*rows, log_density],
+        num_left_out=num_left_out,
+        groups=groups,
         num_chains=num_chains,
         num_draws=num_draws,
         rhat_before_moves=rhat_before_moves,
@@ -292,12 +307,14 @@ def _on_numbers(
     return found
 
 
-def _extreme_of(leaf: str, found: dict[str, Any], statistic: str, limit: float) -> Extreme:
+def _extreme_of(
+    leaf: str, found: dict[str, Any], statistic: str, limit: float, groups: GroupLabels | None
+) -> Extreme:
     """Find the worst number of a leaf by a statistic, where its statistics [...] lie."""
     place, count, of_worst = _extreme(found, statistic, limit)
     index = np.unravel_index(int(place), np.shape(found[statistic]))
     values = {key: float(x) for key, x in of_worst.items()}
-    return Extreme(element(leaf, tuple(map(int, index))), values, int(count))
+    return Extreme(element(leaf, tuple(map(int, index)), groups), values, int(count))
 
 
 @functools.partial(jax.jit, static_argnames="name")

@@ -13,11 +13,13 @@ import jax
 from rich.console import Group
 from rich.text import Text
 
+from gspmd_mcmc.placement.groups import GroupLabels
 from gspmd_mcmc.tree import PyTree, unique_names
 
 WIDTH = 100  # of warnings, in characters
 ALL_WELL = "No warnings."
 HEADINGS = {
+    "rows": "rows",
     "mean": "mean",
     "sd": "sd",
     "mcse_mean": "mcse",
@@ -32,9 +34,12 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; for a large leaf the number with the worst R-hat, and the least ESS."""
+    """One line of the table; for a large leaf the number with the worst R-hat, and the least ESS.
 
-    name: str  # of a number, ``w[3, 1]``
+    For a group likewise.
+    """
+
+    name: str  # of a number, ``w[3, 1]``, or the label of a group
     size: int  # how many numbers the line stands for
     values: dict[str, float]  # statistics by name
 
@@ -62,8 +67,11 @@ def named_leaves(tree: PyTree, is_leaf: Callable | None = None) -> dict[str, Any
     return dict(zip(names, (leaf for _, leaf in found), strict=True))
 
 
-def element(name: str, index: tuple[int, ...]) -> str:
-    """Name a number of a leaf: ``w[3, 1]``; a scalar has the name of its leaf."""
+def element(name: str, index: tuple[int, ...], groups: GroupLabels | None = None) -> str:
+    """Name a number of a leaf: ``w[3, 1]``, or ``w[station=Denver, 1]``; a scalar as its leaf."""
+    if groups is not None and groups.name:
+        label = groups.labels[min(index[0], len(groups.labels) - 1)]  # the pad copies the last one
+        return f"{name}[{', '.join([f'{groups.name}={label}', *map(str, index[1:])])}]"
     return f"{name}[{', '.join(map(str, index))}]" if index else name
 
 
@@ -85,8 +93,8 @@ def rich(summary: Any) -> Group:
 
 
 def _table_lines(summary: Any) -> list[str]:
-    keys = [key for key in HEADINGS if key in summary.log_density]
-    table = [["", *(HEADINGS[key] for key in keys)]]
+    keys = [key for key in HEADINGS if any(key in row.values for row in summary.rows)]
+    table = [[summary.groups or "", *(HEADINGS[key] for key in keys)]]
     for row in summary.rows:
         name = f"{row.name} of {row.size:,}" if row.size > 1 else row.name
         table.append([name, *(_cell(row, key) for key in keys)])
@@ -94,19 +102,26 @@ def _table_lines(summary: Any) -> list[str]:
     head, *lines = [
         "  ".join([name.ljust(first), *map(str.rjust, numbers, others)]) for name, *numbers in table
     ]
-    title = f"{summary.num_chains} chains x {summary.num_draws} draws, the worst numbers first"
+    what = "groups" if summary.groups else "numbers"
+    title = f"{summary.num_chains} chains x {summary.num_draws} draws, the worst {what} first"
     found = [title, "", head, "-" * len(head), *lines]
     if summary.num_left_out:
-        found.append(f"... {summary.num_left_out:,} more numbers, none worse")
+        what = f"groups of {summary.groups}" if summary.groups else "numbers"
+        found.append(f"... {summary.num_left_out:,} more {what}, none worse")
     if any(row.size > 1 for row in summary.rows):
+        whole = "group" if summary.groups else "leaf"
         found.append(
-            '"of N": the number with the worst R-hat of a leaf; its ESS are the least of all N'
+            f'"of N": the number with the worst R-hat of a {whole}; its ESS are the least of all N'
         )
     return found
 
 
 def _cell(row: Row, key: str) -> str:
+    if key not in row.values:
+        return ""
     value = row.values[key]
+    if key == "rows":
+        return f"{value:.0f}"
     if not math.isfinite(value):
         return str(value)
     if key.startswith("ess"):

@@ -24,11 +24,44 @@ from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.numbers import check_numbers
 from gspmd_mcmc.placement.padding import LaidByGroups, Padded, is_padded, real_rows
 from gspmd_mcmc.placement.place import check_spec, place
+from gspmd_mcmc.placement.tables import Key, positions
 from gspmd_mcmc.tree import PyTree, path_str, pytree, static
 
 TILE_ROWS_CPU, TILE_ROWS_ELSEWHERE = 1 << 14, 1 << 20
 # Above so many times the rows there are, a placement warns.
 WASTE = 1.5
+
+
+@dataclass(frozen=True, eq=False)
+class GroupLabels:
+    """What groups are called, on the host; metadata of their `Order`, equal by name and digest.
+
+    Attributes
+    ----------
+    name
+        Such as "station"; "" if they have none.
+    labels
+        Integers or strings in the user's order, shape [groups].
+    sizes
+        Rows of each group, shape [groups].
+    digest
+        Equal for equal groups in equal order.
+    """
+
+    name: str
+    labels: np.ndarray
+    sizes: np.ndarray
+    digest: str
+
+    def __eq__(self, other: object) -> bool:
+        is_labels = isinstance(other, GroupLabels)
+        return is_labels and (self.name, self.digest) == (other.name, other.digest)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"GroupLabels({self.name!r}, {len(self.labels)} groups)"
 
 
 @pytree
@@ -42,13 +75,18 @@ class Order:
         For each place, the group there; places of the pad have the last one. Shape [padded groups].
     to_seen
         For each group, its place; shape [padded groups], the last group's repeated.
-    digest
-        Equal for equal groups in equal order.
+    groups
+        What the groups are called, and which they are.
     """
 
     to_laid: jax.Array
     to_seen: jax.Array
-    digest: str = static()
+    groups: GroupLabels = static()
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal groups in equal order."""
+        return self.groups.digest
 
     def lay(self, array: jax.Array) -> jax.Array:
         """Bring an array [groups, ...] from the user's order into the places; [padded groups, ...]."""
@@ -118,16 +156,21 @@ class Groups:
     Parameters
     ----------
     keys
-        The group of each row: integers or strings, shape [rows], in any order.
+        The group of each row: integers or strings, shape [rows], in any order; or `Table.key`.
     mesh, spec
         As for `place`: the mesh axes that groups and rows lie over. Without a mesh, one device.
     labels
         The labels that keys may have, in the order that latents have. None: those there are, sorted.
+    name
+        What a group is, such as "station": the coordinate of its latents in `Draws.to_datatree`, and
+        for ``draws.summary(groups="station")``. None: the name of the keys, if they have one.
     tile_rows
         About how many rows a tile has. None: 16,384 on a CPU, whose caches hold them, else 2**20.
 
     Attributes
     ----------
+    name
+        The name, or "".
     labels
         Labels of the groups, shape [groups]: latent ``i`` belongs to ``labels[i]``.
     sizes
@@ -137,7 +180,7 @@ class Groups:
     ------
     ValueError
         If a key is missing, is no integer or string, or is not among the labels; if a group has no
-        rows.
+        rows; if the name is that of a coordinate of draws.
 
     Examples
     --------
@@ -165,6 +208,7 @@ class Groups:
         spec: P | None = None,
         *,
         labels: Any = None,
+        name: str | None = None,
         tile_rows: int | None = None,
     ):
         if mesh is not None:
@@ -173,20 +217,20 @@ class Groups:
             raise ValueError(f"tile_rows: expected an integer of at least 1, got {tile_rows!r}")
         if mesh is None and spec is not None and any(spec):
             raise ValueError(f"Groups: the spec {spec} names axes of a mesh, and there is no mesh")
+        self.name = _checked_name(keys, name)
         keys = _checked_keys("keys", keys)
         self.mesh, self.spec = mesh, P() if spec is None else spec
         self.tile_rows = tile_rows
-        self.labels = np.unique(keys) if labels is None else _checked_labels(labels)
-        self._keys = keys
+        self.labels = _labels_there(keys) if labels is None else _checked_labels(labels)
         self._index = _index_of(keys, self.labels)
         self.sizes = np.bincount(self._index, minlength=len(self.labels))
         if not self.sizes.all():
             raise ValueError(
                 f"labels: {np.sum(self.sizes == 0)} groups have no rows, the first is "
-                f"{_shown(self.labels[np.argmin(self.sizes)])}. Leave them out of labels: their latents "
-                "have their prior alone"
+                f"{_shown(self.labels[np.argmin(self.sizes)])}. Leave them out of labels: their "
+                "latents have their prior alone"
             )
-        splits = [] if mesh is None else check_spec("keys", keys.shape, mesh, self.spec)
+        splits = [] if mesh is None else check_spec("keys", self._index.shape, mesh, self.spec)
         self._num_blocks = splits[0] if splits else 1
         # One place of pad at least: what has been laid is then never as long as what has not.
         self._block_groups = len(self.labels) // self._num_blocks + 1
@@ -199,7 +243,9 @@ class Groups:
 
     def __repr__(self) -> str:
         over = "" if self.mesh is None else f" over {self.spec} on {dict(self.mesh.shape)}"
-        return f"Groups({len(self)} groups of {self.sizes.min()} to {self.sizes.max()} rows{over})"
+        what = f"{self.name}, " if self.name else ""
+        sizes = f"{self.sizes.min()} to {self.sizes.max()}"
+        return f"Groups({what}{len(self)} groups of {sizes} rows{over})"
 
     def place(self, table: PyTree = None) -> GroupTable:
         """Lay one row for each group where the group lies.
@@ -316,7 +362,9 @@ class Groups:
         for array in (self.labels, self._laid):
             facts.update(np.ascontiguousarray(array).tobytes())
         whole = (self._whole(x.astype(np.int32)) for x in (self._places(), to_seen))
-        return Order(*whole, digest=facts.hexdigest()[:16])
+        return Order(
+            *whole, groups=GroupLabels(self.name, self.labels, self.sizes, facts.hexdigest()[:16])
+        )
 
     def _warn_of_waste(self, laid: "LaidRows", index: np.ndarray) -> None:
         if len(laid.row) <= WASTE * len(index) + self._num_blocks:
@@ -341,8 +389,25 @@ def _take(leaf: Any, index: np.ndarray) -> Any:
     return np.asanyarray(to_host(leaf) if isinstance(leaf, jax.Array) else leaf)[index]
 
 
-def _checked_keys(name: str, keys: Any) -> np.ndarray:
+def _checked_name(keys: Any, name: str | None) -> str:
+    """Return what groups are called: the name that is given, or else the keys' own."""
+    if name is None:
+        own = getattr(keys, "name", None)
+        name = own if isinstance(own, str) else ""
+    if not isinstance(name, str) or name in ("chain", "draw"):
+        raise ValueError(f"name: expected a name other than those of chain and draw, got {name!r}")
+    return name
+
+
+def _labels_there(keys: np.ndarray | Key) -> np.ndarray:
+    """Return the labels that have rows: sorted, or in the order of the key's labels."""
+    return keys.labels[np.unique(keys.index)] if isinstance(keys, Key) else np.unique(keys)
+
+
+def _checked_keys(name: str, keys: Any) -> np.ndarray | Key:
     """Return keys as an array of integers or strings; raise where one is missing or something else."""
+    if isinstance(keys, Key):  # `read_table` has looked
+        return keys
     if isinstance(keys, np.ma.MaskedArray) and np.ma.count_masked(keys):
         raise _missing(name, np.flatnonzero(np.ma.getmaskarray(keys)))
     keys = to_host(keys) if isinstance(keys, jax.Array) else keys
@@ -392,21 +457,25 @@ def _missing(name: str, rows: np.ndarray) -> ValueError:
 
 def _checked_labels(labels: Any) -> np.ndarray:
     labels = _checked_keys("labels", labels)
+    if isinstance(labels, Key):
+        raise ValueError("labels: expected integers or strings, got a key; its labels are key.labels")
     values, counts = np.unique(labels, return_counts=True)
     if counts.max() > 1:
         raise ValueError(f"labels: {_shown(values[np.argmax(counts)])} is there twice")
     return labels
 
 
-def _index_of(keys: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def _index_of(keys: np.ndarray | Key, labels: np.ndarray) -> np.ndarray:
     """Return the number of each key among the labels; raise where it is not one of them."""
-    by_value = np.argsort(labels, kind="stable")
-    found = np.minimum(np.searchsorted(labels, keys, sorter=by_value), len(labels) - 1)
-    index = by_value[found]
-    wrong = np.flatnonzero(labels[index] != keys)
+    if isinstance(keys, Key):
+        index = positions("keys", keys.labels, labels)[keys.index]
+    else:
+        index = positions("keys", keys, labels)
+    wrong = np.flatnonzero(index < 0)
     if wrong.size:
+        first = keys.labels[keys.index[wrong[0]]] if isinstance(keys, Key) else keys[wrong[0]]
         raise ValueError(
             f"keys: {wrong.size} rows have a key that is not among the {len(labels)} labels, the first "
-            f"is row {wrong[0]} with {_shown(keys[wrong[0]])}"
+            f"is row {wrong[0]} with {_shown(first)}"
         )
     return index

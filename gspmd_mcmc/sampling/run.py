@@ -25,6 +25,7 @@ from gspmd_mcmc.functions.function import changes, meanings
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import least
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
+from gspmd_mcmc.placement.groups import GroupLabels
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.sampling.reporting import Report, marked
 from gspmd_mcmc.sampling.run_state import (
@@ -46,6 +47,7 @@ from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.storage.saved_draws import SavedDraws
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets.local import fill_pad, is_row_values, unwrap
+from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.tree import PyTree
 
 CHUNK_SECONDS = 1.0
@@ -157,6 +159,7 @@ class Run:
             raise TypeError(f"collect: expected arrays to keep, got {collected}; does it return them?")
         if sink is not None:
             sink.check(collected)
+            sink.groups = self.groups
         self.capacity, self._chunk_size = self._capacity(), 1
         first, first_step = self.stages[0].adaptation, earlier.num_steps if earlier else 0
         size = bucket(plan.num_warmup)
@@ -212,6 +215,14 @@ class Run:
         """Return the text of the program of the steps; what has run is not compiled again."""
         args = (self.state, self.adaptation, self.fixed, self.draw, not self.is_warm, 0, 1, 1)
         return advance.lower(*args).compile().as_text() or ""
+
+    @property
+    def groups(self) -> dict[str, GroupLabels]:
+        """What `Draws.groups` holds: of leaves that are kept as they are local to groups."""
+        labels = [plate.labels for plate in self.fixed.target.plates]
+        by_digest = {x.digest: x for x in labels if x is not None}
+        rows = _rows_by_name(self.draw.one_draw[0])
+        return {name: by_digest[r.order] for name, r in rows.items() if r.order in by_digest}
 
     @property
     def kernel(self) -> Kernel:
@@ -407,6 +418,7 @@ class Sampling:
             state=run.state.states,
             num_steps=int(run.done.num_steps),
             padded_rows=padded_rows,
+            groups=run.groups,
             meanings=run.meanings,
         )
 
@@ -488,8 +500,11 @@ def first_draws(buffers: PyTree, count: int) -> PyTree:
 
 def _padded_rows(collected: PyTree) -> dict[str, int]:
     """Return the number of real rows of the leaves that have pad, by name."""
-    rows = jax.tree.map(
-        lambda x: x.rows if is_row_values(x) else None, collected, is_leaf=is_row_values
-    )
-    named = named_leaves(rows, is_leaf=lambda x: x is None)
-    return {name: r.num_rows for name, r in named.items() if r and r.num_rows < r.num_padded}
+    rows = _rows_by_name(collected)
+    return {name: r.num_rows for name, r in rows.items() if r.num_rows < r.num_padded}
+
+
+def _rows_by_name(collected: PyTree) -> dict[str, Rows]:
+    """Return how the rows of leaves lie that have rows, by name."""
+    named = named_leaves(collected, is_leaf=is_row_values)
+    return {name: x.rows for name, x in named.items() if is_row_values(x)}

@@ -1,5 +1,6 @@
 """The result of a run: its draws, and what is needed to continue it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarize
 from gspmd_mcmc.kernels.kernel import Kernel
+from gspmd_mcmc.placement.groups import GroupLabels
 from gspmd_mcmc.storage.datatree import to_datatree
 from gspmd_mcmc.tree import PyTree
 
@@ -42,6 +44,9 @@ class Draws:
     padded_rows
         Of a run on several processes, by name of a leaf: how many of its rows, on axis 2, are real. The
         others fill the mesh and copy the last real one. Leaves without pad are not named.
+    groups
+        By name of a leaf that has one row for each group (`Groups`): name, ``labels`` and ``sizes`` of
+        the groups. Not of what ``collect`` returned.
     meanings
         What the target's functions meant when these draws were made.
 
@@ -58,6 +63,7 @@ class Draws:
     state: Any
     num_steps: int
     padded_rows: dict[str, int] = field(default_factory=dict)
+    groups: Mapping[str, GroupLabels] = field(default_factory=dict)
     meanings: tuple = field(default=(), repr=False)
 
     @property
@@ -88,14 +94,21 @@ class Draws:
     def to_datatree(self):
         """Return an ArviZ / xarray ``DataTree`` with groups posterior and sample_stats.
 
-        A latent that has the name of a coordinate, such as ``chain``, gets an underscore.
+        A latent that has the name of a coordinate, such as ``chain``, gets an underscore. Latents of
+        groups have the labels as a coordinate, of the name that `Groups` was given, and the rows of
+        each group stand in the group constant_data.
 
         On several processes it holds the part of this process: its chains, and its share of leaves that
         lie over processes, with their place in the whole as coordinates. Needs the extra ``arviz``.
         """
-        return to_datatree(self.position, self.stats, self.padded_rows)
+        return to_datatree(self.position, self.stats, self.padded_rows, self.groups)
 
-    def summary(self, num_superchains: int | None = None, max_rows: int = MAX_ROWS) -> Summary:
+    def summary(
+        self,
+        num_superchains: int | None = None,
+        max_rows: int = MAX_ROWS,
+        groups: str | None = None,
+    ) -> Summary:
         """Summarize the draws: a table with the worst numbers first, and warnings with what to do.
 
         Each device computes the statistics of its own columns. Draws on the host go there in slices.
@@ -108,6 +121,10 @@ class Draws:
             chains.
         max_rows
             Lines of the table. A leaf of over a thousand numbers has one line, ``log_density`` its own.
+        groups
+            The name of groups (`Groups`): the table then has a line for each group, by its label, with
+            its rows, the statistics of its worst number, and the least ESS of all of its numbers. What
+            is judged stays the same.
 
         Returns
         -------
@@ -117,13 +134,16 @@ class Draws:
         Raises
         ------
         ValueError, TypeError
-            If superchains differ in size, or a collected leaf does not hold real numbers.
+            If superchains differ in size, a collected leaf does not hold real numbers, or no latents
+            are of groups of that name.
         """
         return summarize(
             self.position,
             self.stats,
             num_superchains=num_superchains,
             max_rows=max_rows,
+            groups=groups,
+            labels=self.groups,
             moves=self.moves,
             **self._of_kernel(),
         )

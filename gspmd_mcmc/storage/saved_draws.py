@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from gspmd_mcmc.adaptation.stuck_chains import Move
+from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.extras import need
-from gspmd_mcmc.storage.datatree import ARVIZ_NAMES, POSTERIOR, STATS
+from gspmd_mcmc.placement.groups import GroupLabels
+from gspmd_mcmc.storage.datatree import ARVIZ_NAMES, CONSTANT, POSTERIOR, STATS, rows_of
 from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.tree import PyTree
 
@@ -178,21 +180,43 @@ def open_draws(path: str | Path) -> SavedDraws:
         raise ValueError(f"path: {error}") from error
     arrays, attributes = saved_arrays(folder, root), root["attributes"]
     leaves = json.loads(attributes["position"])
+    position = _grow([(leaf["path"], arrays[f"{POSTERIOR}/{leaf['array']}"]) for leaf in leaves])
+    axes = {id(arrays[f"{POSTERIOR}/{leaf['array']}"]): leaf.get("groups") for leaf in leaves}
+    groups = {x["axis"]: _read_groups(folder, **x) for x in axes.values() if x is not None}
     return SavedDraws(
-        position=_grow([(leaf["path"], arrays[f"{POSTERIOR}/{leaf['array']}"]) for leaf in leaves]),
+        position=position,
         stats=saved_stats(arrays),
         warmup={"moves": [Move(*move) for move in json.loads(attributes.get("moves", "[]"))]},
         kernel=None,  # pyright: ignore[reportArgumentType]
         state=None,
         num_steps=0,
+        groups={
+            name: groups[x["axis"]]
+            for name, leaf in named_leaves(position).items()
+            if (x := axes[id(leaf)]) is not None
+        },
         path=folder,
         attributes=attributes,
     )
 
 
+def _read_groups(folder: Path, axis: str, name: str) -> GroupLabels:
+    """Read what the groups are called that an axis has."""
+    zarr = need("zarr", "storage")
+    labels, sizes = (
+        zarr.open_array(folder / CONSTANT / array, mode="r")[:] for array in (axis, rows_of(axis))
+    )
+    # Text comes as NumPy's new strings, which arrays of labels are not.
+    return GroupLabels(name, np.array(labels.tolist()), sizes, "")
+
+
 def saved_arrays(folder: Path, root: Document) -> dict[str, SavedArray]:
-    """Return the arrays of a store by path."""
-    arrays = {path: node for path, node in nodes_of(root).items() if node["node_type"] == "array"}
+    """Return the arrays of draws of a store by path."""
+    arrays = {
+        path: node
+        for path, node in nodes_of(root).items()
+        if node["node_type"] == "array" and node.get("dimension_names", ())[:2] == ["chain", "draw"]
+    }
     return {path: SavedArray(folder / path, document) for path, document in arrays.items()}
 
 
@@ -200,11 +224,7 @@ def saved_stats(arrays: dict[str, SavedArray]) -> dict[str, SavedArray]:
     """Return the stats by the names that `Draws` has for them."""
     ours = {theirs: name for name, theirs in ARVIZ_NAMES.items()}
     split = [(*path.split("/"), array) for path, array in arrays.items()]
-    return {
-        ours.get(name, name): array
-        for group, name, array in split
-        if group == STATS and name not in ("chain", "draw")
-    }
+    return {ours.get(name, name): array for group, name, array in split if group == STATS}
 
 
 def _grow(items: list[tuple[list, Any]]) -> PyTree:

@@ -1,9 +1,12 @@
 """The contract of a sink: a place that draws are written to as they are made."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from gspmd_mcmc.placement.groups import GroupLabels
 from gspmd_mcmc.tree import PyTree
 
 
@@ -20,10 +23,14 @@ class Sink(ABC):
         The folder that holds the draws.
     attributes
         What the run is, as `begin` was told.
+    groups
+        By name of a leaf, what the groups are called that its rows are of; the run sets it before
+        `begin`. A sink may leave it.
     """
 
     path: Path
     attributes: dict[str, Any]
+    groups: Mapping[str, GroupLabels] = MappingProxyType({})
 
     @abstractmethod
     def reserve(self, is_resumed: bool = False) -> None:

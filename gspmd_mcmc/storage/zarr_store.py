@@ -28,7 +28,15 @@ from jax.tree_util import SequenceKey
 from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.extras import need, require
 from gspmd_mcmc.multihost.agreement import of_all, on_first
-from gspmd_mcmc.storage.datatree import ARVIZ_NAMES, POSTERIOR, STATS, disk_names
+from gspmd_mcmc.storage.datatree import (
+    ARVIZ_NAMES,
+    CONSTANT,
+    POSTERIOR,
+    STATS,
+    dim_of,
+    disk_names,
+    rows_of,
+)
 from gspmd_mcmc.storage.lock import NAME as LOCK
 from gspmd_mcmc.storage.lock import FolderLock, Locked
 from gspmd_mcmc.storage.saved_draws import (
@@ -161,14 +169,19 @@ class ZarrSink(Sink):
         steps, self._treedef = jax.tree_util.tree_flatten_with_path(buffers[0], is_leaf=is_row_values)
         names = list(named_leaves(buffers[0], is_leaf=is_row_values))
         kept = chosen("leaves", self.leaves, names)
-        arrays = dict(zip(names, disk_names(names), strict=True))
+        taken = [groups.name for groups in self.groups.values() if groups.name]
+        arrays = dict(zip(names, disk_names(names, taken), strict=True))
         # Of each leaf its path in the store; None of one that is not kept.
         self._paths = {name: f"{POSTERIOR}/{arrays[name]}" if name in kept else None for name in names}
+        self._groups = {arrays[name]: x for name, x in self.groups.items() if name in kept}
         position = [
             {"array": arrays[name], "path": [_json_step(key) for key in path]}
             for (path, _), name in zip(steps, names, strict=True)
             if name in kept
         ]
+        for leaf in position:
+            if groups := self._groups.get(leaf["array"]):
+                leaf["groups"] = {"axis": dim_of(leaf["array"], groups), "name": groups.name}
         about = attributes | {"position": json.dumps(position), "draws_format": VERSION}
         self._on_first(lambda: self._prepare(buffers, num_samples, about, first_draw))
         self._root = cut(read_root(self.path), num_samples)
@@ -262,7 +275,7 @@ class ZarrSink(Sink):
 
     def _prepare(self, buffers: PyTree, num_samples: int, about: dict, first_draw: int) -> None:
         """Create the store, or cut the one that is there."""
-        root = self._plan(buffers, num_samples)
+        root, labels = self._plan(buffers, num_samples)
         if self._is_resumed and (self.path / ROOT).exists():
             there = _require_same_run(self.path, root, about, first_draw)
             root = cut(there, num_samples)
@@ -276,12 +289,19 @@ class ZarrSink(Sink):
                 if path.endswith(("/chain", "/draw")):
                     store = open_array(self.path / path, document, _few_threads())
                     store.write(np.arange(document["shape"][0])).result()
+            for path, chunk in labels.items():
+                (self.path / path).parent.mkdir(parents=True, exist_ok=True)
+                (self.path / path).write_bytes(chunk)
             publish(self.path, root | {"attributes": about}, first_draw)
         except (OSError, ValueError) as error:
             raise DrawsNotSaved(f"{self.path}: the store cannot be made, {error}") from error
 
-    def _plan(self, buffers: PyTree, num_samples: int) -> Document:
-        """Return the document of a store for this many draws, as zarr-python writes it, in memory."""
+    def _plan(self, buffers: PyTree, num_samples: int) -> tuple[Document, dict[str, bytes]]:
+        """Return the document of a store for this many draws, as zarr-python writes it, in memory.
+
+        Also the chunks, by path, of the arrays that are there before any draw: labels of groups, which
+        are text that TensorStore does not write.
+        """
         zarr, store = need("zarr", "storage"), {}
         root = zarr.create_group(store)
         num_chains = buffers[1]["log_density"].shape[0]
@@ -293,13 +313,20 @@ class ZarrSink(Sink):
         names, asked = list(self._paths), self.dtype
         asked = asked if isinstance(asked, Mapping) else dict.fromkeys(names, asked)
         dtypes = {self._paths[n]: asked[item] for n, item in chosen("dtype", asked, names).items()}
+        dims = {name: dim_of(name, groups) for name, groups in self._groups.items()}
         for path, leaf in self._kept(buffers).items():
-            _create_array(root, path, leaf, num_samples, dtypes.get(path), self.compression)
+            dim = dims.get(path.removeprefix(f"{POSTERIOR}/"))
+            _create_array(root, path, leaf, num_samples, dtypes.get(path), self.compression, dim)
+        for dim, groups in {dims[name]: x for name, x in self._groups.items()}.items():
+            for group in (POSTERIOR, CONSTANT):
+                _create_labels(root.require_group(group), dim, dim, groups.labels)
+            _create_labels(root[CONSTANT], rows_of(dim), dim, groups.sizes)
         with warnings.catch_warnings():
             # The specification of Zarr v3 has no consolidated metadata yet; zarr-python and xarray do.
             warnings.simplefilter("ignore")
             zarr.consolidate_metadata(store)
-        return json.loads(store[ROOT].to_bytes())
+        chunks = {path: store[path].to_bytes() for path in store if not path.endswith(ROOT)}
+        return json.loads(store[ROOT].to_bytes()), chunks
 
     def _kept(self, buffers: PyTree) -> dict[str, Any]:
         """Return the leaves that are kept, and the stats, by their paths in the store."""
@@ -389,9 +416,18 @@ def _pieces(chunks: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def _create_array(
-    root: Any, path: str, leaf: Any, num_samples: int, dtype: str | None, compression: int
+    root: Any,
+    path: str,
+    leaf: Any,
+    num_samples: int,
+    dtype: str | None,
+    compression: int,
+    groups: str | None,
 ) -> None:
-    """Create the array of a leaf in a group of zarr-python; each chunk is of one device's shard."""
+    """Create the array of a leaf in a group of zarr-python; each chunk is of one device's shard.
+
+    ``groups`` is the name of the axis of a leaf with a row for each group.
+    """
     array = _values(leaf)
     chains, rows, *rest = array.shape
     if is_row_values(leaf):
@@ -407,6 +443,9 @@ def _create_array(
         shuffle = "shuffle" if on_disk.itemsize > 1 else "noshuffle"
         how = {"clevel": compression, "shuffle": shuffle, "typesize": on_disk.itemsize}
         packing.insert(0, codecs.BloscCodec(cname="zstd", **how))
+    dims = [f"{path.split('/')[1]}_dim_{i}" for i in range(len(rest))]
+    if groups is not None:
+        dims[0] = groups
     root.create_array(
         path,
         shape=(chains, num_samples, *rest),
@@ -414,8 +453,21 @@ def _create_array(
         chunks=pieces,
         shards=None if pieces == chunks else chunks,
         compressors=packing,
-        dimension_names=["chain", "draw", *(f"{path.split('/')[1]}_dim_{i}" for i in range(len(rest)))],
+        dimension_names=["chain", "draw", *dims],
     )
+
+
+def _create_labels(group: Any, name: str, dim: str, values: np.ndarray) -> None:
+    """Create an array [groups] of text or integers in a group of zarr-python, with its values."""
+    is_text = values.dtype.kind in "US"
+    array = group.create_array(
+        name,
+        shape=values.shape,
+        dtype="string" if is_text else values.dtype,
+        chunks=(COORDINATE_ROWS,),
+        dimension_names=[dim],
+    )
+    array[:] = values.astype(object) if is_text else values
 
 
 def write_shards(array: Any, buffer: jax.Array, start: int, count: int, first: int) -> None:

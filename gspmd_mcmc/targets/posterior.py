@@ -77,6 +77,7 @@ class Posterior(Target):
         for i, plate in enumerate(plates):
             if not isinstance(plate, Plate):
                 raise TypeError(f"Posterior: plate {i}: expected a Plate, got {type(plate).__name__}")
+        _check_names(plates)
         set_fields(
             self,
             log_prior=as_partial(_no_prior if log_prior is None else log_prior),
@@ -278,6 +279,19 @@ def _with_bijections(plates: tuple[Plate, ...], bijections: PyTree) -> tuple[Pla
             given[i] = tree.replace(plates[i], **replaced)
             counting.append(plates[i].local)
     return tuple(given[i] for i in range(len(plates)))
+
+
+def _check_names(plates: tuple[Plate, ...]) -> None:
+    """Raise where other groups have the same name: draws could not tell them apart."""
+    digests: dict[str, str] = {}
+    for labels in (plate.labels for plate in plates):
+        if labels is None or not labels.name:
+            continue
+        if digests.setdefault(labels.name, labels.digest) != labels.digest:
+            raise ValueError(
+                f"Posterior: two Groups have the name {labels.name!r}. Lay rows of the same groups by "
+                "place_rows(rows, keys) of one of them, or call them differently: Groups(..., name=...)"
+            )
 
 
 def _no_prior(params: PyTree) -> PyTree:

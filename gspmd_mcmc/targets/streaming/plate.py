@@ -10,7 +10,7 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes
-from gspmd_mcmc.placement.groups import GroupedRows, Groups, GroupTable, Order
+from gspmd_mcmc.placement.groups import GroupedRows, GroupLabels, Groups, GroupTable, Order
 from gspmd_mcmc.placement.padding import is_padded, refuse_laid_by_groups
 from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
@@ -173,8 +173,16 @@ class Plate:
 
     def local_orders(self, position: PyTree) -> list[Order | None]:
         """Return for each leaf that is local to the plate the order in which its rows lie, or None."""
-        order = self.order if self.groups is None else self.groups.order
-        return [None if rows is None else order for rows in self.local_rows(position)]
+        return [None if rows is None else self._order for rows in self.local_rows(position)]
+
+    @property
+    def labels(self) -> GroupLabels | None:
+        """What the groups are called that local latents are one each of; None if rows have none."""
+        return None if self._order is None else self._order.groups
+
+    @property
+    def _order(self) -> Order | None:
+        return self.order if self.groups is None else self.groups.order
 
     @property
     def local_layout(self) -> Rows:

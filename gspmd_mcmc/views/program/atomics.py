@@ -15,8 +15,8 @@ from gspmd_mcmc.views.program.hlo import Loop, Operation, Program, own_line
 
 LOOP, ADDITION = "compare-and-swap loop", "atomic addition"
 CURE = (
-    "Write effect[index] without it: gspmd_mcmc.lookup(effect, index), or gspmd_mcmc.Groups for latents "
-    "that may lie with their rows"
+    "Write effect[index] without it: gspmd_mcmc.lookup(effect, index), or gspmd_mcmc.Groups for "
+    "latents that may lie with their rows"
 )
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(")
 _LABEL = re.compile(r"^\s*\$L\w+:")
