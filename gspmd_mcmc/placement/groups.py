@@ -120,6 +120,9 @@ class Groups:
         The labels that keys may have, in the order that latents have. None: those there are, sorted.
     tile_rows
         About how many rows a tile has. None: 16,384 on a CPU, whose caches hold them, else 2**20.
+    allow_empty
+        Whether labels may have no rows: latents of such groups have their prior alone. That is an
+        error otherwise, as it may be a slip.
 
     Attributes
     ----------
@@ -132,7 +135,7 @@ class Groups:
     ------
     ValueError
         If a key is missing, is no integer or string, or is not among the labels; if a group has no
-        rows.
+        rows, and ``allow_empty`` does not say that it may.
 
     Examples
     --------
@@ -161,6 +164,7 @@ class Groups:
         *,
         labels: Any = None,
         tile_rows: int | None = None,
+        allow_empty: bool = False,
     ):
         if mesh is not None:
             mesh = auto_mesh("Groups: mesh", mesh)
@@ -173,11 +177,11 @@ class Groups:
         self._keys = keys
         self._index = _index_of(keys, self.labels)
         self.sizes = np.bincount(self._index, minlength=len(self.labels))
-        if not self.sizes.all():
+        if not allow_empty and not self.sizes.all():
             raise ValueError(
                 f"labels: {np.sum(self.sizes == 0)} groups have no rows, the first is "
-                f"{self.labels[np.argmin(self.sizes)]!r}. Leave them out of labels: their latents have "
-                "their prior alone"
+                f"{self.labels[np.argmin(self.sizes)]!r}. Leave them out of labels, as their latents "
+                "have their prior alone; or keep these, Groups(..., allow_empty=True)"
             )
         splits = [] if mesh is None else check_spec("keys", keys.shape, mesh, self.spec)
         self._num_blocks = splits[0] if splits else 1
