@@ -21,7 +21,7 @@ from gspmd_mcmc.errors import SamplingWarning
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.group_tiles import LaidRows, Tiles, laid_order, lay_rows
 from gspmd_mcmc.placement.mesh import auto_mesh
-from gspmd_mcmc.placement.padding import Padded, real_rows
+from gspmd_mcmc.placement.padding import Padded, is_padded, real_rows
 from gspmd_mcmc.placement.place import check_spec, place
 from gspmd_mcmc.tree import PyTree, path_str, pytree, static
 
@@ -222,7 +222,8 @@ class Groups:
             _check_length(f"table {path_str(path)}", leaf, len(self), "groups, one row for each")
             return Padded(self._place(_take(leaf, self._places())), len(self))
 
-        return GroupTable(jax.tree_util.tree_map_with_path(placed, table), self._order)
+        laid = jax.tree_util.tree_map_with_path(placed, table, is_leaf=is_padded)
+        return GroupTable(laid, self._order)
 
     def place_rows(self, rows: PyTree, keys: Any = None) -> GroupedRows:
         """Lay rows with their groups.
@@ -230,7 +231,7 @@ class Groups:
         Parameters
         ----------
         rows
-            A tree of arrays [rows, ...], or their shapes.
+            A tree of arrays [rows, ...], or their shapes; `Padded` ones count without the pad.
         keys
             The group of each row. None: the keys that the groups were made of. Another table's may
             leave groups out.
@@ -249,14 +250,14 @@ class Groups:
         index = self._index
         if keys is not None:
             index = _index_of(_checked_keys("keys", keys), self.labels)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(rows, is_leaf=is_padded):
             _check_length(f"rows {path_str(path)}", leaf, len(index), "keys, one for each row")
         laid = lay_rows(
             self._place_of_group()[index], self._num_blocks, self._block_groups, self._most()
         )
         self._warn_of_waste(laid, index)
         return GroupedRows(
-            rows=jax.tree.map(lambda leaf: self._place(_take(leaf, laid.row)), rows),
+            rows=jax.tree.map(lambda x: self._place(_take(x, laid.row)), rows, is_leaf=is_padded),
             is_real=self._place(laid.is_real),
             slot_group=self._place(laid.slot_group),
             group_slot=self._place(laid.group_slot),
