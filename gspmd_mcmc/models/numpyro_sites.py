@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd_mcmc.models import indexed_plates
 from gspmd_mcmc.models.numpyro_arguments import Bound, module
 from gspmd_mcmc.models.numpyro_trace import given
 from gspmd_mcmc.models.site_model import (
     CannotStream,
     Site,
     SiteModel,
+    Streamed,
     cannot_draw,
     rows_of_plates,
 )
@@ -121,6 +123,10 @@ class NumpyroModel(SiteModel):
     bound: Bound
     row_axis: dict[str, int]
     plate_of: dict[str, str]
+
+    def streamed(self, leaves: list, dummies: dict) -> dict[str, Streamed]:
+        """Say of each plate how it is streamed; a plate may read another one by an index."""
+        return indexed_plates.streamed(self, leaves, dummies)
 
     def log_probs(self, values: dict, args: dict, sizes: dict, wanted: tuple) -> dict[str, jax.Array]:
         """Run the model on blocks of rows."""
