@@ -107,7 +107,7 @@ class Program:
         alone = jaxpr.replace(outvars=[wanted], debug_info=jaxpr.debug_info.with_unknown_names())
         alone, is_read = dce_jaxpr(alone, [True])
         if any(is_read[len(arrays) :]):
-            raise NotByIndex("the index is computed from latents")
+            raise NotByIndex("by an index that is computed from latents")
         read = [x for x, reads in zip(arrays, is_read, strict=False) if reads]
         return to_host(jax.jit(jaxpr_as_fun(ClosedJaxpr(alone, consts)))(*read)[0])
 
@@ -160,9 +160,9 @@ def _read_of(eqn: Any, number: int, num_groups: int, num_rows: int) -> Read:
     others = [n for n in indices[:-1] if n not in (num_rows, 1)]
     is_plain = operand.count(num_groups) == 1 and num_groups not in indices
     if not is_plain or axis not in numbers.start_index_map or numbers.operand_batching_dims:
-        raise NotByIndex("its rows are not read by an index alone")
+        raise NotByIndex("otherwise than by an index alone")
     if axis not in numbers.collapsed_slice_dims or indices[:-1].count(num_rows) != 1 or others:
-        raise NotByIndex("the index does not have one of its rows for each row that reads")
+        raise NotByIndex("by an index that is not one to each row")
     column = numbers.start_index_map.index(axis)
     return Read(number, axis, indices.index(num_rows), column)
 

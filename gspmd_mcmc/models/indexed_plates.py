@@ -6,6 +6,7 @@ row, so that the model is run with as many groups as rows, each row's own in its
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from gspmd_mcmc.models.index_reads import NotByIndex, Program, Read
 from gspmd_mcmc.models.site_model import CannotStream, SiteModel, Streamed, fails_on_block
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.groups import Groups
-from gspmd_mcmc.placement.mesh import named_sharding
+from gspmd_mcmc.placement.mesh import axes_of, named_sharding
 from gspmd_mcmc.placement.padding import real_rows, values_of
 from gspmd_mcmc.tree import PyTree
 
@@ -45,8 +46,12 @@ class Indexed:
     latents: tuple[str, ...]
 
 
-def streamed(model: SiteModel, leaves: list, dummies: dict) -> dict[str, Streamed]:
+def streamed(
+    model: SiteModel, over: dict[str, Any], leaves: list, dummies: dict
+) -> dict[str, Streamed]:
     """Say of each plate how it is streamed: with the groups that its rows read, or alone.
+
+    ``over`` are the mesh axes of the plates; ``leaves`` and ``dummies`` stand for rows of others.
 
     Raises
     ------
@@ -57,20 +62,21 @@ def streamed(model: SiteModel, leaves: list, dummies: dict) -> dict[str, Streame
     for plate in model.num_rows:
         if model.leaves_of(plate):
             owners = {owner for owner, _ in model.foreign_reads(plate, leaves, dummies)}
-            indexed |= {plate: _indexed(model, plate, owners, leaves, dummies)} if owners else {}
+            if owners:
+                indexed[plate] = _indexed(model, over, plate, owners, leaves, dummies)
     for x in indexed.values():
         if x.groups in indexed:
             raise CannotStream(
                 indexed[x.groups].groups,
                 f"plate {x.groups!r} reads it, and is itself read by plate {x.rows!r}",
+                x.groups,
             )
     groups: dict[str, Groups] = {}
     for x in indexed.values():
         groups.setdefault(x.groups, _groups(model, x))
     for plate in (*model.num_rows, None):
         if plate not in indexed:
-            data = [groups[plate].sizes] if plate in groups else None
-            model.check_apart(plate, leaves, dummies, data and (model.leaves_of(plate) or data))
+            model.check_apart(plate, leaves, dummies, plate in groups)
     return {plate: _streamed(model, plate, indexed.get(plate), groups) for plate in model.num_rows}
 
 
@@ -133,7 +139,12 @@ def _terms(
 
 
 def _indexed(
-    model: SiteModel, plate: str, owners: set[str], leaves: list, dummies: dict
+    model: SiteModel,
+    over: dict[str, Any],
+    plate: str,
+    owners: set[str],
+    leaves: list,
+    dummies: dict,
 ) -> Indexed:
     """Find the index by which a plate's rows read another plate: of several the one with most latents.
 
@@ -143,17 +154,18 @@ def _indexed(
         Of the plate that is to be whole instead, with the reason.
     """
     groups, *others = sorted(owners, key=lambda name: (-_num_latents(model, name), name))
-    if model.latents_of(plate):
-        raise CannotStream(groups, f"plate {plate!r} reads it, and has latents of its own")
+    whole = groups
     try:
+        if model.latents_of(plate):
+            raise NotByIndex("has latents of its own, which lie with its rows")
+        if axes_of(over[plate]) != axes_of(over[groups]):
+            raise NotByIndex("lies over other axes of the mesh")
         found = _found(model, plate, groups, leaves, dummies)
+        if others:
+            whole = others[0]
+            raise NotByIndex(f"lies with plate {groups!r}, which has more latents")
     except NotByIndex as error:
-        raise CannotStream(groups, f"plate {plate!r} reads it, and {error}") from error
-    if others:
-        raise CannotStream(
-            others[0],
-            f"plate {plate!r} reads it, and its rows lie with plate {groups!r}, which has more latents",
-        )
+        raise CannotStream(whole, f"plate {plate!r} reads it, and {error}", plate) from error
     return found
 
 
@@ -206,7 +218,7 @@ def _keys(
 ) -> tuple[np.ndarray, tuple[Read, ...]]:
     """Compute which group each row reads, the same by each of the reads, and what else they read."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(model.args)):
-        raise NotByIndex("its index is not known, as arguments are shapes alone")
+        raise NotByIndex("by what index is not known, as arguments are shapes alone")
     sizes = {name: model.num_rows[name] for name in (plate, groups)}
     whole = _program(model, sizes, leaves, dummies)
     arrays = [
@@ -222,12 +234,12 @@ def _keys(
         is_same = (others == others[:1]).all()
         found.append(replace(read, others=tuple(map(int, others[0])) if is_same else None))
     if not keys or any((key != keys[0]).any() for key in keys):
-        raise NotByIndex("by more than one index" if keys else "by no index")
+        raise NotByIndex("by more than one index" if keys else "by no index at all")
     wrong = np.flatnonzero((keys[0] < 0) | (keys[0] >= sizes[groups]))
     if wrong.size:
         raise ValueError(
-            f"plates: row {wrong[0]} of {plate!r} reads row {keys[0][wrong[0]]} of {groups!r}, which has "
-            f"the rows 0 to {sizes[groups] - 1}; {wrong.size} rows do so. NumPyro would take other rows "
-            "in their place"
+            f"plates: {wrong.size} rows of {plate!r} read rows of {groups!r} that are not there, the "
+            f"first is row {wrong[0]} with {keys[0][wrong[0]]}; {groups!r} has the rows 0 to "
+            f"{sizes[groups] - 1}, and NumPyro would take others in their place"
         )
     return keys[0], tuple(found)

@@ -42,11 +42,13 @@ class CannotStream(ValueError):
     ----------
     plate, reason
         Its name, and what couples them.
+    read_by
+        The plate whose rows read it, if that is why.
     """
 
-    def __init__(self, plate: str, reason: str):
+    def __init__(self, plate: str, reason: str, read_by: str | None = None):
         super().__init__(f"plate {plate!r} cannot be streamed: {reason}")
-        self.plate, self.reason = plate, reason
+        self.plate, self.reason, self.read_by = plate, reason, read_by
 
 
 @dataclass(frozen=True)
@@ -174,9 +176,9 @@ class SiteModel(ABC):
             derived=function(model.derived, self.args) if self.derived_names else None,
             prior=PriorDraw(function(model.draw, self.args)),
         )
-        for i, x in enumerate(streamed.values()):
+        for i, (name, x) in enumerate(streamed.items()):
             if x.groups is not None and (coupling := _coupling_of(target, i)):
-                raise CannotStream(x.groups, coupling)
+                raise CannotStream(x.groups, f"plate {name!r} reads it, and {coupling}", name)
         return target
 
     def streamed(self, leaves: list, dummies: dict) -> dict[str, Streamed]:
@@ -235,23 +237,27 @@ class SiteModel(ABC):
         }
         return leaves, _constrained(self.bijections, zeros)
 
-    def check_apart(self, plate: str | None, leaves: list, dummies: dict, data: Any = None) -> None:
+    def check_apart(
+        self, plate: str | None, leaves: list, dummies: dict, is_read: bool = False
+    ) -> None:
         """Try a plate's block (or the prior) in the abstract: it runs, and reads no stand-in.
 
-        ``data`` are others than the plate's arguments.
+        A plate that the rows of another one read needs no arguments.
         """
-        for owner, name in self.foreign_reads(plate, leaves, dummies, data):
+        for owner, name in self.foreign_reads(plate, leaves, dummies, is_read):
             where = "sites outside of it" if plate is None else f"the sites of plate {plate!r}"
             raise CannotStream(owner, f"{where} read its {name}, which couples its rows")
 
     def foreign_reads(
-        self, plate: str | None, leaves: list, dummies: dict, data: Any = None
+        self, plate: str | None, leaves: list, dummies: dict, is_read: bool = False
     ) -> list[tuple[str, str]]:
         """Return the stand-ins that a plate's block (or the prior) reads: whose they are, and names."""
         if plate is None:
             jaxpr = jax.make_jaxpr(self._prior)(leaves, dummies, self.shapes_of({}))
+        elif not is_read and not self.leaves_of(plate):
+            raise CannotStream(plate, "no argument of the model has its rows")
         else:
-            jaxpr = self._trace_block(plate, leaves, dummies, data)
+            jaxpr = self._trace_block(plate, leaves, dummies)
         owner_of = {s.name: s.plate for s in self.sites}
         owners = [*self.plate_of_leaf, *(owner_of[name] for name in sorted(dummies))]
         paths = jax.tree_util.tree_leaves_with_path(self.args, is_leaf=is_padded)
@@ -261,16 +267,18 @@ class SiteModel(ABC):
         found = zip(owners, names, live, strict=True)
         return [(o, name) for o, name, reads in found if reads and o is not None and o != plate]
 
-    def _trace_block(self, plate: str, leaves: list, dummies: dict, data: Any) -> Any:
-        data = data or self.leaves_of(plate)
-        if not data:
-            raise CannotStream(plate, "no argument of the model has its rows")
+    def _trace_block(self, plate: str, leaves: list, dummies: dict) -> Any:
         num = min(TRIAL_ROWS, self.num_rows[plate])
-        block = [jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype) for x in map(values_of, data)]
+        block = [
+            jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype) if p == plate else x
+            for x, p in zip(leaves, self.plate_of_leaf, strict=True)
+        ]
+
+        def terms(leaves, dummies, params):
+            return self.terms_of(plate, {plate: num}, leaves, dummies | params)
+
         try:
-            return jax.make_jaxpr(partial(self._rows, plate))(
-                leaves, dummies, self.shapes_of({plate: num}), block
-            )
+            return jax.make_jaxpr(terms)(block, dummies, self.shapes_of({plate: num}))
         except Exception as error:  # anything that a model does on a block and not on the whole
             raise fails_on_block(plate, num, error) from error
 
