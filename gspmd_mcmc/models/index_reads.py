@@ -157,11 +157,10 @@ def _read_of(eqn: Any, number: int, num_groups: int, num_rows: int) -> Read:
     """Read a gather from groups; raise where it is not one group for each row."""
     operand, indices = map(_shape, eqn.invars[:2])
     numbers, axis = eqn.params["dimension_numbers"], operand.index(num_groups)
-    others = [n for n in indices[:-1] if n not in (num_rows, 1)]
     is_plain = operand.count(num_groups) == 1 and num_groups not in indices
     if not is_plain or axis not in numbers.start_index_map or numbers.operand_batching_dims:
         raise NotByIndex("otherwise than by an index alone")
-    if axis not in numbers.collapsed_slice_dims or indices[:-1].count(num_rows) != 1 or others:
+    if axis not in numbers.collapsed_slice_dims or indices[:-1].count(num_rows) != 1:
         raise NotByIndex("by an index that is not one to each row")
     column = numbers.start_index_map.index(axis)
     return Read(number, axis, indices.index(num_rows), column)

@@ -227,12 +227,14 @@ def _keys(
     ]
     keys, found = [], []
     for read in reads:
-        index = whole.indices(read.number, arrays)
-        index = np.moveaxis(index, read.rows_axis, 0).reshape(sizes[plate], -1)
-        keys.append(index[:, read.column])
-        others = np.delete(index, read.column, axis=1)
-        is_same = (others == others[:1]).all()
-        found.append(replace(read, others=tuple(map(int, others[0])) if is_same else None))
+        index = np.moveaxis(whole.indices(read.number, arrays), read.rows_axis, 0)
+        index = index.reshape(sizes[plate], -1, index.shape[-1])
+        key, others = index[..., read.column], np.delete(index, read.column, axis=2)
+        if (key != key[:, :1]).any():
+            raise NotByIndex("by an index that is not one to each row")
+        keys.append(key[:, 0])
+        is_number = index.shape[1] == 1 and (others == others[:1]).all()
+        found.append(replace(read, others=tuple(map(int, others[0, 0])) if is_number else None))
     if not keys or any((key != keys[0]).any() for key in keys):
         raise NotByIndex("by more than one index" if keys else "by no index at all")
     wrong = np.flatnonzero((keys[0] < 0) | (keys[0] >= sizes[groups]))
