@@ -333,6 +333,18 @@ def test_no_gradient_is_scattered():
     assert num_scatters(target_of("centred", plates={"visits": "data"})) > 0
 
 
+def test_other_data_of_the_same_patients_compile_nothing_new():
+    def grad(target):
+        traced.append(target)
+        return target.grad(lay_out(target, target.origin()))
+
+    traced, run = [], jax.jit(grad)
+    for y in (Y, Y + 1):
+        args = gm.place({"patient": PATIENT, "y": y}, mesh_of("2"), ROWS)
+        run(gm.from_numpyro(by_factor, plates=BOTH, check=False, **args))
+    assert len(traced) == 1
+
+
 def test_draws_have_the_model_s_order_and_its_deterministic_sites():
     target = target_of("centred", "2x4")
     draws = gm.sample(

@@ -113,7 +113,14 @@ class Program:
 
     def with_own_rows(self, reads: Sequence[Read]) -> Callable:
         """Return the function, of leaves, that takes each row's own group where it was gathered."""
-        gathers = self.gathers
+        gathers = dict(enumerate(self.gathers))
+        for read in reads:
+            shapes = [_shape(v) for v in gathers[read.number].invars] if read.number in gathers else []
+            if not shapes or shapes[0][read.groups_axis] != shapes[1][read.rows_axis]:
+                raise ValueError(
+                    "the model computes otherwise on other numbers of rows, so that its indices cannot "
+                    "be followed. Leave the plate that is read by an index out of plates="
+                )
         own = {id(gathers[read.number]): _own(gathers[read.number], read) for read in reads}
         eqns = [own.get(id(eqn), eqn) for eqn in self.closed.jaxpr.eqns]
         return jaxpr_as_fun(self.closed.replace(jaxpr=self.closed.jaxpr.replace(eqns=eqns)))
