@@ -322,7 +322,6 @@ CASES = {
         ratings,
         {"user": counts(7, 61, below=13), "score": normal(8, 61), "bias_scale": 1 + counts(9, 13) / 4},
         plates={"users": "data", "ratings": "data"},
-        falls_back="plate 'users' cannot be streamed: the sites of plate 'ratings' read its latent",
     ),
 }
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -80,7 +81,8 @@ def from_numpyro(
             target = found.posterior()
             break
         except CannotStream as error:
-            warnings.warn(f"{error}. It is evaluated at once", stacklevel=3)
+            sent = _sent_where_whole(error, sites, bound.arrays)
+            warnings.warn(f"{error}. It is evaluated at once{sent}", stacklevel=3)
             sharded = {name: x for name, x in sharded.items() if name != error.plate}
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(bound.arrays)):
         return target  # of a mesh that is not there: nothing to check with
@@ -123,6 +125,22 @@ def _sharded_plates(sites: dict, plates: dict[str, Any], arrays: dict) -> dict[s
                 f"{sorted(axes)}"
             )
     return {name: (of_model[name], over) for name, over in plates.items()}
+
+
+def _sent_where_whole(error: CannotStream, sites: dict, arrays: dict) -> str:
+    """Say what each leapfrog sends of a plate that is whole, and that rows of another one read."""
+    shardings = [named_sharding(values_of(x)) for x in arrays.values()]
+    in_plate = [
+        np.zeros(0, s["value"].dtype).itemsize * math.prod(s["unconstrained"])
+        for s in sites.values()
+        if "unconstrained" in s and any(f.name == error.plate for f in s["cond_indep_stack"])
+    ]
+    if error.read_by is None or not in_plate or not any(s and s.mesh.size > 1 for s in shardings):
+        return ""
+    return (
+        f": its latents are whole on every device, and a leapfrog sends their gradient, "
+        f"{sum(in_plate):,} bytes a chain"
+    )
 
 
 def _num_outside(model: NumpyroModel, arrays: dict, target: Posterior, position: dict) -> dict:

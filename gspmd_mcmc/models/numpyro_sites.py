@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd_mcmc.models import indexed_plates
 from gspmd_mcmc.models.numpyro_arguments import Bound, module
 from gspmd_mcmc.models.numpyro_trace import given
 from gspmd_mcmc.models.site_model import (
     CannotStream,
     Site,
     SiteModel,
+    Streamed,
     cannot_draw,
     rows_of_plates,
 )
@@ -103,6 +105,7 @@ def read_sites(bound: Bound, sites: dict, sharded: dict[str, tuple[int, Any]]) -
         bound=bound.without_arrays(),
         row_axis=row_axis,
         plate_of=plate_of,
+        over=over,
     )
 
 
@@ -116,11 +119,18 @@ class NumpyroModel(SiteModel):
         Site to the axis that the rows of its sharded plate are in NumPyro's shapes.
     plate_of
         Site to its sharded plate.
+    over
+        Sharded plate to the mesh axes that it is to lie over.
     """
 
     bound: Bound
     row_axis: dict[str, int]
     plate_of: dict[str, str]
+    over: dict[str, Any]
+
+    def streamed(self, leaves: list, dummies: dict) -> dict[str, Streamed]:
+        """Say of each plate how it is streamed; a plate may read another one by an index."""
+        return indexed_plates.streamed(self, self.over, leaves, dummies)
 
     def log_probs(self, values: dict, args: dict, sizes: dict, wanted: tuple) -> dict[str, jax.Array]:
         """Run the model on blocks of rows."""

@@ -73,7 +73,8 @@ def _check_sites(sites: dict[str, dict]) -> None:
         size, subsample = site["args"] if site["type"] == "plate" else (None, None)
         if subsample not in (None, size):
             raise ValueError(
-                f"plates: {name!r} draws {subsample} of its {size} rows; HMC needs all of them"
+                f"plates: {name!r} draws {subsample} of its {size} rows; HMC needs all of them. Leave "
+                "subsample_size out: a plate's rows are streamed"
             )
 
 

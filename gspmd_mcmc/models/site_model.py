@@ -22,6 +22,8 @@ from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.mesh import axes_of
 from gspmd_mcmc.placement.padding import is_padded, num_real_rows, real_rows, values_of
 from gspmd_mcmc.targets.bijections import ByModel, constrain
+from gspmd_mcmc.targets.independence import coupling_of
+from gspmd_mcmc.targets.local import lay_out
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.targets.streaming.rows import row_axes
@@ -40,11 +42,13 @@ class CannotStream(ValueError):
     ----------
     plate, reason
         Its name, and what couples them.
+    read_by
+        The plate whose rows read it, if that is why.
     """
 
-    def __init__(self, plate: str, reason: str):
+    def __init__(self, plate: str, reason: str, read_by: str | None = None):
         super().__init__(f"plate {plate!r} cannot be streamed: {reason}")
-        self.plate, self.reason = plate, reason
+        self.plate, self.reason, self.read_by = plate, reason, read_by
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,28 @@ class Site:
     plate: str | None
     latent: jax.ShapeDtypeStruct | None = None
     bijection: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """How the rows of a plate are streamed.
+
+    Attributes
+    ----------
+    terms
+        ``terms(leaves, dummies, params, block)``: a term for each row of a block of ``data``.
+    data
+        The arguments that have its rows.
+    local
+        Names of the latents that a block has rows of.
+    groups
+        The plate that its rows lie with, if they read it by an index.
+    """
+
+    terms: Callable
+    data: Any
+    local: tuple[str, ...]
+    groups: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,24 +163,40 @@ class SiteModel(ABC):
             If the model cannot be evaluated on blocks of a plate, or reads another plate's rows there.
         """
         standins = self._standins()
-        for plate in (*self.num_rows, None):
-            self._check_apart(plate, *standins)
+        streamed = self.streamed(*standins)
         model, function = self.without_arrays(), partial(of_model, self.door)
         plates = [
-            Plate(
-                function(_Named(partial(model._rows, plate), f"{self.name}.{plate}"), *standins),
-                self._leaves_of(plate),
-                local=tuple(s.name for s in self.sites if s.plate == plate and s.latent is not None),
-            )
-            for plate in self.num_rows
+            Plate(function(_Named(x.terms, f"{self.name}.{name}"), *standins), x.data, local=x.local)
+            for name, x in streamed.items()
         ]
         prior = function(_Named(model._prior, self.name), *standins)
-        return tree.replace(
+        target = tree.replace(
             Posterior(prior, *plates, bijections=self.bijections or None),
             latents=tuple(self.latents.items()),
             derived=function(model.derived, self.args) if self.derived_names else None,
             prior=PriorDraw(function(model.draw, self.args)),
         )
+        for i, (name, x) in enumerate(streamed.items()):
+            if x.groups is not None and (coupling := _coupling_of(target, i)):
+                raise CannotStream(x.groups, f"plate {name!r} reads it, and {coupling}", name)
+        return target
+
+    def streamed(self, leaves: list, dummies: dict) -> dict[str, Streamed]:
+        """Say of each plate how it is streamed, given stand-ins for rows that are not there.
+
+        Raises
+        ------
+        CannotStream
+            As `posterior`.
+        """
+        for plate in (*self.num_rows, None):
+            self.check_apart(plate, leaves, dummies)
+        return {plate: self.streamed_alone(plate) for plate in self.num_rows}
+
+    def streamed_alone(self, plate: str) -> Streamed:
+        """Return how a plate is streamed that reads no other."""
+        terms = partial(self.without_arrays()._rows, plate)
+        return Streamed(terms, self.leaves_of(plate), self.latents_of(plate))
 
     def without_arrays(self) -> Self:
         """Return what functions of a target hold: data of other values are no other program."""
@@ -171,17 +213,22 @@ class SiteModel(ABC):
 
     def _rows(self, plate: str, leaves: list, dummies: dict, params: PyTree, block: list) -> jax.Array:
         """Terms of the rows of a plate's block; the other plates are one row each."""
-        num, rows = len(block[0]), iter(block)
+        rows = iter(block)
         pairs = zip(leaves, self.plate_of_leaf, strict=True)
         leaves = [next(rows) if p == plate else x for x, p in pairs]
-        sizes = dict.fromkeys(self.num_rows, 1) | {plate: num}
+        return self.terms_of(plate, {plate: len(block[0])}, leaves, dummies | params)
+
+    def terms_of(self, plate: str, sizes: dict[str, int], leaves: list, values: dict) -> jax.Array:
+        """Terms of a plate's rows where plates have other sizes; those that are not named have 1."""
         wanted = tuple(s.name for s in self.sites if s.plate == plate)
-        terms = self.log_probs(dummies | params, self._tree(leaves), sizes, wanted)
+        sizes = dict.fromkeys(self.num_rows, 1) | sizes
+        terms = self.log_probs(values, self._tree(leaves), sizes, wanted)
+        num = sizes[plate]
         return sum(jnp.sum(x.reshape(num, -1), axis=1) for x in terms.values())  # pyright: ignore
 
     def _standins(self) -> tuple[list, dict]:
         """Return what stands for rows that are not there: an argument's first, any of a latent."""
-        pairs = zip(self._leaves(), self.plate_of_leaf, strict=True)
+        pairs = zip(self.leaves(), self.plate_of_leaf, strict=True)
         leaves = [real_rows(x) if plate is None else _first_row(values_of(x)) for x, plate in pairs]
         zeros = {
             s.name: jnp.zeros((1, *s.latent.shape[1:]), s.latent.dtype)
@@ -190,10 +237,25 @@ class SiteModel(ABC):
         }
         return leaves, _constrained(self.bijections, zeros)
 
-    def _check_apart(self, plate: str | None, leaves: list, dummies: dict) -> None:
-        """Try a plate's block (or the prior) in the abstract: it runs, and reads no stand-in."""
+    def check_apart(
+        self, plate: str | None, leaves: list, dummies: dict, is_read: bool = False
+    ) -> None:
+        """Try a plate's block (or the prior) in the abstract: it runs, and reads no stand-in.
+
+        A plate that the rows of another one read needs no arguments.
+        """
+        for owner, name in self.foreign_reads(plate, leaves, dummies, is_read):
+            where = "sites outside of it" if plate is None else f"the sites of plate {plate!r}"
+            raise CannotStream(owner, f"{where} read its {name}, which couples its rows")
+
+    def foreign_reads(
+        self, plate: str | None, leaves: list, dummies: dict, is_read: bool = False
+    ) -> list[tuple[str, str]]:
+        """Return the stand-ins that a plate's block (or the prior) reads: whose they are, and names."""
         if plate is None:
-            jaxpr = jax.make_jaxpr(self._prior)(leaves, dummies, self._shapes(None, 1))
+            jaxpr = jax.make_jaxpr(self._prior)(leaves, dummies, self.shapes_of({}))
+        elif not is_read and not self.leaves_of(plate):
+            raise CannotStream(plate, "no argument of the model has its rows")
         else:
             jaxpr = self._trace_block(plate, leaves, dummies)
         owner_of = {s.name: s.plate for s in self.sites}
@@ -202,45 +264,60 @@ class SiteModel(ABC):
         names = [f"argument {_argument(path)}" for path, _ in paths]
         names += [f"latent {name!r}" for name in sorted(dummies)]
         live = is_live(jaxpr.jaxpr)[: len(owners)]
-        for is_read, owner, name in zip(live, owners, names, strict=True):
-            if is_read and owner not in (None, plate):
-                where = "sites outside of it" if plate is None else f"the sites of plate {plate!r}"
-                raise CannotStream(owner, f"{where} read its {name}, which couples its rows")
+        found = zip(owners, names, live, strict=True)
+        return [(o, name) for o, name, reads in found if reads and o is not None and o != plate]
 
     def _trace_block(self, plate: str, leaves: list, dummies: dict) -> Any:
-        data = self._leaves_of(plate)
-        if not data:
-            raise CannotStream(plate, "no argument of the model has its rows")
         num = min(TRIAL_ROWS, self.num_rows[plate])
-        block = [jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype) for x in map(values_of, data)]
-        try:
-            return jax.make_jaxpr(partial(self._rows, plate))(
-                leaves, dummies, self._shapes(plate, num), block
-            )
-        except Exception as error:  # anything that a model does on a block and not on the whole
-            first = (*str(error).strip().splitlines(), "")[0]
-            reason = f"{type(error).__name__}: {first}"[:300]
-            raise CannotStream(
-                plate, f"on {num} of its rows alone, the model fails with {reason}"
-            ) from error
+        block = [
+            jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype) if p == plate else x
+            for x, p in zip(leaves, self.plate_of_leaf, strict=True)
+        ]
 
-    def _shapes(self, plate: str | None, num: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of the constrained latents that are shown to a block of a plate, or to the prior."""
+        def terms(leaves, dummies, params):
+            return self.terms_of(plate, {plate: num}, leaves, dummies | params)
+
+        try:
+            return jax.make_jaxpr(terms)(block, dummies, self.shapes_of({plate: num}))
+        except Exception as error:  # anything that a model does on a block and not on the whole
+            raise fails_on_block(plate, num, error) from error
+
+    def shapes_of(self, sizes: dict[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the constrained latents outside of plates, and of plates of these sizes."""
         position = {}
         for site in self.sites:
-            if site.latent is not None and site.plate in (None, plate):
-                shape = site.latent.shape if site.plate is None else (num, *site.latent.shape[1:])
+            if site.latent is not None and (site.plate is None or site.plate in sizes):
+                rows = () if site.plate is None else (sizes[site.plate],)
+                shape = (*rows, *site.latent.shape[len(rows) :])
                 position[site.name] = jax.ShapeDtypeStruct(shape, site.latent.dtype)
         return jax.eval_shape(partial(_constrained, self.bijections), position)
 
-    def _leaves(self) -> list:
-        return jax.tree.leaves(self.args, is_leaf=is_padded)
+    def latents_of(self, plate: str) -> tuple[str, ...]:
+        """Names of the latents in a plate."""
+        return tuple(s.name for s in self.sites if s.plate == plate and s.latent is not None)
 
-    def _leaves_of(self, plate: str) -> list:
-        return [x for x, p in zip(self._leaves(), self.plate_of_leaf, strict=True) if p == plate]
+    def leaves_of(self, plate: str) -> list:
+        """Return the leaves of the arguments that have a plate's rows."""
+        return [x for x, p in zip(self.leaves(), self.plate_of_leaf, strict=True) if p == plate]
+
+    def leaves(self) -> list:
+        """Return the leaves of the arguments, `Padded` or as they are placed."""
+        return jax.tree.leaves(self.args, is_leaf=is_padded)
 
     def _tree(self, leaves: list) -> PyTree:
         return jax.tree.structure(self.args, is_leaf=is_padded).unflatten(leaves)
+
+
+def fails_on_block(plate: str, num: int, error: Exception) -> CannotStream:
+    """Return the error of a plate on whose blocks a model fails."""
+    first = (*str(error).strip().splitlines(), "")[0]
+    reason = f"{type(error).__name__}: {first}"[:300]
+    return CannotStream(plate, f"on {num} of its rows alone, the model fails with {reason}")
+
+
+def _coupling_of(target: Posterior, which: int) -> str | None:
+    """Say in words which row of a plate depends on the rows beside it; None if none does."""
+    return coupling_of(target, which, lay_out(target, target.origin()))
 
 
 def is_by_model(site: Site) -> bool:

@@ -166,6 +166,9 @@ class Groups:
         for ``draws.summary(groups="station")``. None: the name of the keys, if they have one.
     tile_rows
         About how many rows a tile has. None: 16,384 on a CPU, whose caches hold them, else 2**20.
+    allow_empty
+        Whether labels may have no rows: latents of such groups have their prior alone. That is an
+        error otherwise, as it may be a slip.
 
     Attributes
     ----------
@@ -180,7 +183,8 @@ class Groups:
     ------
     ValueError
         If a key is missing, is no integer or string, or is not among the labels; if a group has no
-        rows; if the name is that of a coordinate of draws.
+        rows, and ``allow_empty`` does not say that it may; if the name is that of a coordinate of
+        draws.
 
     Examples
     --------
@@ -210,6 +214,7 @@ class Groups:
         labels: Any = None,
         name: str | None = None,
         tile_rows: int | None = None,
+        allow_empty: bool = False,
     ):
         if mesh is not None:
             mesh = auto_mesh("Groups: mesh", mesh)
@@ -224,11 +229,11 @@ class Groups:
         self.labels = _labels_there(keys) if labels is None else _checked_labels(labels)
         self._index = _index_of(keys, self.labels)
         self.sizes = np.bincount(self._index, minlength=len(self.labels))
-        if not self.sizes.all():
+        if not allow_empty and not self.sizes.all():
             raise ValueError(
                 f"labels: {np.sum(self.sizes == 0)} groups have no rows, the first is "
-                f"{_shown(self.labels[np.argmin(self.sizes)])}. Leave them out of labels: their "
-                "latents have their prior alone"
+                f"{_shown(self.labels[np.argmin(self.sizes)])}. Leave them out of labels, as their "
+                "latents have their prior alone; or keep these, Groups(..., allow_empty=True)"
             )
         splits = [] if mesh is None else check_spec("keys", self._index.shape, mesh, self.spec)
         self._num_blocks = splits[0] if splits else 1
@@ -275,7 +280,7 @@ class Groups:
         Parameters
         ----------
         rows
-            A tree of arrays [rows, ...], or their shapes.
+            A tree of arrays [rows, ...], or their shapes; `Padded` ones count without the pad.
         keys
             The group of each row. None: the keys that the groups were made of. Another table's may
             leave groups out.
