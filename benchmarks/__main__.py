@@ -10,6 +10,7 @@ NAMES = (
     "energy",
     "ess",
     "gpu",
+    "groups",
     "mnist",
     "movielens",
     "precision",

@@ -1,4 +1,4 @@
-"""Who watched what, for the demos: MovieLens 1M, or a matrix of its shape drawn from the model.
+"""Who watched and rated what, for the demos: MovieLens 1M, or data of its shape drawn from the model.
 
 MovieLens belongs to GroupLens and may not be redistributed, so the project does not contain it: it is
 read from a folder, from the cache, or downloaded from GroupLens into the cache.
@@ -51,6 +51,36 @@ class Sizes(NamedTuple):
 
 
 MOVIELENS_SIZES = Sizes(ratings=1_000_209, users=6_040, movies=3_706)
+
+
+@dataclass(frozen=True, eq=False)
+class Ratings:
+    """Who rated what, and how.
+
+    Attributes
+    ----------
+    name : str
+        ``"ml-1m"`` or ``"simulated"``.
+    user, film : numpy.ndarray
+        Row and column of each rating, int32, shape [ratings]. Users stand by their number, rated
+        movies by theirs.
+    stars : numpy.ndarray
+        1 to 5, as uint8, shape [ratings].
+    titles, genres, source
+        As in `Watched`.
+    """
+
+    name: str
+    user: np.ndarray
+    film: np.ndarray
+    stars: np.ndarray
+    titles: list[str]
+    genres: list[tuple[str, ...]]
+    source: str
+
+
+class Unavailable(Exception):
+    """MovieLens is neither in the cache nor at a mirror."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,14 +149,70 @@ def load_movielens(
     ValueError
         If a file is damaged, or is not as expected.
     """
-    if data_dir is not None:
-        return _load_given(Path(data_dir).expanduser(), "data_dir", sizes)
-    if from_env := os.environ.get(datasets.DATA_ENV):
-        return _load_given(Path(from_env).expanduser(), datasets.DATA_ENV, sizes)
     try:
-        return _load_cached(datasets.cache_folder(_SUBFOLDER), mirrors, md5, sizes)
-    except OSError as error:
+        return _watched(_load_real(data_dir, mirrors, md5, sizes))
+    except Unavailable as error:
         return _stand_in(str(error), sizes or MOVIELENS_SIZES)
+
+
+def load_ratings(
+    data_dir: str | os.PathLike[str] | None = None,
+    *,
+    mirrors: Sequence[str] = MOVIELENS_MIRRORS,
+    md5: str = MOVIELENS_MD5,
+    sizes: Sizes | None = MOVIELENS_SIZES,
+) -> Ratings:
+    """Load the ratings of MovieLens 1M, or simulated ones with a message that says so.
+
+    Parameters, errors and where files are looked for are those of `load_movielens`; without files the
+    ratings are those of `simulate_ratings`.
+    """
+    try:
+        return _load_real(data_dir, mirrors, md5, sizes)
+    except Unavailable as error:
+        datasets.announce(f"MovieLens 1M is not available ({error}).")
+        datasets.announce(
+            "Using simulated ratings of its shape instead, so the results are not MovieLens'. "
+            f"{datasets.DATA_ENV} can name a folder that holds {_ZIP}."
+        )
+        return simulate_ratings(sizes or MOVIELENS_SIZES)
+
+
+def simulate_ratings(sizes: Sizes = MOVIELENS_SIZES, seed: int = _SYNTHETIC_SEED) -> Ratings:
+    """Simulate ratings from a factor model, of as many users, movies and ratings as MovieLens 1M has.
+
+    Users rate from 20 movies to more than a thousand, popular ones more often. Stars are
+    3.6 + b_user + b_film + U·V + noise, rounded, with standard deviations 0.4, 0.6, 0.4 (of the product
+    of five factors) and 0.85.
+
+    Parameters
+    ----------
+    sizes : Sizes, optional
+        How many ratings (up to rounding), users and movies.
+    seed : int, optional
+        The same seed gives the same ratings.
+    """
+    rng = np.random.default_rng(seed)
+    least = min(20, sizes.movies)
+    wanted = rng.lognormal(0, 1.2, sizes.users)
+    wanted = least + wanted / wanted.sum() * max(sizes.ratings - least * sizes.users, 0)
+    wanted = np.minimum(wanted.astype(int), sizes.movies * 2 // 3)
+    popular = rng.normal(0, 1.5, sizes.movies)
+    users, films = [], []
+    for user, number in enumerate(np.maximum(wanted, least)):
+        # The largest of Gumbel variables around log weights are a draw without replacement.
+        order = np.argpartition(-(popular + rng.gumbel(size=sizes.movies)), number - 1)
+        films.append(np.sort(order[:number]))
+        users.append(np.full(number, user))
+    user, film = (np.concatenate(parts).astype(np.int32) for parts in (users, films))
+    columns = (sizes.users, 5), (sizes.movies, 5)
+    of_users, of_films = (rng.normal(0, np.sqrt(0.4 / np.sqrt(5)), shape) for shape in columns)
+    location = 3.6 + rng.normal(0, 0.4, sizes.users)[user] + rng.normal(0, 0.6, sizes.movies)[film]
+    location += np.einsum("rk,rk->r", of_users[user], of_films[film])
+    stars = np.clip(np.round(rng.normal(location, 0.85)), 1, 5).astype(np.uint8)
+    titles = [f"simulated movie {i}" for i in range(sizes.movies)]
+    source = "ratings simulated from a factor model in place of MovieLens 1M"
+    return Ratings("simulated", user, film, stars, titles, [()] * sizes.movies, source)
 
 
 def draw_synthetic(num_users: int, num_movies: int, seed: int = _SYNTHETIC_SEED) -> np.ndarray:
@@ -163,7 +249,25 @@ def draw_synthetic(num_users: int, num_movies: int, seed: int = _SYNTHETIC_SEED)
     return watched
 
 
-def _load_given(root: Path, origin: str, sizes: Sizes | None) -> Watched:
+def _load_real(data_dir, mirrors: Sequence[str], md5: str, sizes: Sizes | None) -> Ratings:
+    if data_dir is not None:
+        return _load_given(Path(data_dir).expanduser(), "data_dir", sizes)
+    if from_env := os.environ.get(datasets.DATA_ENV):
+        return _load_given(Path(from_env).expanduser(), datasets.DATA_ENV, sizes)
+    try:
+        return _load_cached(datasets.cache_folder(_SUBFOLDER), mirrors, md5, sizes)
+    except OSError as error:
+        raise Unavailable(str(error)) from error
+
+
+def _watched(ratings: Ratings) -> Watched:
+    shape = int(ratings.user.max()) + 1, int(ratings.film.max()) + 1
+    watched = np.zeros(shape, np.uint8)
+    watched[ratings.user, ratings.film] = 1
+    return Watched(ratings.name, watched, ratings.titles, ratings.genres, ratings.source)
+
+
+def _load_given(root: Path, origin: str, sizes: Sizes | None) -> Ratings:
     if not root.is_dir():
         error = NotADirectoryError if root.exists() else FileNotFoundError
         raise error(f"{origin}: expected a folder with MovieLens 1M, {root} is none")
@@ -181,7 +285,7 @@ def _load_given(root: Path, origin: str, sizes: Sizes | None) -> Watched:
     )
 
 
-def _load_cached(folder: Path, mirrors: Sequence[str], md5: str, sizes: Sizes | None) -> Watched:
+def _load_cached(folder: Path, mirrors: Sequence[str], md5: str, sizes: Sizes | None) -> Ratings:
     path = folder / _ZIP
     source = f"MovieLens 1M from the cache {path}"
     if not _is_cached(path, md5):
@@ -221,7 +325,7 @@ def _missing(place: Path | zipfile.Path) -> list[str]:
     return [name for name in (_RATINGS, _MOVIES) if not (place / name).is_file()]
 
 
-def _read_zip(path: Path, sizes: Sizes | None, source: str) -> Watched:
+def _read_zip(path: Path, sizes: Sizes | None, source: str) -> Ratings:
     try:
         with zipfile.ZipFile(path) as archive:
             top = zipfile.Path(archive)
@@ -234,7 +338,7 @@ def _read_zip(path: Path, sizes: Sizes | None, source: str) -> Watched:
         raise ValueError(f"{path}: expected a whole zip file, got: {error}") from error
 
 
-def _read_place(place: Path | zipfile.Path, sizes: Sizes | None, source: str) -> Watched:
+def _read_place(place: Path | zipfile.Path, sizes: Sizes | None, source: str) -> Ratings:
     movies_path, ratings_path = place / _MOVIES, place / _RATINGS
     movies = _parse_movies(movies_path.read_bytes(), str(movies_path))
     ratings = _parse_ratings(ratings_path.read_bytes(), str(ratings_path))
@@ -245,11 +349,11 @@ def _read_place(place: Path | zipfile.Path, sizes: Sizes | None, source: str) ->
         raise ValueError(f"{ratings_path}: expected {sizes}, got {got}")
     if unknown := [int(i) for i in movie_ids if i not in movies]:
         raise ValueError(f"{movies_path}: expected every rated movie, got none of {unknown[:5]}")
-    watched = np.zeros((got.users, got.movies), np.uint8)
-    watched[rows, columns] = 1
-    return Watched(
+    return Ratings(
         name="ml-1m",
-        watched=watched,
+        user=rows.astype(np.int32),
+        film=columns.astype(np.int32),
+        stars=ratings[:, 2].astype(np.uint8),
         titles=[movies[i][0] for i in movie_ids],
         genres=[movies[i][1] for i in movie_ids],
         source=source,

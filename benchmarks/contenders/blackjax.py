@@ -9,7 +9,7 @@ from blackjax.mcmc.metrics import Metric
 from jax.scipy.stats import norm
 
 from benchmarks import mnist_data
-from benchmarks.contenders import factorisation, likelihood
+from benchmarks.contenders import factorisation, grouped, likelihood
 from benchmarks.contenders.hmc_program import HmcProgram
 from benchmarks.contenders.placing import replicate, row_mesh
 
@@ -43,6 +43,29 @@ def movielens(task) -> HmcProgram:
     # One vector of all momenta would be gathered on every device; a metric by leaves keeps them.
     metric = Metric(_normal_like, _kinetic_energy, check_turning=_unused, scale=_unused)
     return _program(log_density, position, (watched,), lay_out, task, metric)
+
+
+def groups_effect(task) -> HmcProgram:
+    """A random effect of each user."""
+    return _groups(task, "effect")
+
+
+def groups_ratings(task) -> HmcProgram:
+    """Biases and factors of users and films."""
+    return _groups(task, "ratings")
+
+
+def _groups(task, name: str) -> HmcProgram:
+    mesh = row_mesh(task.devices)
+    rows, position = grouped.load(task, name, mesh)
+    log_likelihood = grouped.log_likelihood(task, name)
+
+    def log_density(params, rows):
+        return _log_prior(params) + log_likelihood(params, rows)
+
+    size = sum(leaf.size for leaf in jax.tree.leaves(position)) // task.chains
+    lay_out = functools.partial(replicate, mesh)
+    return _program(log_density, position, (rows,), lay_out, task, jnp.ones(size))
 
 
 def _normal_like(rng_key, position):

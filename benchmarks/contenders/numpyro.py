@@ -16,7 +16,7 @@ import numpyro.distributions as dist
 from numpyro.infer import HMC
 
 from benchmarks import mnist_data
-from benchmarks.contenders import factorisation, likelihood
+from benchmarks.contenders import factorisation, grouped, likelihood
 from benchmarks.contenders.hmc_program import HmcProgram
 from benchmarks.contenders.placing import replicate, row_mesh
 
@@ -68,6 +68,33 @@ def movielens(task) -> HmcProgram:
     metric = {(name,): jnp.ones(math.prod(shape)) for name, shape in shapes.items()}
     lay_out = functools.partial(factorisation.lay_out, mesh, len(watched))
     return _program(model, position, (watched,), lay_out, task, metric)
+
+
+def groups_effect(task) -> HmcProgram:
+    """A random effect of each user."""
+    return _groups(task, "effect")
+
+
+def groups_ratings(task) -> HmcProgram:
+    """Biases and factors of users and films."""
+    return _groups(task, "ratings")
+
+
+def _groups(task, name: str) -> HmcProgram:
+    mesh = row_mesh(task.devices)
+    rows, position = grouped.load(task, name, mesh)
+    log_likelihood = grouped.log_likelihood(task, name)
+    first = 1 if task.chains > 1 else 0
+    shapes = {site: leaf.shape[first:] for site, leaf in position.items()}
+
+    def model(rows):
+        params = {
+            site: numpyro.sample(site, dist.Normal(0, 1).expand(shape).to_event(len(shape)))
+            for site, shape in shapes.items()
+        }
+        numpyro.factor("stars", log_likelihood(params, rows))
+
+    return _program(model, position, (rows,), functools.partial(replicate, mesh), task)
 
 
 def _program(model, position, data, lay_out, task, inverse_mass_matrix=None) -> HmcProgram:

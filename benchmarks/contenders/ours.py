@@ -3,7 +3,8 @@
 Its likelihoods are written as the README's are. Other forms, by name: ``ours:leading_axis`` is that of
 the peers (`likelihood.batched_rows`), ``ours:from_numpyro`` NumPyro's model of the same, and
 ``ours:from_numpyro_floats`` that of images scaled ahead, as NumPyro has them; ``ours:textbook`` is the
-peers' own expression of a factorisation; ``ours:kernel`` has gradients that are kernels on chips.
+peers' own expression of a factorisation; ``ours:kernel`` has gradients that are kernels on chips;
+``ours:index`` reads groups' latents by an index, from leaves that are whole on every device.
 """
 
 import jax
@@ -13,10 +14,11 @@ from jax.scipy.stats import norm
 from jax.sharding import PartitionSpec
 
 import gspmd_mcmc as gm
-from benchmarks import mnist_data
-from benchmarks.contenders import factorisation
+from benchmarks import groups_data, mnist_data
+from benchmarks.contenders import factorisation, grouped
 from benchmarks.contenders.hmc_program import HmcProgram
 from benchmarks.contenders.placing import replicate
+from gspmd_mcmc.targets.local import cut
 
 DISTRIBUTIONS = ("gspmd_mcmc",)
 
@@ -108,6 +110,65 @@ def movielens(task) -> HmcProgram:
     return _program(kernel, position, mesh, task)
 
 
+def log_normal_prior(params):
+    return jax.tree.map(norm.logpdf, params)
+
+
+def user_prior(params, user):
+    return norm.logpdf(params["user"]).sum(axis=1)
+
+
+def effect_prior(params, user):
+    return norm.logpdf(params["effect"])
+
+
+def effect_terms(params, row):
+    location = params["effect"] + params["slope"] * row["mean_of_film"]
+    return norm.logpdf(row["stars"], location, groups_data.NOISE)
+
+
+def effect_terms_by_index(params, row):
+    return effect_terms(params | {"effect": params["effect"][row["user"]]}, row)
+
+
+def rating_terms(params, row):
+    user, film = params["user"], params["film"][row["film"]]
+    location = user[:, 0] + film[:, 0] + jnp.sum(user[:, 1:] * film[:, 1:], axis=1)
+    return norm.logpdf(row["stars"], location, groups_data.NOISE)
+
+
+def rating_terms_by_index(params, row):
+    return rating_terms(params | {"user": params["user"][row["user"]]}, row)
+
+
+def groups_effect(task) -> HmcProgram:
+    """A random effect of each user."""
+    return _groups(task, "effect", "effect", effect_prior, effect_terms, effect_terms_by_index)
+
+
+def groups_ratings(task) -> HmcProgram:
+    """Biases and factors of users and films."""
+    return _groups(task, "ratings", "user", user_prior, rating_terms, rating_terms_by_index)
+
+
+def _groups(task, model: str, local: str, prior, terms, terms_by_index) -> HmcProgram:
+    mesh = gm.make_mesh(data=task.devices)
+    rated = groups_data.load(task.data_dir)
+    columns = {name: getattr(rated, name) for name in grouped.COLUMNS[model]}
+    if task.form == "index":
+        rows = gm.place(columns, mesh, PartitionSpec("data"))
+        target = gm.Posterior(log_normal_prior, gm.Plate(terms_by_index, rows))
+    else:
+        groups = gm.Groups(columns.pop("user"), mesh, PartitionSpec("data"))
+        plates = (
+            gm.Plate(prior, groups.place(), local=local),
+            gm.Plate(terms, groups.place_rows(columns), local=local),
+        )
+        target = gm.Posterior(log_normal_prior, *plates)
+    kernel = gm.HMC(target, step_size=task.step_size, num_integration_steps=task.leapfrogs)
+    return _program(kernel, replicate(mesh, grouped.STARTS[model](rated, task.chains)), mesh, task)
+
+
 def _program(kernel, position, mesh, task) -> HmcProgram:
     init, step = type(kernel).init, type(kernel).step
     if task.chains > 1:
@@ -131,6 +192,11 @@ def _program(kernel, position, mesh, task) -> HmcProgram:
         data=(kernel,),
         units=task.units,
         acceptance=lambda carry: carry[2],
-        evaluate=lambda: (state.log_density, state.log_density_grad),
+        evaluate=lambda: (state.log_density, _seen(kernel.target, state.log_density_grad, task)),
         devices=task.devices,
     )
+
+
+def _seen(target, grads, task):
+    """Give gradients the user's order of groups, and cut pads off."""
+    return jax.vmap(cut, in_axes=(None, 0))(target, grads) if task.chains > 1 else cut(target, grads)

@@ -1,0 +1,105 @@
+"""Ratings in groups of unlike size for the benchmark: rows, starts, references (NumPy alone)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+DIMENSIONS = 8
+START_SCALE = 0.1
+NOISE = 0.9
+DIVISOR = 8  # of the rows: the peers' rows must divide 8 devices
+
+
+@dataclass(frozen=True)
+class Rated:
+    """MovieLens' ratings, sorted by user and film.
+
+    Attributes
+    ----------
+    user, film
+        Numbers from 0, int32, shape [rows].
+    stars
+        Stars less their mean, float32, shape [rows].
+    mean_of_film
+        Mean of the stars of the row's film, a covariate, float32, shape [rows].
+    """
+
+    user: np.ndarray
+    film: np.ndarray
+    stars: np.ndarray
+    mean_of_film: np.ndarray
+
+    @property
+    def users(self) -> int:
+        return int(self.user.max()) + 1
+
+    @property
+    def films(self) -> int:
+        return int(self.film.max()) + 1
+
+
+def load(data_dir: str | Path) -> Rated:
+    """Read ``data_dir/ml-1m/ratings.dat``, less up to seven rows that 8 devices would not divide."""
+    text = (Path(data_dir) / "ml-1m" / "ratings.dat").read_text().replace("::", " ")
+    ratings = np.fromstring(text, np.int64, sep=" ").reshape(-1, 4)
+    ratings = ratings[: len(ratings) // DIVISOR * DIVISOR]
+    user, film = (np.unique(ratings[:, i], return_inverse=True)[1].astype(np.int32) for i in (0, 1))
+    order = np.lexsort((film, user))
+    user, film, stars = user[order], film[order], ratings[order, 2].astype(np.float64)
+    stars -= stars.mean()
+    mean_of_film = (np.bincount(film, stars) / np.bincount(film))[film]
+    return Rated(user, film, stars.astype(np.float32), mean_of_film.astype(np.float32))
+
+
+def ratings_start(rated: Rated, chains: int) -> dict[str, np.ndarray]:
+    """Return the start of all contenders; leaves have an axis of chains if there are several."""
+    shapes = {"user": (rated.users, 1 + DIMENSIONS), "film": (rated.films, 1 + DIMENSIONS)}
+    return _start(shapes, chains)
+
+
+def effect_start(rated: Rated, chains: int) -> dict[str, np.ndarray]:
+    """Return the start of all contenders; leaves have an axis of chains if there are several."""
+    return _start({"effect": (rated.users,), "slope": (1,)}, chains)
+
+
+def _start(shapes: dict[str, tuple], chains: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    lead = (chains,) if chains > 1 else ()
+    drawn = {name: rng.standard_normal((*lead, *shape)) for name, shape in shapes.items()}
+    return {name: (START_SCALE * x).astype(np.float32) for name, x in drawn.items()}
+
+
+def ratings_reference(rated: Rated, at: dict[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
+    """Return the log density at one position and its gradients, in float64."""
+    user, film = (at[name].astype(np.float64) for name in ("user", "film"))
+    of_user, of_film = user[rated.user], film[rated.film]
+    product = np.einsum("rk,rk->r", of_user[:, 1:], of_film[:, 1:])
+    residual = rated.stars - (of_user[:, 0] + of_film[:, 0] + product)
+    of_user[:, 0] = of_film[:, 0] = 1.0
+    tells = residual[:, None] / NOISE**2
+    grads = {
+        "user": _summed(tells * of_film, rated.user, rated.users) - user,
+        "film": _summed(tells * of_user, rated.film, rated.films) - film,
+    }
+    return _log_normal(user, 1) + _log_normal(film, 1) + _log_normal(residual, NOISE), grads
+
+
+def effect_reference(rated: Rated, at: dict[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
+    """Return the log density at one position and its gradients, in float64."""
+    effect, slope = (at[name].astype(np.float64) for name in ("effect", "slope"))
+    x = rated.mean_of_film.astype(np.float64)
+    residual = rated.stars - effect[rated.user] - slope * x
+    grads = {
+        "effect": np.bincount(rated.user, residual, minlength=rated.users) / NOISE**2 - effect,
+        "slope": (residual @ x) / NOISE**2 - slope,
+    }
+    return _log_normal(effect, 1) + _log_normal(slope, 1) + _log_normal(residual, NOISE), grads
+
+
+def _summed(rows: np.ndarray, number: np.ndarray, size: int) -> np.ndarray:
+    return np.stack([np.bincount(number, column, minlength=size) for column in rows.T], axis=1)
+
+
+def _log_normal(x: np.ndarray, sd: float) -> float:
+    return float(-0.5 * np.sum((x / sd) ** 2) - x.size * (np.log(sd) + 0.5 * np.log(2 * np.pi)))
