@@ -21,7 +21,11 @@ from gspmd_mcmc.targets import local
 
 KEY = jax.random.key(seed(0))
 CHAINS, GROUPS = 2, 41
-pytestmark = pytest.mark.filterwarnings("ignore:small data")
+# That there is little data, and that devices wait for the one with the largest group.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:small data"),
+    pytest.mark.filterwarnings("ignore:Groups"),
+]
 
 RNG = np.random.default_rng(0)
 NAMES = np.array([f"station {i}" for i in RNG.permutation(GROUPS)])

@@ -183,8 +183,8 @@ class Groups:
         if not self.sizes.all():
             raise ValueError(
                 f"labels: {np.sum(self.sizes == 0)} groups have no rows, the first is "
-                f"{_shown(self.labels[np.argmin(self.sizes)])}. Leave them out of labels: their latents "
-                "have their prior alone"
+                f"{_shown(self.labels[np.argmin(self.sizes)])}. Leave them out of labels: their "
+                "latents have their prior alone"
             )
         splits = [] if mesh is None else check_spec("keys", keys.shape, mesh, self.spec)
         self._num_blocks = splits[0] if splits else 1
