@@ -404,5 +404,5 @@ def test_nuts_from_default_starts_draws_what_it_draws_of_looked_up_effects(name)
     target = gm.LogDensity(of_row_by_index, Y, KEYS // 3) if name == "index" else normal_groups(name)
     options = {"num_warmup": 150, "num_samples": 250, "num_chains": 2, "progress": False}
     draws = gm.sample(KEY, target, origin(), kernel=gm.NUTS(target, 0.1), **options)
-    assert not np.any(draws.info.is_divergent)
+    assert not np.any(draws.stats["is_divergent"])
     check_posterior(draws)
