@@ -38,7 +38,8 @@ AS_A_USERS_PROCESS = dict(os.environ)  # the variables of one
 # summary of a run of many files tells how long each took.
 LONG = (
     *("test_processes", "test_from_numpyro", "test_readme", "test_demos", "test_resume"),
-    *("test_local_latents", "test_kernel_contract", "test_sample", "test_stuck_chains"),
+    *("test_local_latents", "test_groups", "test_kernel_contract", "test_sample"),
+    *("test_groups_seen", "test_stuck_chains"),
     *("test_survival", "test_explicit_mesh", "test_warmup", "test_plan", "test_sinks"),
     *("test_coming_from", "test_chees", "test_supports", "test_isokinetic"),
     *("test_mesh_equivalence", "test_bad_input", "test_sharded", "test_retracing"),

@@ -235,6 +235,20 @@ def test_missing_jacobians_are_rejected(monkeypatch):
 # Parameters and back.
 
 
+def seen_again(x, rows):
+    return -x["rate"] * rows
+
+
+def test_a_jacobian_counts_once_where_two_plates_have_the_latent():
+    data = gm.place(DATA, mesh_of("8"), P("data"))
+    plates = [gm.Plate(seen_again, data, local="rate") for _ in range(2)]
+    target = gm.Posterior(None, *plates, bijections={"rate": POSITIVE})
+    log_rate = jnp.linspace(-1, 2, ROWS)
+    value = tree.total(target.terms(lay_out(target, {"rate": log_rate})))
+    expected = np.sum(-2 * np.exp(log_rate) * DATA + np.asarray(log_rate))
+    np.testing.assert_allclose(float(value), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("way", TREES)
 def test_parameters_are_constrained_and_unconstrain_undoes_that(way):
     pack, unpack, _, _ = TREES[way]

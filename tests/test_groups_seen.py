@@ -21,7 +21,11 @@ from gspmd_mcmc.targets import local
 
 KEY = jax.random.key(seed(0))
 CHAINS, GROUPS = 2, 41
-pytestmark = pytest.mark.filterwarnings("ignore:small data")
+# That there is little data, and that devices wait for the one with the largest group.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:small data"),
+    pytest.mark.filterwarnings("ignore:Groups"),
+]
 
 RNG = np.random.default_rng(0)
 NAMES = np.array([f"station {i}" for i in RNG.permutation(GROUPS)])
@@ -91,7 +95,7 @@ def check_order(found, names=("rate", "effect")):
 
 
 def collected(x, info):
-    return {"rate": x["rate"], "accepted": info.is_accepted}
+    return {"effect": x["effect"], "accepted": info.is_accepted}
 
 
 @cache
@@ -109,15 +113,13 @@ def test_draws_and_what_is_derived_and_a_datatree_have_the_user_s_order():
 
 def test_a_wrong_order_is_rejected():
     with pytest.raises(AssertionError, match="Not equal"):
-        check_order({"rate": np.asarray(draws().state.position["rate"])[:, None, :GROUPS]}, ["rate"])
+        as_they_lie = np.asarray(draws().state.position["effect"])[:, None, :GROUPS]
+        check_order({"effect": as_they_lie}, ["effect"])
 
 
 def test_what_is_collected_has_the_user_s_order():
     kept = sample(collect=collected).position
-    unconstrained = np.asarray(kept["rate"])
-    check_order(
-        {"rate": np.exp(unconstrained) if unconstrained.max() < 10 else unconstrained}, ["rate"]
-    )
+    check_order({"effect": kept["effect"]}, ["effect"])
 
 
 def test_draws_on_disk_have_the_user_s_order_and_go_on_on_another_mesh(tmp_path):
@@ -151,9 +153,7 @@ def test_a_metric_is_given_in_the_user_s_order():
     assert np.any(np.asarray(kernel.inverse_mass_matrix["rate"])[:GROUPS] != seen)
 
 
-def test_one_start_serves_all_chains_and_jittered_starts_are_the_same_on_every_mesh():
-    one = sample(start=position(0)).position
-    np.testing.assert_allclose(one["rate"][1, 0], params(0)["rate"], rtol=1e-4)
+def test_jittered_starts_are_the_same_on_every_mesh():
     starts = [sample(n, gm.uniform_start(position(0), 0.5), num_samples=1) for n in ("1", "8")]
     first, second = (np.asarray(d.position["effect"]) for d in starts)
     np.testing.assert_allclose(first, second, rtol=1e-4)
