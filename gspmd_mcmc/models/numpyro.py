@@ -53,7 +53,8 @@ def from_numpyro(
         lie with their rows, observations inside it are streamed. A plate without latents may read one
         row of another plate for each of its own, by an index that is data (``effect[patient]``): its
         rows then lie with those that they read, as those of `Groups`. A plate with coupled rows (a
-        latent of one row is read in another, or outside the plate) is evaluated at once, with a warning.
+        latent of one row is read in another, or outside the plate) is evaluated at once, with a
+        warning.
     check
         Whether to check the target now (None: yes). Some rows of each plate are evaluated in several
         blocks, as `sample` does too (``x - x.mean()`` couples rows). Log density and gradient at one
