@@ -50,8 +50,11 @@ def from_numpyro(
         (they are `Padded` if the mesh does not divide them); the model sees blocks of their rows.
     plates
         Maps the name of a plate to the mesh axis, or axes, that its rows lie over. Latents inside it
-        lie with their rows, observations inside it are streamed. A plate with coupled rows (a latent of
-        one row is read in another, or outside the plate) is evaluated at once, with a warning.
+        lie with their rows, observations inside it are streamed. A plate without latents may read one
+        row of another plate for each of its own, by an index that is data (``effect[patient]``): its
+        rows then lie with those that they read, as those of `Groups`. A plate with coupled rows (a
+        latent of one row is read in another, or outside the plate) is evaluated at once, with a
+        warning.
     check
         Whether to check the target now (None: yes). Some rows of each plate are evaluated in several
         blocks, as `sample` does too (``x - x.mean()`` couples rows). Log density and gradient at one
@@ -68,7 +71,7 @@ def from_numpyro(
     ------
     ValueError
         If a plate is not in the model, a latent is discrete, an observation lies outside its support,
-        or the target disagrees with NumPyro.
+        an index lies outside the plate that it reads, or the target disagrees with NumPyro.
     """
     module("numpyro")
     check_outside_programs("from_numpyro", (args, kwargs))
