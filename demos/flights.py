@@ -281,7 +281,7 @@ for column in ("plane", "carrier", "flights", "typical delay (minutes)", "90 %")
 for i in (*order[:4], *order[-4:]):
     low, high = minutes(plane_low[i]), minutes(plane_high[i])
     number, found = f"{num_flights[i]}", f"{minutes(plane_mean[i]):.1f}"
-    table.add_row(planes[i], carriers[home[i]], number, found, f"{low:.1f} to {high:.1f}")
+    table.add_row(str(planes[i]), str(carriers[home[i]]), number, found, f"{low:.1f} to {high:.1f}")
 console.print(table)
 
 # %% [markdown]

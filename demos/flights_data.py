@@ -153,14 +153,23 @@ def _read(path: Path, source: str) -> Flights:
 
 def _of_table(table: pd.DataFrame, name: str, source: str) -> Flights:
     """Keep the flights that have a delay; they must have all else too."""
-    known = table[table["dep_delay"].notna()]
+    is_known = table["dep_delay"].notna().to_numpy()
     for column in COLUMNS:
-        if (is_missing := known[column].isna()).any():
+        lacks = np.flatnonzero(is_known & table[column].isna().to_numpy())
+        if lacks.size:
             raise ValueError(
-                f"{column}: {is_missing.sum()} flights with a delay have none, the first is line "
-                f"{known.index[is_missing][0] + 2}"
+                f"{column}: {lacks.size} flights with a delay have none, the first is line "
+                f"{lacks[0] + 2}"
             )
-    plane, carrier, airport = (known[x].to_numpy(str) for x in ("tailnum", "carrier", "origin"))
-    hour, month = (known[x].to_numpy(np.int32) for x in ("hour", "month"))
-    delay = known["dep_delay"].to_numpy(np.float32)
-    return Flights(name, delay, plane, carrier, airport, hour, month, len(table), source)
+    columns = {column: table[column].to_numpy()[is_known] for column in COLUMNS}
+    return Flights(
+        name=name,
+        delay=columns["dep_delay"].astype(np.float32),
+        plane=columns["tailnum"].astype(str),
+        carrier=columns["carrier"].astype(str),
+        airport=columns["origin"].astype(str),
+        hour=columns["hour"].astype(np.int32),
+        month=columns["month"].astype(np.int32),
+        num_all=len(table),
+        source=source,
+    )
