@@ -19,12 +19,19 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.errors import SamplingWarning
 from gspmd_mcmc.multihost.processes import to_host
+from gspmd_mcmc.placement.group_keys import (
+    checked_keys,
+    checked_labels,
+    checked_name,
+    index_of,
+    labels_there,
+    shown,
+)
 from gspmd_mcmc.placement.group_tiles import LaidRows, Tiles, laid_order, lay_rows
 from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.numbers import check_numbers
 from gspmd_mcmc.placement.padding import LaidByGroups, Padded, is_padded, real_rows
 from gspmd_mcmc.placement.place import check_spec, place
-from gspmd_mcmc.placement.tables import Key, positions
 from gspmd_mcmc.tree import PyTree, path_str, pytree, static
 
 TILE_ROWS_CPU, TILE_ROWS_ELSEWHERE = 1 << 14, 1 << 20
@@ -222,17 +229,17 @@ class Groups:
             raise ValueError(f"tile_rows: expected an integer of at least 1, got {tile_rows!r}")
         if mesh is None and spec is not None and any(spec):
             raise ValueError(f"Groups: the spec {spec} names axes of a mesh, and there is no mesh")
-        self.name = _checked_name(keys, name)
-        keys = _checked_keys("keys", keys)
+        self.name = checked_name(keys, name)
+        keys = checked_keys("keys", keys)
         self.mesh, self.spec = mesh, P() if spec is None else spec
         self.tile_rows = tile_rows
-        self.labels = _labels_there(keys) if labels is None else _checked_labels(labels)
-        self._index = _index_of(keys, self.labels)
+        self.labels = labels_there(keys) if labels is None else checked_labels(labels)
+        self._index = index_of(keys, self.labels)
         self.sizes = np.bincount(self._index, minlength=len(self.labels))
         if not allow_empty and not self.sizes.all():
             raise ValueError(
                 f"labels: {np.sum(self.sizes == 0)} groups have no rows, the first is "
-                f"{_shown(self.labels[np.argmin(self.sizes)])}. Leave them out of labels, as their "
+                f"{shown(self.labels[np.argmin(self.sizes)])}. Leave them out of labels, as their "
                 "latents have their prior alone; or keep these, Groups(..., allow_empty=True)"
             )
         splits = [] if mesh is None else check_spec("keys", self._index.shape, mesh, self.spec)
@@ -298,7 +305,7 @@ class Groups:
         """
         index = self._index
         if keys is not None:
-            index = _index_of(_checked_keys("keys", keys), self.labels)
+            index = index_of(checked_keys("keys", keys), self.labels)
         laid = lay_rows(
             self._place_of_group()[index], self._num_blocks, self._block_groups, self._most()
         )
@@ -378,7 +385,7 @@ class Groups:
         largest, share = int(np.argmax(sizes)), -(-len(index) // self._num_blocks)
         warnings.warn(
             f"Groups: {len(index)} rows take the room of {len(laid.row)}: group "
-            f"{_shown(self.labels[largest])} has {sizes[largest]} rows, and an even share of "
+            f"{shown(self.labels[largest])} has {sizes[largest]} rows, and an even share of "
             f"{self._num_blocks} devices is {share}. Devices wait for the one with the largest groups; "
             "fewer devices on this axis, or more on another (chains), waste less",
             SamplingWarning,
@@ -392,95 +399,3 @@ def _take(leaf: Any, index: np.ndarray) -> Any:
         return jax.ShapeDtypeStruct((len(index), *leaf.shape[1:]), leaf.dtype)
     leaf = real_rows(leaf)
     return np.asanyarray(to_host(leaf) if isinstance(leaf, jax.Array) else leaf)[index]
-
-
-def _checked_name(keys: Any, name: str | None) -> str:
-    """Return what groups are called: the name that is given, or else the keys' own."""
-    if name is None:
-        own = getattr(keys, "name", None)
-        name = own if isinstance(own, str) else ""
-    if not isinstance(name, str) or name in ("chain", "draw"):
-        raise ValueError(f"name: expected a name other than those of chain and draw, got {name!r}")
-    return name
-
-
-def _labels_there(keys: np.ndarray | Key) -> np.ndarray:
-    """Return the labels that have rows: sorted, or in the order of the key's labels."""
-    return keys.labels[np.unique(keys.index)] if isinstance(keys, Key) else np.unique(keys)
-
-
-def _checked_keys(name: str, keys: Any) -> np.ndarray | Key:
-    """Return keys as an array of integers or strings; raise where one is missing or something else."""
-    if isinstance(keys, Key):  # `read_table` has looked
-        return keys
-    if isinstance(keys, np.ma.MaskedArray) and np.ma.count_masked(keys):
-        raise _missing(name, np.flatnonzero(np.ma.getmaskarray(keys)))
-    keys = to_host(keys) if isinstance(keys, jax.Array) else keys
-    # NumPy would turn ["a", nan] into the strings "a" and "nan".
-    array = np.asarray(keys, object if isinstance(keys, list | tuple) else None)
-    if array.ndim != 1 or not array.size:
-        raise ValueError(f"{name}: expected one key for each row, shape [rows], got {array.shape}")
-    if array.dtype.kind == "O":
-        is_missing = np.array([x is None or x is np.ma.masked or not _is_itself(x) for x in array])
-        if is_missing.any():
-            raise _missing(name, np.flatnonzero(is_missing))
-        is_text = {isinstance(x, str | bytes) for x in array}
-        if len(is_text) > 1:
-            raise ValueError(f"{name}: expected integers or strings, got both")
-        array = np.array(array.tolist())
-    if array.dtype.kind == "f":
-        if np.isnan(array).any():
-            raise _missing(name, np.flatnonzero(np.isnan(array)))
-        raise ValueError(
-            f"{name}: expected integers or strings, got {array.dtype}. Numbers that stand for groups "
-            "are integers: keys.astype(int)"
-        )
-    if array.dtype.kind not in "iuUSb":
-        raise ValueError(f"{name}: expected integers or strings, got {array.dtype}")
-    return array
-
-
-def _shown(key: np.generic) -> str:
-    """Show a key as the user wrote it: 3 and 'a', not NumPy's np.int64(3)."""
-    return repr(key.item())
-
-
-def _is_itself(x: Any) -> bool:
-    """Tell what is there from NaN and NaT, which differ from themselves, and pandas' NA, which may."""
-    try:
-        return bool(x == x)
-    except TypeError:
-        return False
-
-
-def _missing(name: str, rows: np.ndarray) -> ValueError:
-    return ValueError(
-        f"{name}: {len(rows)} rows have no key, the first is row {rows[0]}. Leave these rows out, or "
-        "give them a group of their own"
-    )
-
-
-def _checked_labels(labels: Any) -> np.ndarray:
-    labels = _checked_keys("labels", labels)
-    if isinstance(labels, Key):
-        raise ValueError("labels: expected integers or strings, got a key; its labels are key.labels")
-    values, counts = np.unique(labels, return_counts=True)
-    if counts.max() > 1:
-        raise ValueError(f"labels: {_shown(values[np.argmax(counts)])} is there twice")
-    return labels
-
-
-def _index_of(keys: np.ndarray | Key, labels: np.ndarray) -> np.ndarray:
-    """Return the number of each key among the labels; raise where it is not one of them."""
-    if isinstance(keys, Key):
-        index = positions("keys", keys.labels, labels)[keys.index]
-    else:
-        index = positions("keys", keys, labels)
-    wrong = np.flatnonzero(index < 0)
-    if wrong.size:
-        first = keys.labels[keys.index[wrong[0]]] if isinstance(keys, Key) else keys[wrong[0]]
-        raise ValueError(
-            f"keys: {wrong.size} rows have a key that is not among the {len(labels)} labels, the first "
-            f"is row {wrong[0]} with {_shown(first)}"
-        )
-    return index
