@@ -55,7 +55,7 @@ def checked_keys(name: str, keys: Any) -> np.ndarray | Key:
     return array
 
 
-def shown(key: np.generic) -> str:
+def shown(key: Any) -> str:
     """Show a key as the user wrote it: 3 and 'a', not NumPy's np.int64(3)."""
     return repr(key.item())
 
