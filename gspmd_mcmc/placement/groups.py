@@ -370,7 +370,7 @@ def _checked_keys(name: str, keys: Any) -> np.ndarray:
     return array
 
 
-def _shown(key: np.generic) -> str:
+def _shown(key: Any) -> str:
     """Show a key as the user wrote it: 3 and 'a', not NumPy's np.int64(3)."""
     return repr(key.item())
 
