@@ -177,7 +177,8 @@ def test_several_tiles_and_rows_of_a_wrong_group_which_are_rejected():
     assert patient[5] != patient[6]
     with jax.enable_x64(True):
         target = hospital("2", tables, tile_rows=100)
-        assert target.plates[1].groups.tiles.count > 1
+        groups = target.plates[1].groups
+        assert groups is not None and groups.tiles.count > 1
         check_density(target, tables, 1e-12, SMALL)
         target = hospital("2", (names, age, (wrong, visits), rest), tile_rows=100)
         with pytest.raises(AssertionError, match="differs by"):
@@ -316,7 +317,7 @@ def looked_up(x, row):
 
 def test_effects_that_are_shared_and_looked_up_are_sent_whole():
     _, _, (patient, visits), _ = small()
-    rows = gm.place(visits | {"patient": patient.astype(np.int32)}, mesh_of("8"), P("data"))
+    rows = gm.place(visits | {"patient": patient.astype(np.int32)}, models.mesh_of("8"), P("data"))
     target = gm.Posterior(models.normal, gm.Plate(looked_up, rows))
     with pytest.raises(AssertionError, match="bytes"):
         check_sends_shared_gradients_only(communication_of("8", target, start(SMALL, (CHAINS,))))

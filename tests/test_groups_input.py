@@ -1,5 +1,7 @@
 """What `Groups` refuses, each in words of its own."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ import gspmd_mcmc as gm
 KEYS = np.random.default_rng(0).permutation(np.repeat(np.arange(40), 8))
 ROWS = {"y": np.arange(320.0)}
 NAN = float("nan")
+WORD: Any = "data"
 
 
 def groups_on(name="8", keys=KEYS, **options):
@@ -87,7 +90,7 @@ def test_labels_are_those_of_the_keys(labels, message):
             "names axes of a mesh, and there is no mesh",
         ),
         (lambda: gm.Groups(KEYS, mesh_of("8"), P("rows")), ValueError, "the mesh has no axis 'rows'"),
-        (lambda: gm.Groups(KEYS, "data"), TypeError, "Groups: mesh: expected a mesh"),
+        (lambda: gm.Groups(KEYS, WORD), TypeError, "Groups: mesh: expected a mesh"),
         (lambda: groups_on(tile_rows=0), ValueError, "tile_rows: expected an integer of at least 1"),
         (
             lambda: groups_on().place({"z": np.zeros(320)}),
