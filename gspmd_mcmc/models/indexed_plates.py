@@ -73,7 +73,7 @@ def streamed(
             )
     groups: dict[str, Groups] = {}
     for x in indexed.values():
-        groups.setdefault(x.groups, _groups(model, x))
+        groups[x.groups] = groups.get(x.groups) or _groups(model, x)
     for plate in (*model.num_rows, None):
         if plate not in indexed:
             model.check_apart(plate, leaves, dummies, plate in groups)
