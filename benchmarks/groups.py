@@ -61,7 +61,8 @@ def _benchmark(name: str, start, reference) -> Benchmark:
         step_size=1e-4,
         unit="leapfrogs",
         units=lambda chains: 1,
-        legend="leapfrogs/s: each moves all chains. ours:index: `effect[group]` under our own kernel.",
+        legend="leapfrogs/s: each moves all chains. ours:index: our kernel, with users' latents whole "
+        "and read by an index.",
         chains=(1,),
         quick_chains=(1,),
         truth=partial(truth, start, reference),
