@@ -114,7 +114,7 @@ def location(user, film):
 
 def log_likelihood(params, rating):
     """Log density of each rating, [rows]; ``params["user"]`` is that of the rating's own user."""
-    expected = location(params["user"], params["film"][rating["film"]])
+    expected = location(params["user"], gm.lookup(params["film"], rating["film"]))
     z = (rating["stars"] - expected) * jnp.exp(-params["log_noise"])
     return -0.5 * z**2 - params["log_noise"]
 

@@ -99,3 +99,25 @@ def test_a_million_groups_send_what_a_hundred_thousand_do():
     assert sent(few) == sent(many) > 0
     assert {c.kind for c in many.report.collectives} == {"all-reduce"}
     print(sent(few), [(p.report.peak_bytes / MB, p.data_bytes / MB) for p in (few, many)])
+
+
+def of_rating(x, row):
+    return of_row(x, row) - 0.5 * gm.lookup(x["film"], row["film"]) ** 2
+
+
+def crossed(mesh, num_films=3706, num_rows=1_000_000):
+    """The same, and an effect of each film, which all rows share."""
+    groups = gm.Groups(keys(6040, num_rows), mesh, P("data"))
+    shapes = {"y": ((), jnp.float32), "x": ((200,), jnp.float32), "film": ((), jnp.int32)}
+    rows = groups.place_rows({n: S((num_rows, *s), d) for n, (s, d) in shapes.items()})
+    plates = (
+        gm.Plate(of_group, groups.place(), local="effect"),
+        gm.Plate(of_rating, rows, local="effect"),
+    )
+    position = random_effects(mesh)[1] | {"film": S((num_films,), jnp.float32)}
+    return gm.Posterior(lambda x: (*log_prior(x), -0.5 * x["film"] ** 2), *plates), position
+
+
+def test_a_table_that_rows_look_up_has_no_atomic_on_a_card():
+    plan = gm.plan(build(crossed), on="H100", data=1)
+    assert plan.report.collectives == plan.atomics() == ()
