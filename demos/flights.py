@@ -219,7 +219,7 @@ with common.Stopwatch() as watch:
         num_warmup=num_warmup,
         num_samples=num_samples,
         kernel=kernel,
-        warmup=gm.WindowAdaptation(metric=gm.Diagonal()),
+        warmup=gm.WindowAdaptation(adapt_mass_matrix=False),
         callback=watch,
     )
 console.print(draws)
