@@ -106,3 +106,10 @@ def test_a_gradient_over_devices_is_one_all_reduce():
         lambda t: -0.5 * jnp.sum(t**2) - 0.5 * jnp.sum((y - jnp.sum(t[index], axis=1)) ** 2)
     )(position["items"])
     np.testing.assert_allclose(target.grad(position)["items"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_index_of_bytes_reaches_the_last_entry():
+    """The number that stands for no entry is beyond what the bytes of an index hold."""
+    index = jnp.asarray(np.r_[np.arange(256), 255].astype(np.uint8))
+    sums = summed_in_order(jnp.ones((len(index), 1)), index, 256)
+    np.testing.assert_array_equal(np.asarray(sums)[:, 0], [*[1] * 255, 2])

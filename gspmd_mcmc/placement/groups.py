@@ -157,8 +157,9 @@ class GroupedRows(LaidByGroups):
 class Groups:
     """Groups of rows, laid over a mesh so that the rows of a group lie on one device.
 
-    Each device has as many groups as the next, and nearly as many rows. The order in which groups lie
-    is the same on every mesh, and nobody sees it: positions and draws have the order of ``labels``.
+    Devices have as many groups each, and nearly as many rows; if groups are few, the last devices have
+    fewer. The order in which groups lie is the same on every mesh, and nobody sees it: positions and
+    draws have the order of ``labels``.
 
     Parameters
     ----------

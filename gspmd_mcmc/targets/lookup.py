@@ -82,6 +82,7 @@ def _scattered(grad: jax.Array, index: jax.Array, num: int) -> jax.Array:
 
 def _summed_by_index(grad: jax.Array, index: jax.Array, num: int) -> jax.Array:
     """Sum rows [rows, ...] of the same index: [num, ...]."""
+    index = index.astype(jnp.promote_types(index.dtype, jnp.int32))  # bytes may not hold `num`
     order = jnp.argsort(index)
     pad = -len(index) % CHUNK
     index = jnp.pad(index[order], (0, pad), constant_values=num)  # No entry has that number.
