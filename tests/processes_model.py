@@ -61,6 +61,37 @@ def long_run(mesh, **settings):
         runs.next_size = before
 
 
+GROUP = np.random.default_rng(1).integers(0, 5, NUM_ROWS)
+
+
+def prior_of_group(params, group):
+    return -0.5 * (params["effect"] - params["spread"]) ** 2
+
+
+def of_row_of_group(params, row):
+    return -0.5 * (row["y"] - row["x"] @ params["slope"] - params["effect"]) ** 2
+
+
+def sampled_by_group(mesh, place):
+    """Sample a latent for each group of rows, which ``place(groups)`` lays."""
+    groups = gm.Groups(GROUP, mesh, P("data"))
+    target = gm.Posterior(
+        log_prior,
+        gm.Plate(prior_of_group, groups.place(), local="effect"),
+        gm.Plate(of_row_of_group, place(groups), local="effect"),
+    )
+    draws = gm.sample(
+        jax.random.key(8),
+        target,
+        {"slope": np.ones(3), "spread": 0.5, "effect": np.arange(5) / 4},
+        mesh=mesh,
+        kernel=gm.HMC(target, 0.1, 4),
+        **{"num_chains": 2, "num_warmup": 0, "num_samples": 6, "progress": False},
+    )
+    position = {name: np.asarray(x) for name, x in gm.to_host(draws.position).items()}
+    return position | {"effect": position["effect"][:, :, :5]}
+
+
 def values_of(draws):
     """Return what two runs are compared by, whole, by name; every process has to call this."""
     position = dict(gm.to_host(draws.position))

@@ -71,6 +71,25 @@ def check_placement(mesh):
     }
 
 
+def check_groups(mesh):
+    """Lay rows with their groups as each process has them; return draws, and what it read."""
+    whole, asked = model.rows(), []
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), whole)
+
+    def taken(rows):
+        asked.append(rows.tolist())
+        return jax.tree.map(lambda x: x[rows], whole)
+
+    def read(groups):
+        return groups.place_rows_from_reader(taken, shapes)
+
+    def local(groups):
+        return groups.place_local_rows(taken(groups.local_rows()))
+
+    draws = {name: model.sampled_by_group(mesh, place) for name, place in (("r", read), ("l", local))}
+    return {f"{kind} {name}": x for kind, d in draws.items() for name, x in d.items()}, asked
+
+
 def errors(mesh):
     """Give the processes different things."""
     mine = np.zeros((8 + process, 2), np.float32)
@@ -87,6 +106,7 @@ def errors(mesh):
         "key": error_of(gm.sample, key, target, model.start, mesh=mesh, progress=False),
         "settings": error_of(model.sampled, mesh, num_samples=5 + process),
         "position": error_of(gm.sample, jax.random.key(0), target, moved, mesh=mesh),
+        "keys": error_of(gm.Groups, [0, 1, process], mesh, P("data")),
         "twice": error_of(gm.initialize),
         "room": error_of(model.sampled, mesh, device_bytes=100),
     }
@@ -146,6 +166,8 @@ def of_two():
     values = model.values_of(draws) | {"part": tree.posterior.effect.values}
     np.savez(out / f"values{process}.npz", allow_pickle=False, **values)
     np.savez(out / f"further{process}.npz", allow_pickle=False, **model.further(mesh, draws))
+    of_groups, found["read_by_group"] = check_groups(gm.make_mesh(data=-1))
+    np.savez(out / f"groups{process}.npz", allow_pickle=False, **of_groups)
     found["padded_rows"] = draws.padded_rows
     found["pad_copies"] = bool(pad_copies(draws.position["effect"]))
     found["errors"] = errors(mesh)

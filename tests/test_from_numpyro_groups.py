@@ -266,7 +266,7 @@ def check_density(name: str, target: gm.Posterior) -> None:
 def check_groups(name: str, mesh: Any) -> None:
     with jax.enable_x64(True):
         target = target_of(name, mesh)
-        grouped = [plate for plate in target.plates if plate.groups is not None]
+        grouped = [plate for plate in target.plates if plate.has_group_latents]
         assert len(grouped) == 1 + len(OTHERS.get(name, ()))
         check_density(name, target)
 
@@ -303,6 +303,10 @@ def test_rows_of_a_wrong_group_are_rejected(monkeypatch):
 
 
 # Where things lie, and what a leapfrog sends.
+
+
+def test_groups_have_the_name_of_their_plate():
+    assert {plate.labels.name for plate in target_of("centred").plates if plate.labels} == {"patients"}
 
 
 @pytest.mark.parametrize("name", ["centred", "slopes", "two tables"])
@@ -446,7 +450,7 @@ def sampled() -> dict[str, np.ndarray]:
     args = gm.place(RADON, mesh_of("2"), ROWS)
     plates = {"counties": "data", "houses": "data"}
     target = gm.from_numpyro(radon, plates=plates, check=False, **args)
-    assert target.plates[1].groups is not None
+    assert target.plates[1].has_group_latents
     kernel = gm.HMC(target, 0.1, 12, jitter=0.5)
     warmup = gm.WindowAdaptation(target_acceptance_rate=0.9, metric=gm.Diagonal())
     draws = gm.sample(

@@ -22,6 +22,7 @@ from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.targets import local
+from gspmd_mcmc.targets.streaming.group_slots import GroupSlots
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.program.hlo import KINDS
 
@@ -177,8 +178,8 @@ def test_several_tiles_and_rows_of_a_wrong_group_which_are_rejected():
     assert patient[5] != patient[6]
     with jax.enable_x64(True):
         target = hospital("2", tables, tile_rows=100)
-        groups = target.plates[1].groups
-        assert groups is not None and groups.tiles.count > 1
+        slots = target.plates[1].slots
+        assert isinstance(slots, GroupSlots) and slots.tiles.count > 1
         check_density(target, tables, 1e-12, SMALL)
         target = hospital("2", (names, age, (wrong, visits), rest), tile_rows=100)
         with pytest.raises(AssertionError, match="differs by"):

@@ -149,7 +149,7 @@ def test_a_metric_is_given_in_the_user_s_order():
     variances = jax.tree.map(jnp.abs, position()) | {"rate": jnp.arange(GROUPS) + 1.0}
     kernel = gm.HMC(target(), 1e-7, 2, variances)
     metric: Any = kernel.inverse_mass_matrix
-    order = target().plates[0].order
+    order = target().plates[0].slots.order
     assert order is not None
     seen = np.asarray(order.see(metric["rate"]))[:GROUPS]
     np.testing.assert_array_equal(seen, np.arange(GROUPS) + 1.0)

@@ -126,9 +126,24 @@ def test_each_process_holds_and_reads_its_share_of_the_rows_alone(two):
         assert len(over_chains["asked"]) == 2
 
 
+def test_rows_of_groups_are_read_by_the_process_that_holds_them(two, folder_of_two):
+    rows = jax.tree.map(np.asarray, model.rows())
+    mesh = gm.make_mesh(data=-1, devices=jax.devices()[:4])
+    expected = model.sampled_by_group(mesh, lambda groups: groups.place_rows(rows))
+    asked = [{tuple(rows) for rows in process["read_by_group"]} for process in two[0]]
+    for process in range(2):
+        found = dict(np.load(folder_of_two / f"groups{process}.npz"))
+        for name, x in expected.items():
+            assert apart(found[f"r {name}"], x) < 1e-5 and apart(found[f"l {name}"], x) < 1e-5, name
+        read = set().union(*asked[process])
+        assert 0 < len(read) < 0.9 * model.NUM_ROWS, "each reads its share"
+    assert set().union(*asked[0], *asked[1]) == set(range(model.NUM_ROWS))
+
+
 def test_processes_that_are_given_different_things_say_which(two):
     for process in two[0]:
         found = process["errors"]
+        assert found["keys"].startswith("ProcessesDisagree: ") and "labels" in found["keys"]
         for case in ("shape", "spec", "dtype", "key", "settings", "position"):
             assert found[case].startswith("ProcessesDisagree: ")
         assert "leaf ['x']: process 0 has float32[8, 2]" in found["shape"]

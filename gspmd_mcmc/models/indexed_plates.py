@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from gspmd_mcmc.models.index_reads import NotByIndex, Program, Read
 from gspmd_mcmc.models.site_model import CannotStream, SiteModel, Streamed, fails_on_block
 from gspmd_mcmc.multihost.processes import to_host
+from gspmd_mcmc.placement.group_keys import TAKEN_NAMES
 from gspmd_mcmc.placement.groups import Groups
 from gspmd_mcmc.placement.mesh import axes_of, named_sharding
 from gspmd_mcmc.placement.padding import real_rows, values_of
@@ -101,14 +102,17 @@ def _streamed(
 
 
 def _groups(model: SiteModel, indexed: Indexed) -> Groups:
-    """Lay the groups of a plate's rows where that plate's arguments lie."""
+    """Lay the groups of a plate's rows, which have its name, where that plate's arguments lie."""
     placed = [values_of(x) for x in model.leaves_of(indexed.rows)]
     shardings = [s for s in map(named_sharding, placed) if s is not None]
-    labels = np.arange(model.num_rows[indexed.groups])
-    if not shardings:
-        return Groups(indexed.keys, labels=labels, allow_empty=True)
-    mesh, spec = shardings[0].mesh, P(*shardings[0].spec[:1])
-    return Groups(indexed.keys, mesh, spec, labels=labels, allow_empty=True)
+    over = (shardings[0].mesh, P(*shardings[0].spec[:1])) if shardings else ()
+    return Groups(
+        indexed.keys,
+        *over,
+        labels=np.arange(model.num_rows[indexed.groups]),
+        name="" if indexed.groups in TAKEN_NAMES else indexed.groups,
+        allow_empty=True,
+    )
 
 
 def _terms(

@@ -8,13 +8,16 @@ import numpy as np
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.tables import Key, positions
 
+# Coordinates of all draws.
+TAKEN_NAMES = ("chain", "draw")
+
 
 def checked_name(keys: Any, name: str | None) -> str:
     """Return what groups are called: the name that is given, or else the keys' own."""
     if name is None:
         own = getattr(keys, "name", None)
         name = own if isinstance(own, str) else ""
-    if not isinstance(name, str) or name in ("chain", "draw"):
+    if not isinstance(name, str) or name in TAKEN_NAMES:
         raise ValueError(f"name: expected a name other than those of chain and draw, got {name!r}")
     return name
 

@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.errors import SamplingWarning
-from gspmd_mcmc.multihost.processes import to_host
+from gspmd_mcmc.multihost.agreement import require_agreement
+from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.group_keys import (
     checked_keys,
     checked_labels,
@@ -27,6 +28,7 @@ from gspmd_mcmc.placement.group_keys import (
     labels_there,
     shown,
 )
+from gspmd_mcmc.placement.group_readers import RowReader, read_laid, rows_here
 from gspmd_mcmc.placement.group_tiles import LaidRows, Tiles, laid_order, lay_rows
 from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.numbers import check_numbers
@@ -249,6 +251,10 @@ class Groups:
         self._block_groups = len(self.labels) // self._num_blocks + 1
         self._laid = laid_order(self.sizes)
         self._order = self._make_order()
+        if spans_processes(mesh):
+            index = hashlib.sha256(self._index.tobytes()).hexdigest()
+            facts = {"labels": self._order.digest, "keys": index, "spec": str(self.spec)}
+            require_agreement("Groups", facts)
 
     def __len__(self) -> int:
         """Return how many groups there are."""
@@ -304,13 +310,114 @@ class Groups:
         ValueError
             If leaves and keys differ in length, or a key is not among the labels.
         """
+        laid, index = self._laid_rows(keys)
+        rows = self._lay("rows", rows, laid.row, len(index), "keys, one for each row")
+        return self._grouped(rows, laid, index)
+
+    def local_rows(self, keys: Any = None) -> np.ndarray:
+        """Return which rows the devices of this process hold, ascending; see `place_local_rows`."""
+        return rows_here(self._laid_rows(keys)[0].row, self._sharding())
+
+    def place_local_rows(self, rows: PyTree, keys: Any = None) -> GroupedRows:
+        """Lay rows of which each process gives its own, ``rows[groups.local_rows()]``.
+
+        Every process has the keys of all rows, and the other columns of its own alone.
+
+        Parameters
+        ----------
+        rows
+            A tree of arrays [rows of this process, ...].
+        keys
+            As for `place_rows`; the keys of all rows.
+
+        Returns
+        -------
+        GroupedRows
+            What `place_rows` returns for all rows together.
+
+        Raises
+        ------
+        ValueError
+            If a leaf has another number of rows than the process is to give.
+        """
+        laid, index = self._laid_rows(keys)
+        here = rows_here(laid.row, self._sharding())
+        for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
+            if np.shape(leaf)[:1] != here.shape:
+                raise ValueError(
+                    f"rows {path_str(path)}: expected shape [{len(here)}, ...], the rows of this "
+                    f"process, as groups.local_rows() has them, got {np.shape(leaf)}"
+                )
+
+        def shape(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((len(index), *x.shape[1:]), x.dtype)
+
+        def reader(wanted: np.ndarray) -> PyTree:
+            return jax.tree.map(lambda x: x[np.searchsorted(here, wanted)], rows)
+
+        placed = read_laid(reader, jax.tree.map(shape, rows), laid.row, self._sharding())
+        return self._grouped(placed, laid, index)
+
+    def place_rows_from_reader(
+        self, reader: RowReader, shapes: PyTree, keys: Any = None
+    ) -> GroupedRows:
+        """Lay rows that are read in parts, so that no process holds all of them.
+
+        Parameters
+        ----------
+        reader
+            ``reader(rows)`` returns the rows of those numbers, which ascend: a tree of arrays
+            [len(rows), ...]. It is called once for each device of this process.
+        shapes
+            A tree like it, of `jax.ShapeDtypeStruct` [rows, ...] of all rows.
+        keys
+            As for `place_rows`; the keys of all rows.
+
+        Returns
+        -------
+        GroupedRows
+            What `place_rows` returns for the whole arrays.
+
+        Raises
+        ------
+        ValueError
+            If shapes and keys differ in length, or the reader returns other rows than asked for.
+
+        Examples
+        --------
+        ::
+
+            images = np.memmap("images.u8", np.uint8, "r", shape=(60_000, 784))
+            shapes = {"x": jax.ShapeDtypeStruct(images.shape, np.uint8)}
+            groups.place_rows_from_reader(lambda rows: {"x": images[rows]}, shapes)
+        """
+        laid, index = self._laid_rows(keys)
+        for path, like in jax.tree_util.tree_leaves_with_path(shapes):
+            if like.shape[:1] != (len(index),):
+                raise ValueError(
+                    f"shapes {path_str(path)}: expected [{len(index)}, ...], as there are {len(index)} "
+                    f"keys, one for each row, got {like.shape}"
+                )
+        return self._grouped(read_laid(reader, shapes, laid.row, self._sharding()), laid, index)
+
+    def _laid_rows(self, keys: Any) -> tuple[LaidRows, np.ndarray]:
+        """Return where rows lie, and the group of each."""
         index = self._index
         if keys is not None:
             index = index_of(checked_keys("keys", keys), self.labels)
-        laid = lay_rows(
-            self._place_of_group()[index], self._num_blocks, self._block_groups, self._most()
-        )
-        rows = self._lay("rows", rows, laid.row, len(index), "keys, one for each row")
+        places = self._place_of_group()[index]
+        return lay_rows(places, self._num_blocks, self._block_groups, self._most()), index
+
+    def _sharding(self) -> NamedSharding | None:
+        """Return where laid rows that are read go; None without a mesh."""
+        if isinstance(self.mesh, AbstractMesh):
+            raise ValueError(
+                "Groups: a mesh of devices that are not there reads no rows; give their shapes to "
+                "place_rows"
+            )
+        return None if self.mesh is None else NamedSharding(self.mesh, P(*self.spec[:1]))
+
+    def _grouped(self, rows: PyTree, laid: LaidRows, index: np.ndarray) -> GroupedRows:
         self._warn_of_waste(laid, index)
         return GroupedRows(
             rows=rows,
@@ -379,7 +486,7 @@ class Groups:
             *whole, groups=GroupLabels(self.name, self.labels, self.sizes, facts.hexdigest()[:16])
         )
 
-    def _warn_of_waste(self, laid: "LaidRows", index: np.ndarray) -> None:
+    def _warn_of_waste(self, laid: LaidRows, index: np.ndarray) -> None:
         if len(laid.row) <= WASTE * len(index) + self._num_blocks:
             return
         sizes = np.bincount(index, minlength=len(self))
@@ -390,7 +497,7 @@ class Groups:
             f"{self._num_blocks} devices is {share}. Devices wait for the one with the largest groups; "
             "fewer devices on this axis, or more on another (chains), waste less",
             SamplingWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

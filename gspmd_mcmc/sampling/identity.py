@@ -19,10 +19,9 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import require_agreement
 from gspmd_mcmc.multihost.processes import is_local, to_host
-from gspmd_mcmc.placement.groups import Order
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.sampling.run import Plan
-from gspmd_mcmc.targets.streaming.group_slots import GroupSlots
+from gspmd_mcmc.targets.streaming.group_slots import GroupSlots, RowSlots
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import Role, path_str, roles
@@ -156,10 +155,10 @@ def _walk(node: Any, path: str, array: Callable[[Any], str], *, has_values: bool
     elif isinstance(node, Partial):
         facts[path] = _kind(node)
         children = {f"{path}.args": node.args, f"{path}.keywords": node.keywords}
-    elif isinstance(node, Rows | GroupSlots):
+    elif isinstance(node, Rows):
         pass  # How they are cut depends on the mesh.
-    elif isinstance(node, Order):
-        facts[path] = node.digest
+    elif isinstance(node, RowSlots | GroupSlots):
+        facts[path] = "" if node.order is None else node.order.digest
     elif dataclasses.is_dataclass(node) and not isinstance(node, type):
         facts[path] = _kind(node)
         # Fields that are not shown, such as the meanings of functions, belong to this process alone.

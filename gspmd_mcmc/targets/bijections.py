@@ -87,25 +87,28 @@ def _no_bijection(path: KeyPath, node: Any) -> TypeError:
     )
 
 
-def constrain(bijections: PyTree, position: PyTree, where: list[bool]) -> tuple[PyTree, list]:
-    """Apply the bijections of some leaves.
+def constrain(
+    bijections: PyTree, position: PyTree, where: list[bool], counted: list[bool] | None = None
+) -> tuple[PyTree, list]:
+    """Apply the bijections of some leaves, and give the Jacobians of those that are counted (all).
 
     Returns
     -------
     params, log_jacobians
-        The tree with constrained values, and for each leaf that has a bijection the logarithm of its
-        Jacobian, one number for each event: summands of the log density.
+        The tree with constrained values, and for each counted leaf that has a bijection the logarithm
+        of its Jacobian, one number for each event: summands of the log density.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(position)
     leaves, log_jacobians = [], []
-    for (path, x), is_wanted in zip(paths, where, strict=True):
+    for (path, x), is_wanted, is_counted in zip(paths, where, counted or where, strict=True):
         bijection = bijection_at(bijections, path) if is_wanted else None
         if bijection is None:
             leaves.append(x)
             continue
         with jax.numpy_rank_promotion("allow"):  # NumPyro's own code relies on it
             leaves.append(bijection(x))
-            log_jacobians.append(jnp.asarray(bijection.log_abs_det_jacobian(x, leaves[-1])))
+            if is_counted:
+                log_jacobians.append(jnp.asarray(bijection.log_abs_det_jacobian(x, leaves[-1])))
     return jax.tree.unflatten(treedef, leaves), log_jacobians
 
 

@@ -95,12 +95,13 @@ def check_rows(target: Target, position: PyTree, chain: int | None = None) -> No
     for which, plate in enumerate(target.plates):
         coupling = coupling_of(target, which, position, chain)
         if coupling is not None:
+            advice = _ADVICE if plate.has_group_latents else ""
             raise CoupledRows(
                 f"{plate}: {coupling}. It depends on the rows beside it (a mean over the block, a "
                 "sort, a cumulative sum, the number of rows, its place), which are other ones on each "
                 "mesh and in each tile. Compute such values of all rows before, and place them with "
                 "the data or bind them, Partial(log_likelihood, value); of a NumPyro model, pass them "
-                f"as arguments or leave the plate out of plates={_ADVICE if plate.groups else ''}"
+                f"as arguments or leave the plate out of plates={advice}"
             )
 
 
@@ -127,7 +128,7 @@ def try_rows(target: Target, which: int, position: PyTree, chain: int | None = N
     """Evaluate some rows of a plate in several blocks, in one small program."""
     plate = target.plates[which]
     rows, rest = _far_apart(plate)
-    one, other = (np.asarray(to_host(plate.laid_row(x))) for x in (rows, rest))
+    one, other = (np.asarray(to_host(plate.slots.laid_row(x))) for x in (rows, rest))
     even = np.arange(len(one)) % 2 == 0
     takes = [one, np.where(even, one, other), np.where(even, other, one), one[::-1], one]
     runs = [(take, scale, i == 4) for scale in SCALES for i, take in enumerate(takes)]
@@ -192,7 +193,7 @@ def _terms(
     def of_run(run):
         take, scale, noise = run
         # Latents of a group move alike in all of its rows.
-        owner = plate.local_row(take)
+        owner = plate.slots.latent_of(take)
         own = [x[owner] if local else x for x, local in zip(leaves, is_local, strict=True)]
         moved = treedef.unflatten(_moved(own, is_local, owner, scale, noise))
         moved, _ = bijections.constrain(target.bijections, moved, is_shared)

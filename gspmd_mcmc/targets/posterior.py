@@ -119,10 +119,10 @@ class Posterior(Target):
 
     def _check_groups(self, position: PyTree, paths: list[KeyPath]) -> None:
         """Raise where rows read latents of groups, and no plate of the groups gives them a prior."""
-        of_groups = [p.local_rows(position) for p in self.plates if p.groups is None]
+        of_groups = [p.local_rows(position) for p in self.plates if not p.has_group_latents]
         for plate in self.plates:
             for i, rows in enumerate(plate.local_rows(position)):
-                if plate.groups is None or rows is None or any(found[i] for found in of_groups):
+                if not plate.has_group_latents or rows is None or any(f[i] for f in of_groups):
                     continue
                 name = tree.path_str(paths[i])
                 raise ValueError(
@@ -242,7 +242,7 @@ class Posterior(Target):
 
         are_read = is_live(jax.make_jaxpr(terms)(*(leaf for _, leaf in leaves)).jaxpr)
         for (path, leaf), is_read in zip(leaves, are_read, strict=True):
-            if is_read and num_nonfinite(leaf[plate.laid_row(bad[0])]):
+            if is_read and num_nonfinite(leaf[plate.slots.laid_row(bad[0])]):
                 where = (GetAttrKey("plates"), SequenceKey(index), GetAttrKey("data"), *path)
                 return f"{found}; {blame_data(where, num_nonfinite(leaf))}"
         return found
@@ -272,7 +272,7 @@ def _with_bijections(plates: tuple[Plate, ...], bijections: PyTree) -> tuple[Pla
     """
     counting: list[Local] = []
     given: dict[int, Plate] = {}
-    for i in sorted(range(len(plates)), key=lambda i: plates[i].groups is not None):
+    for i in sorted(range(len(plates)), key=lambda i: plates[i].has_group_latents):
         given[i] = plates[i]
         if plates[i].local:
             replaced = {"bijections": bijections, "jacobians_elsewhere": tuple(counting)}

@@ -1,10 +1,12 @@
-"""Latents of groups as the rows of a tile see them: spread by broadcasts, and their gradients summed.
+"""Latents that belong to rows, as the rows of a tile see them: each row has its own, or its group's.
 
-Nothing is scattered: the transpose of a broadcast is a sum, and of the gathers, which are of groups and
-within a device, the inverse is known.
+Those of groups are spread by broadcasts, and their gradients summed. Nothing is scattered: the
+transpose of a broadcast is a sum, and of the gathers, which are of groups and within a device, the
+inverse is known.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +16,102 @@ import numpy as np
 
 from gspmd_mcmc.placement.group_tiles import Tiles
 from gspmd_mcmc.placement.groups import GroupedRows, Order
-from gspmd_mcmc.placement.padding import real_rows
+from gspmd_mcmc.placement.padding import real_in_blocks, real_rows
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.tree import pytree, static
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Where a tile lies in each block.
+
+    Attributes
+    ----------
+    row, num_rows
+        The first row of the tile, and how many it has.
+    latent, num_latents
+        The first of its latents, and how many it has.
+    is_counted
+        False on rows of the pad, and on those that an earlier tile has counted; broadcasts to
+        [blocks, rows].
+    """
+
+    row: jax.Array
+    num_rows: int
+    latent: jax.Array
+    num_latents: int
+    is_counted: jax.Array
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class RowSlots:
+    """Each row has latents of its own.
+
+    Attributes
+    ----------
+    latents
+        How latents lie: as the rows do.
+    order
+        In which order rows lie that are groups.
+    """
+
+    latents: Rows = static()
+    order: Order | None
+    # Of rows of the pad, latents may have values for which the likelihood is undefined.
+    has_stale_pad = True
+
+    def tile_rows(self, choose: Callable[[], int]) -> int:
+        """Return how many rows a tile has; ``choose`` takes as many as memory allows."""
+        return choose()
+
+    def tile(self, index: jax.Array, num: int) -> Tile:
+        """Say where a tile of ``num`` rows lies; the last one may overlap the one before."""
+        rows = self.latents
+        first = jnp.minimum(index * num, rows.block_rows - num)
+        position = (first + jnp.arange(num))[None]
+        num_real = real_in_blocks(rows.num_rows, rows.num_padded, rows.num_blocks)[:, None]
+        is_counted = (position >= index * num) & (position < num_real)
+        return Tile(first, num, first, num, is_counted)
+
+    def fill(self, latents: list[jax.Array]) -> list[jax.Array]:
+        """Cut latents into the blocks of their rows: [rows, ...] to [blocks, rows, ...]."""
+        return self.latents.local_blocks(latents)
+
+    def gather_grads(self, by_row: list[jax.Array]) -> list[jax.Array]:
+        """Undo `fill`."""
+        return [self.latents.join(x) for x in by_row]
+
+    def spread(self, of_tile: list[jax.Array]) -> list[jax.Array]:
+        """Give each row of a tile its latents."""
+        return of_tile
+
+    def spread_all(self, latents: list[jax.Array]) -> list[jax.Array]:
+        """Give all laid rows their latents."""
+        return latents
+
+    def see(self, of_rows: jax.Array) -> jax.Array:
+        """Bring what laid rows have into the user's order, without pad: [rows, ...]."""
+        seen = of_rows if self.order is None else self.order.see(of_rows)
+        return seen[: self.latents.num_rows]
+
+    def laid_row(self, row: Any) -> Any:
+        """Return where rows of the user's are among the laid ones."""
+        return row if self.order is None else self.order.to_seen[row]
+
+    def latent_of(self, row: jax.Array) -> jax.Array:
+        """Return the place of the latent of laid rows."""
+        return row
 
 
 @pytree
 @dataclass(frozen=True, eq=False)
 class GroupSlots:
-    """How rows lie with their groups; the arrays are those of `GroupedRows`.
+    """Each row has the latents of its group; the arrays are those of `GroupedRows`.
 
     Attributes
     ----------
-    groups
+    latents
         How the groups lie, and with them their latents.
     tiles
         What all tiles have in common.
@@ -37,8 +122,10 @@ class GroupSlots:
     group_slot: jax.Array
     place_of_row: Any
     order: Order
-    groups: Rows = static()
+    latents: Rows = static()
     tiles: Tiles = static()
+    # Pad copies a row of the group, whose likelihood is defined.
+    has_stale_pad = False
 
     @classmethod
     def of(cls, data: GroupedRows, rows: Rows) -> "GroupSlots":
@@ -53,12 +140,23 @@ class GroupSlots:
             order=data.order.digest,
         )
         arrays = data.is_real, data.slot_group, data.group_slot, real_rows(data.place_of_row)
-        return cls(*arrays, order=data.order, groups=groups, tiles=data.tiles)
+        return cls(*arrays, order=data.order, latents=groups, tiles=data.tiles)
+
+    def tile_rows(self, choose: Callable[[], int]) -> int:
+        """Return how many rows a tile has: they were cut when they were placed."""
+        return self.tiles.rows
+
+    def tile(self, index: jax.Array, num: int) -> Tile:
+        """Say where a tile lies."""
+        first = index * num
+        is_real = self.is_real.reshape(self.latents.num_blocks, -1)
+        is_counted = jax.lax.dynamic_slice_in_dim(self.latents.per_block(is_real), first, num, axis=1)
+        return Tile(first, num, index * self.tiles.slots, self.tiles.slots, is_counted)
 
     def fill(self, latents: list[jax.Array]) -> list[jax.Array]:
         """Give each slot its group's latents: [groups, ...] to [blocks, tiles x slots, ...]."""
-        taken = [_take(x, self.slot_group) for x in self.groups.local_blocks(latents)]
-        return self.groups.per_block(taken)
+        taken = [_take(x, self.slot_group) for x in self.latents.local_blocks(latents)]
+        return self.latents.per_block(taken)
 
     def gather_grads(self, by_slot: list[jax.Array]) -> list[jax.Array]:
         """Give each group its slot's gradient, zero without rows: undo `fill`."""
@@ -66,7 +164,7 @@ class GroupSlots:
         for x in by_slot:
             has_slot = self.group_slot.reshape(*self.group_slot.shape, *(1,) * (x.ndim - 2)) >= 0
             found = _take(x, jnp.maximum(self.group_slot, 0))
-            grads.append(self.groups.join(jnp.where(has_slot, found, jnp.zeros((), x.dtype))))
+            grads.append(self.latents.join(jnp.where(has_slot, found, jnp.zeros((), x.dtype))))
         return grads
 
     def spread(self, of_slots: list[jax.Array]) -> list[jax.Array]:
@@ -89,13 +187,21 @@ class GroupSlots:
             spread.append(rows.reshape(-1, *x.shape[2:]))
         return spread
 
-    def group_of(self, row: jax.Array) -> jax.Array:
+    def see(self, of_rows: jax.Array) -> jax.Array:
+        """Bring what laid rows have into the user's order, without pad: [rows, ...]."""
+        return of_rows[self.place_of_row]
+
+    def laid_row(self, row: Any) -> Any:
+        """Return where rows of the user's are among the laid ones."""
+        return self.place_of_row[row]
+
+    def latent_of(self, row: jax.Array) -> jax.Array:
         """Return the place of the group of laid rows."""
         tile, within = jnp.divmod(row, self.tiles.rows)
         block, tile = jnp.divmod(tile, self.tiles.count)
         slot_of_row = jnp.asarray(self.tiles.slot_of_row().astype(np.int32))
         slot = tile * self.tiles.slots + slot_of_row[within]
-        return block * self.groups.block_rows + self.slot_group[block, slot]
+        return block * self.latents.block_rows + self.slot_group[block, slot]
 
 
 def _repeated(x: jax.Array, num: int) -> jax.Array:

@@ -17,7 +17,7 @@ from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_gr
 from gspmd_mcmc.targets.fused.tracing import kernels_where
 from gspmd_mcmc.targets.local import Local, lay_out, without
 from gspmd_mcmc.targets.streaming import tiling
-from gspmd_mcmc.targets.streaming.group_slots import GroupSlots
+from gspmd_mcmc.targets.streaming.group_slots import GroupSlots, RowSlots
 from gspmd_mcmc.targets.streaming.rows import Rows, read_rows
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
@@ -63,8 +63,7 @@ class Plate:
     tile_rows: int | None = static()
     bijections: PyTree  # of local leaves; the `Posterior` that holds the plate sets them
     jacobians_elsewhere: tuple[Local, ...] = static()  # of local leaves, too: counted by other plates
-    order: Order | None  # of the rows, if they are groups
-    groups: GroupSlots | None  # of the rows, if they have groups
+    slots: RowSlots | GroupSlots  # how rows lie with their local latents
 
     def __init__(
         self,
@@ -76,10 +75,10 @@ class Plate:
     ):
         if tile_rows is not None and (not isinstance(tile_rows, int) or tile_rows < 1):
             raise ValueError(f"tile_rows: expected an integer of at least 1, got {tile_rows!r}")
-        order = groups = None
         if isinstance(data, GroupTable):
             arrays, rows = read_rows(data.table)
-            order, rows = data.order, replace(rows, order=data.order.digest)
+            rows = replace(rows, order=data.order.digest)
+            slots = RowSlots(rows, data.order)
         elif isinstance(data, GroupedRows):
             if tile_rows is not None:
                 raise ValueError(
@@ -87,10 +86,11 @@ class Plate:
                     f"Groups(..., tile_rows={tile_rows})"
                 )
             arrays, laid = read_rows(data.rows)
-            groups, rows = GroupSlots.of(data, laid), replace(laid, num_rows=data.num_rows)
+            rows, slots = replace(laid, num_rows=data.num_rows), GroupSlots.of(data, laid)
         else:
             _refuse_groups_inside(data)
             arrays, rows = read_rows(data)
+            slots = RowSlots(rows, None)
         set_fields(
             self,
             log_likelihood=as_partial(log_likelihood),
@@ -100,8 +100,7 @@ class Plate:
             tile_rows=tile_rows,
             bijections=None,
             jacobians_elsewhere=(),
-            order=order,
-            groups=groups,
+            slots=slots,
         )
 
     @on_any_mesh
@@ -116,8 +115,8 @@ class Plate:
             terms = self._tile_terms(split, read, *block_tile)
             return carry, (), tiling.tile_sum(terms, is_counted)
 
-        blocks = self.rows.blocks(self.data), self._local_blocks(split)
-        _, _, out = tiling.stream(body, (), (), split.read, blocks, self.rows, tile, self.groups)
+        blocks = self.rows.blocks(self.data), self.slots.fill(split.local)
+        _, _, out = tiling.stream(body, (), (), split.read, blocks, self.rows, tile, self.slots)
         return jnp.swapaxes(out, 0, 1)
 
     @grad_anywhere
@@ -137,22 +136,9 @@ class Plate:
     def log_likelihood_rows(self, params: PyTree, hidden: Sequence[bool] | None = None) -> jax.Array:
         """Return the terms of the real rows, each apart, shape [rows] (for LOO and the like)."""
         laid = lay_out(self, params)
-        if self.groups is None:
-            terms = self.log_likelihood(without(laid, hidden or []), self.data)
-            return (terms if self.order is None else self.order.see(terms))[: self.rows.num_rows]
         split = self._split(laid, hidden)
-        of_rows = split.merge(split.read, self.groups.spread_all(split.local), lambda leaf: leaf)
-        return self.log_likelihood(without(of_rows, hidden or []), self.data)[self.groups.place_of_row]
-
-    def laid_row(self, row: Any) -> Any:
-        """Return where rows of the user's are among the laid ones."""
-        if self.groups is not None:
-            return self.groups.place_of_row[row]
-        return row if self.order is None else self.order.to_seen[row]
-
-    def local_row(self, row: Any) -> Any:
-        """Return which row of its local latents a laid row reads."""
-        return row if self.groups is None else self.groups.group_of(row)
+        of_rows = split.merge(split.read, self.slots.spread_all(split.local), lambda leaf: leaf)
+        return self.slots.see(self.log_likelihood(without(of_rows, hidden or []), self.data))
 
     def block_terms(
         self, params: PyTree, block: PyTree, hidden: Sequence[bool] | None = None
@@ -169,25 +155,21 @@ class Plate:
         """Return for each leaf the plate's rows if it is local to the plate, else None."""
         num_leaves = len(jax.tree.leaves(position, is_leaf=is_padded))
         flags = self.local.flags(position) if self.local else [False] * num_leaves
-        return [self.local_layout if is_local else None for is_local in flags]
+        return [self.slots.latents if is_local else None for is_local in flags]
 
     def local_orders(self, position: PyTree) -> list[Order | None]:
         """Return for each leaf that is local to the plate the order in which its rows lie, or None."""
-        return [None if rows is None else self._order for rows in self.local_rows(position)]
+        return [None if rows is None else self.slots.order for rows in self.local_rows(position)]
 
     @property
     def labels(self) -> GroupLabels | None:
         """What the groups are called that local latents are one each of; None if rows have none."""
-        return None if self._order is None else self._order.groups
+        return None if self.slots.order is None else self.slots.order.groups
 
     @property
-    def _order(self) -> Order | None:
-        return self.order if self.groups is None else self.groups.order
-
-    @property
-    def local_layout(self) -> Rows:
-        """How local latents lie: as the rows, or as the groups of the rows."""
-        return self.rows if self.groups is None else self.groups.groups
+    def has_group_latents(self) -> bool:
+        """Whether local latents are those of groups of rows."""
+        return isinstance(self.slots, GroupSlots)
 
     def _split(self, params: PyTree, hidden: Sequence[bool] | None) -> "_Split":
         is_local = [rows is not None for rows in self.local_rows(params)]
@@ -211,21 +193,12 @@ class Plate:
         is_local = [kind == "local" for kind in split.kinds]
         with kernels_where(kernels):
             traced = tiling.probe(terms_of, name, params, is_local, self.data, self.rows)
-        if self.groups is None:
-            tile = tiling.tile_rows(traced, self.rows, self.tile_rows)
-        else:
-            tile = self.groups.tiles.rows
+        tile = self.slots.tile_rows(lambda: tiling.tile_rows(traced, self.rows, self.tile_rows))
         return split.less_unread(traced.is_read), tile, traced.has_kernel
-
-    def _local_blocks(self, split: "_Split") -> list[jax.Array]:
-        """Return local latents, one to each row or slot, [blocks, rows or slots of a block, ...]."""
-        if self.groups is None:
-            return self.rows.local_blocks(split.local)
-        return self.groups.fill(split.local)
 
     def _tile_terms(self, split: "_Split", read: list, data: PyTree, local: list) -> jax.Array:
         """Terms of the rows of a tile, of local latents one to each row or slot."""
-        return self._terms(split, read, data, self.groups.spread(local) if self.groups else local)
+        return self._terms(split, read, data, self.slots.spread(local))
 
     def _terms(self, split: "_Split", read: list, data: PyTree, local: list) -> jax.Array:
         """Terms of rows, with the Jacobians of their latents that no other plate counts."""
@@ -246,36 +219,31 @@ class Plate:
         of local leaves stays where their rows are.
         """
         split, tile, has_kernel = self._plan(params, hidden, kernels)
-        has_stale_pad = bool(split.local) and self.rows.num_rows != self.rows.num_padded
+        has_local_pad = bool(split.local) and self.rows.num_rows != self.rows.num_padded
 
         def body(carry, read, block_tile, is_counted):
-            # In a group the pad copies a row of the group, whose likelihood is defined.
-            fills = has_stale_pad and self.groups is None
+            fills = has_local_pad and self.slots.has_stale_pad
             data, local = _without_pad(block_tile, is_counted) if fills else block_tile
             with kernels_where(kernels):
                 terms, pullback = jax.vjp(
                     lambda read, local: self._tile_terms(split, read, data, local), read, local
                 )
             grads = pullback(is_counted.astype(terms.dtype))
-            if has_stale_pad:  # A tile may be all pad. Elsewhere the gradient of pad is zero already.
+            if has_local_pad:  # A tile may be all pad. Elsewhere the gradient of pad is zero already.
                 grads = tree.where(jnp.any(is_counted), grads, jax.tree.map(jnp.zeros_like, grads))
             return tree.add(carry, grads[0]), grads[1], tile_out(terms, is_counted)
 
         zeros = [jnp.zeros((self.rows.num_blocks, *leaf.shape), leaf.dtype) for leaf in split.read]
-        blocks = self.rows.blocks(self.data), self._local_blocks(split)
+        blocks = self.rows.blocks(self.data), self.slots.fill(split.local)
         no_grads = [jnp.zeros_like(leaf) for leaf in blocks[1]]
         sums, by_local, out = tiling.stream(
-            body, zeros, no_grads, split.read, blocks, self.rows, tile, self.groups, has_kernel
+            body, zeros, no_grads, split.read, blocks, self.rows, tile, self.slots, has_kernel
         )
         shared_grads = [jnp.sum(s, axis=0) for s in sums]
-        if self.groups is None:
-            local_grads = [self.rows.join(g) for g in by_local]
-        else:
-            local_grads = self.groups.gather_grads(by_local)
-        return split.merge(shared_grads, local_grads, jnp.zeros_like), out
+        return split.merge(shared_grads, self.slots.gather_grads(by_local), jnp.zeros_like), out
 
     def __repr__(self) -> str:
-        of = "" if self.groups is None else f" of {self.groups.groups.num_rows} groups"
+        of = f" of {self.slots.latents.num_rows} groups" if self.has_group_latents else ""
         return f"Plate({name_of_function(self.log_likelihood)}, {self.rows}{of})"
 
 
@@ -357,12 +325,10 @@ class _Split:
         """
         params = self.merge(read, local, lambda leaf: leaf)
         is_local = [kind == "local" for kind in self.kinds]
-        is_own = is_local
+        is_counted = is_local
         for other in elsewhere:
-            is_own = [own and not x for own, x in zip(is_own, other.flags(params), strict=True)]
-        is_others = [here and not own for here, own in zip(is_local, is_own, strict=True)]
-        params, log_jacobians = bijections.constrain(of_local, params, is_own)
-        params, _ = bijections.constrain(of_local, params, is_others)
+            is_counted = [c and not x for c, x in zip(is_counted, other.flags(params), strict=True)]
+        params, log_jacobians = bijections.constrain(of_local, params, is_local, is_counted)
         return without(params, [kind == "hidden" for kind in self.kinds]), log_jacobians
 
     def merge(self, read: list, local: list, rest: Callable) -> PyTree:

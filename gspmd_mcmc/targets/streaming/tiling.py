@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from gspmd_mcmc.placement.padding import real_in_blocks
 from gspmd_mcmc.targets.fused.tracing import has_kernel
-from gspmd_mcmc.targets.streaming.group_slots import GroupSlots
+from gspmd_mcmc.targets.streaming.group_slots import GroupSlots, RowSlots
 from gspmd_mcmc.targets.streaming.products import with_narrow_factor_first
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.targets.streaming.two_float import two_float_sum
@@ -191,8 +190,8 @@ def stream(
     shared: PyTree,
     blocks: tuple[PyTree, PyTree],
     rows: Rows,
-    tile: int,
-    slots: GroupSlots | None = None,
+    num_rows: int,
+    slots: RowSlots | GroupSlots,
     has_kernel: bool = False,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Scan the tiles of all blocks at once.
@@ -211,10 +210,10 @@ def stream(
         along its columns, such as a triangular solve, would gather the rows of all blocks otherwise.
     blocks
         The data [blocks, rows of a block, ...], and the local latents, one to each row or slot.
-    rows, tile
-        The layout of the rows, and the rows of a tile.
+    rows, num_rows
+        The layout of the rows, and how many a tile has.
     slots
-        If local latents are those of groups: how rows lie with them.
+        How rows lie with their local latents.
     has_kernel
         Whether ``body`` holds a kernel, so that each device is to run it for its block by itself.
 
@@ -227,8 +226,6 @@ def stream(
     shared = rows.per_block(
         jax.tree.map(lambda a: jnp.broadcast_to(a, (rows.num_blocks, *a.shape)), shared)
     )
-    num_real = real_in_blocks(rows.num_rows, rows.num_padded, rows.num_blocks)[:, None]
-    unit = tile if slots is None else slots.tiles.slots
     if rows.platform == "cpu":
         body = with_narrow_factor_first(body)
     each_block = _over_blocks(body, rows, has_kernel)
@@ -239,25 +236,19 @@ def stream(
 
     def step(carries, index):
         carry, by_local = carries
-        # The last tile ends at the block's end, so it may overlap the one before; not so with slots.
-        start = jnp.minimum(index * tile, rows.block_rows - tile)
-        first = start if slots is None else index * unit
-        if slots is None:
-            position = (start + jnp.arange(tile))[None]
-            is_counted = (position >= index * tile) & (position < num_real)
-        else:
-            is_counted = cut(rows.per_block(slots.is_real.reshape(rows.num_blocks, -1)), start, tile)
-        block_tile = cut(blocks[0], start, tile), cut(blocks[1], first, unit)
-        carry, added, out = each_block(carry, shared, block_tile, is_counted)
+        tile = slots.tile(index, num_rows)
+        data = cut(blocks[0], tile.row, tile.num_rows)
+        latents = cut(blocks[1], tile.latent, tile.num_latents)
+        carry, added, out = each_block(carry, shared, (data, latents), tile.is_counted)
         by_local = jax.tree.map(
-            lambda a, b, t: jax.lax.dynamic_update_slice_in_dim(a, t + b, first, axis=1),
+            lambda a, b, t: jax.lax.dynamic_update_slice_in_dim(a, t + b, tile.latent, axis=1),
             by_local,
             added,
-            cut(by_local, first, unit),
+            cut(by_local, tile.latent, tile.num_latents),
         )
         return (rows.per_block(carry), rows.per_block(by_local)), rows.per_block(out)
 
-    num_tiles = -(-rows.block_rows // tile)
+    num_tiles = -(-rows.block_rows // num_rows)
     start = (rows.per_block(init), rows.per_block(by_local))
     with jax.named_scope("tiles"):
         (carry, by_local), out = jax.lax.scan(step, start, jnp.arange(num_tiles))
