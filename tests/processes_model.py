@@ -61,7 +61,8 @@ def long_run(mesh, **settings):
         runs.next_size = before
 
 
-GROUP = np.random.default_rng(1).integers(0, 5, NUM_ROWS)
+NUM_GROUPS = 7
+GROUP = np.random.default_rng(1).permutation(np.repeat(np.arange(NUM_GROUPS), 3))
 
 
 def prior_of_group(params, group):
@@ -83,13 +84,13 @@ def sampled_by_group(mesh, place):
     draws = gm.sample(
         jax.random.key(8),
         target,
-        {"slope": np.ones(3), "spread": 0.5, "effect": np.arange(5) / 4},
+        {"slope": np.ones(3), "spread": 0.5, "effect": np.arange(NUM_GROUPS) / 4},
         mesh=mesh,
         kernel=gm.HMC(target, 0.1, 4),
         **{"num_chains": 2, "num_warmup": 0, "num_samples": 6, "progress": False},
     )
     position = {name: np.asarray(x) for name, x in gm.to_host(draws.position).items()}
-    return position | {"effect": position["effect"][:, :, :5]}
+    return position | {"effect": position["effect"][:, :, :NUM_GROUPS]}
 
 
 def values_of(draws):
