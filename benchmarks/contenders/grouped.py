@@ -46,7 +46,7 @@ def effect(take: Callable, params: Params, rows: Params) -> jax.Array:
 def ratings(take: Callable, params: Params, rows: Params) -> jax.Array:
     """Biases and factors of users and films."""
     user, film = take(params["user"], rows["user"], True), take(params["film"], rows["film"], False)
-    location = user[:, 0] + film[:, 0] + jnp.sum(user[:, 1:] * film[:, 1:], axis=1)
+    location = user[:, 0] + film[:, 0] + jnp.einsum("rk,rk->r", user[:, 1:], film[:, 1:])
     return norm.logpdf(rows["stars"], location, groups_data.NOISE).sum()
 
 

@@ -132,8 +132,8 @@ def effect_terms_by_index(params, row):
 
 
 def rating_terms(params, row):
-    user, film = params["user"], params["film"][row["film"]]
-    location = user[:, 0] + film[:, 0] + jnp.sum(user[:, 1:] * film[:, 1:], axis=1)
+    user, film = params["user"], gm.lookup(params["film"], row["film"])
+    location = user[:, 0] + film[:, 0] + jnp.einsum("rk,rk->r", user[:, 1:], film[:, 1:])
     return norm.logpdf(row["stars"], location, groups_data.NOISE)
 
 

@@ -176,7 +176,8 @@ class GroupSlots:
         for n, width in self.tiles.widths:
             parts.append(_repeated(x[first : first + n], width))
             first += n
-        return _repeated(jnp.concatenate(parts), self.tiles.chunk)
+        repeated = _copied if self.latents.platform == "cpu" else _repeated
+        return repeated(jnp.concatenate(parts), self.tiles.chunk)
 
     def spread_all(self, latents: list[jax.Array]) -> list[jax.Array]:
         """Give all laid rows the latents of their groups: [groups, ...] to [laid rows, ...]."""
@@ -207,6 +208,15 @@ class GroupSlots:
 def _repeated(x: jax.Array, num: int) -> jax.Array:
     """Repeat an array [n, ...] as a whole: [num x n, ...]."""
     return jnp.broadcast_to(x[None], (num, *x.shape)).reshape(num * len(x), *x.shape[1:])
+
+
+def _copied(x: jax.Array, num: int) -> jax.Array:
+    """Repeat as `_repeated` does; the gradient is a sum of slices.
+
+    On a CPU, XLA 0.10 leaves the sum that is the transpose of a broadcast to a library (YNNPACK), in
+    which it takes several times as long.
+    """
+    return jnp.concatenate([x] * num)
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
