@@ -194,7 +194,7 @@ console.print(f"mode: log density {float(mode.log_density):.0f} after {mode.num_
 # ## Sampling
 
 # %%
-num_chains, num_warmup, num_samples = 2, 60, 140
+num_chains, num_warmup, num_samples = 2, 160, 180
 if options.quick:
     num_warmup, num_samples = 10, 16
 # Many latents on known scales: two gradients a step, but steps of more than twice the leapfrog's.
@@ -211,7 +211,7 @@ with common.Stopwatch() as watch:
         num_warmup=num_warmup,
         num_samples=num_samples,
         kernel=kernel,
-        warmup=gm.WindowAdaptation(adapt_mass_matrix=False),
+        warmup=gm.WindowAdaptation(target_acceptance_rate=0.7, adapt_mass_matrix=False),
         callback=watch,
     )
 
