@@ -37,15 +37,17 @@ AS_A_USERS_PROCESS = dict(os.environ)  # the variables of one
 # The slowest files, the slowest first: begun in this order, so that both processes end together. The
 # summary of a run of many files tells how long each took.
 LONG = (
-    *("test_processes", "test_from_numpyro", "test_readme", "test_demos", "test_resume"),
-    *("test_local_latents", "test_groups", "test_kernel_contract", "test_sample"),
-    *("test_groups_seen", "test_stuck_chains"),
-    *("test_survival", "test_explicit_mesh", "test_warmup", "test_plan", "test_sinks"),
-    *("test_coming_from", "test_chees", "test_supports", "test_isokinetic"),
-    *("test_mesh_equivalence", "test_bad_input", "test_sharded", "test_retracing"),
-    *("test_calibration", "test_metrics", "test_invariance", "test_sharded_distributions"),
-    *("test_from_numpyro_users", "test_validation", "test_joint", "test_architecture"),
-    *("test_diagnostics", "test_bijections", "test_resolution", "test_energy", "test_tfp"),
+    *("test_from_numpyro_groups", "test_from_numpyro", "test_demos", "test_groups"),
+    *("test_processes", "test_readme", "test_resume", "test_local_latents", "test_kernel_contract"),
+    *("test_stuck_chains", "test_sample", "test_survival", "test_tfp", "test_explicit_mesh"),
+    *("test_warmup", "test_groups_seen", "test_bad_input", "test_linear", "test_plan"),
+    *("test_isokinetic", "test_first_hour", "test_sinks", "test_first_call_benchmark"),
+    *("test_plan_sample", "test_supports", "test_from_numpyro_users", "test_lookup"),
+    *("test_neural_network", "test_invariance", "test_validation", "test_from_numpyro_errors"),
+    *("test_integrator", "test_chees", "test_metrics", "test_sharded_distributions", "test_energy"),
+    *("test_flat_latents", "test_joint", "test_coming_from", "test_calibration", "test_resolution"),
+    *("test_retracing", "test_mesh_equivalence", "test_plan_a_pod", "test_architecture"),
+    *("test_outside_kernel", "test_tables", "test_sharded", "test_plots", "test_diagnostics_layout"),
 )
 LEAST_SECONDS = 10.0
 
