@@ -22,7 +22,7 @@ from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.targets import local
-from gspmd_mcmc.targets.streaming.group_slots import GroupSlots
+from gspmd_mcmc.targets.streaming.slots import GroupSlots
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.program.hlo import KINDS
 

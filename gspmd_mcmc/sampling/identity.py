@@ -21,8 +21,8 @@ from gspmd_mcmc.multihost.agreement import require_agreement
 from gspmd_mcmc.multihost.processes import is_local, to_host
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.sampling.run import Plan
-from gspmd_mcmc.targets.streaming.group_slots import GroupSlots, RowSlots
 from gspmd_mcmc.targets.streaming.rows import Rows
+from gspmd_mcmc.targets.streaming.slots import GroupSlots, RowSlots
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import Role, path_str, roles
 

@@ -17,8 +17,8 @@ from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_gr
 from gspmd_mcmc.targets.fused.tracing import kernels_where
 from gspmd_mcmc.targets.local import Local, lay_out, without
 from gspmd_mcmc.targets.streaming import tiling
-from gspmd_mcmc.targets.streaming.group_slots import GroupSlots, RowSlots
 from gspmd_mcmc.targets.streaming.rows import Rows, read_rows
+from gspmd_mcmc.targets.streaming.slots import GroupSlots, RowSlots
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
 

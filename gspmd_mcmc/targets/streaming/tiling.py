@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.targets.fused.tracing import has_kernel
-from gspmd_mcmc.targets.streaming.group_slots import GroupSlots, RowSlots
 from gspmd_mcmc.targets.streaming.products import with_narrow_factor_first
 from gspmd_mcmc.targets.streaming.rows import Rows
+from gspmd_mcmc.targets.streaming.slots import GroupSlots, RowSlots
 from gspmd_mcmc.targets.streaming.two_float import two_float_sum
 from gspmd_mcmc.tree import PyTree, path_str
 

@@ -1,8 +1,7 @@
 """Latents that belong to rows, as the rows of a tile see them: each row has its own, or its group's.
 
-Those of groups are spread by broadcasts, and their gradients summed. Nothing is scattered: the
-transpose of a broadcast is a sum, and of the gathers, which are of groups and within a device, the
-inverse is known.
+Those of groups are repeated, and their gradients summed. Nothing is scattered: the transpose of a
+repetition is a sum, and of the gathers, which are of groups and within a device, the inverse is known.
 """
 
 import math
