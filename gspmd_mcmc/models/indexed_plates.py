@@ -105,10 +105,11 @@ def _groups(model: SiteModel, indexed: Indexed) -> Groups:
     """Lay the groups of a plate's rows, which have its name, where that plate's arguments lie."""
     placed = [values_of(x) for x in model.leaves_of(indexed.rows)]
     shardings = [s for s in map(named_sharding, placed) if s is not None]
-    over = (shardings[0].mesh, P(*shardings[0].spec[:1])) if shardings else ()
+    mesh, spec = (shardings[0].mesh, P(*shardings[0].spec[:1])) if shardings else (None, None)
     return Groups(
         indexed.keys,
-        *over,
+        mesh,
+        spec,
         labels=np.arange(model.num_rows[indexed.groups]),
         name="" if indexed.groups in TAKEN_NAMES else indexed.groups,
         allow_empty=True,

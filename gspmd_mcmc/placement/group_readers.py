@@ -71,7 +71,7 @@ def read_laid(
     return treedef.unflatten([array(i, like) for i, (_, like) in enumerate(named)])
 
 
-def _range(index: tuple[slice, ...], num: int) -> tuple[int, int]:
+def _range(index: Any, num: int) -> tuple[int, int]:
     start, stop, _ = index[0].indices(num)
     return start, stop
 
