@@ -64,9 +64,8 @@ class RowSlots:
         """Return how many rows a tile has; ``choose`` takes as many as memory allows."""
         return choose()
 
-    def tile(self, index: jax.Array, num: int) -> Tile:
+    def tile(self, index: jax.Array, num: int, rows: Rows) -> Tile:
         """Say where a tile of ``num`` rows lies; the last one may overlap the one before."""
-        rows = self.latents
         first = jnp.minimum(index * num, rows.block_rows - num)
         position = (first + jnp.arange(num))[None]
         num_real = real_in_blocks(rows.num_rows, rows.num_padded, rows.num_blocks)[:, None]
@@ -145,11 +144,11 @@ class GroupSlots:
         """Return how many rows a tile has: they were cut when they were placed."""
         return self.tiles.rows
 
-    def tile(self, index: jax.Array, num: int) -> Tile:
-        """Say where a tile lies."""
+    def tile(self, index: jax.Array, num: int, rows: Rows) -> Tile:
+        """Say where a tile of ``num`` rows lies."""
         first = index * num
-        is_real = self.is_real.reshape(self.latents.num_blocks, -1)
-        is_counted = jax.lax.dynamic_slice_in_dim(self.latents.per_block(is_real), first, num, axis=1)
+        is_real = rows.per_block(self.is_real.reshape(rows.num_blocks, -1))
+        is_counted = jax.lax.dynamic_slice_in_dim(is_real, first, num, axis=1)
         return Tile(first, num, index * self.tiles.slots, self.tiles.slots, is_counted)
 
     def fill(self, latents: list[jax.Array]) -> list[jax.Array]:

@@ -236,7 +236,7 @@ def stream(
 
     def step(carries, index):
         carry, by_local = carries
-        tile = slots.tile(index, num_rows)
+        tile = slots.tile(index, num_rows, rows)
         data = cut(blocks[0], tile.row, tile.num_rows)
         latents = cut(blocks[1], tile.latent, tile.num_latents)
         carry, added, out = each_block(carry, shared, (data, latents), tile.is_counted)
