@@ -90,6 +90,12 @@ def check_groups(mesh):
     return {f"{kind} {name}": x for kind, d in draws.items() for name, x in d.items()}, asked
 
 
+def other_keys(mesh):
+    groups = gm.Groups(model.GROUP, mesh, P("data"))
+    keys = np.roll(model.GROUP, process)
+    groups.place_rows(model.rows(), keys)
+
+
 def errors(mesh):
     """Give the processes different things."""
     mine = np.zeros((8 + process, 2), np.float32)
@@ -107,6 +113,7 @@ def errors(mesh):
         "settings": error_of(model.sampled, mesh, num_samples=5 + process),
         "position": error_of(gm.sample, jax.random.key(0), target, moved, mesh=mesh),
         "keys": error_of(gm.Groups, [0, 1, process], mesh, P("data")),
+        "keys of rows": error_of(other_keys, mesh),
         "twice": error_of(gm.initialize),
         "room": error_of(model.sampled, mesh, device_bytes=100),
     }

@@ -144,6 +144,8 @@ def test_processes_that_are_given_different_things_say_which(two):
     for process in two[0]:
         found = process["errors"]
         assert found["keys"].startswith("ProcessesDisagree: ") and "labels" in found["keys"]
+        assert found["keys of rows"].startswith("ProcessesDisagree: ")
+        assert "keys: process 0 has" in found["keys of rows"]
         for case in ("shape", "spec", "dtype", "key", "settings", "position"):
             assert found[case].startswith("ProcessesDisagree: ")
         assert "leaf ['x']: process 0 has float32[8, 2]" in found["shape"]

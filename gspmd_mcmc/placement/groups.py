@@ -252,8 +252,8 @@ class Groups:
         self._laid = laid_order(self.sizes)
         self._order = self._make_order()
         if spans_processes(mesh):
-            index = hashlib.sha256(self._index.tobytes()).hexdigest()
-            facts = {"labels": self._order.digest, "keys": index, "spec": str(self.spec)}
+            keys, labels = _digest(self._index), self._order.digest
+            facts = {"labels": labels, "keys": keys, "spec": str(self.spec)}
             require_agreement("Groups", facts)
 
     def __len__(self) -> int:
@@ -419,6 +419,10 @@ class Groups:
 
     def _grouped(self, rows: PyTree, laid: LaidRows, index: np.ndarray) -> GroupedRows:
         self._warn_of_waste(laid, index)
+        if spans_processes(self.mesh):
+            named = jax.tree_util.tree_leaves_with_path(rows)
+            facts = {f"rows {path_str(path)}": f"{x.dtype}{list(x.shape[1:])}" for path, x in named}
+            require_agreement("place_rows", facts | {"keys": _digest(index)})
         return GroupedRows(
             rows=rows,
             is_real=self._place(laid.is_real),
@@ -499,6 +503,10 @@ class Groups:
             SamplingWarning,
             stacklevel=4,
         )
+
+
+def _digest(index: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(index).tobytes()).hexdigest()[:16]
 
 
 def _take(leaf: Any, index: np.ndarray) -> Any:
