@@ -186,12 +186,33 @@ def test_several_tiles_and_rows_of_a_wrong_group_which_are_rejected():
             check_density(target, tables, 1e-12, SMALL)
 
 
+# A model of few lines, so that its programs compile quickly, whose posterior has a formula:
+# mu ~ N(0, 1), theta of a group ~ N(mu, 1), y of a row ~ N(theta, 2²).
+
+SIZES = np.repeat([1, 5, 50], [13, 12, 12])
+KEYS = np.random.default_rng(2).permutation(np.repeat(np.arange(37) * 3, SIZES))
+Y = np.random.default_rng(3).normal(0.5 + np.sin(KEYS), 2.0).astype(np.float32)
+
+
+def mu_prior(x):
+    return -0.5 * x["mu"] ** 2
+
+
+def of_group(x, row):
+    return -0.5 * (x["theta"] - x["mu"]) ** 2
+
+
+def of_row(x, row):
+    return -0.125 * (row["y"] - x["theta"]) ** 2
+
+
+def normal_groups(name, keys=KEYS, y=Y):
+    groups = groups_of(keys, name)
+    rows = gm.Plate(of_row, groups.place_rows({"y": y}), local="theta")
+    return gm.Posterior(mu_prior, gm.Plate(of_group, groups.place(), local="theta"), rows)
+
+
 # The same chain on every mesh.
-
-
-def without_laboratory(name):
-    target = hospital(name, small())
-    return gm.Posterior(log_prior, *target.plates[:2])
 
 
 def chains_on(name, target, position, kernel):
@@ -211,29 +232,30 @@ def run(kernel, states, *, layout):
     return jax.vmap(partial(local.cut, kernel.target))(after.position), infos
 
 
-def variances():
-    """A metric that differs from group to group, in the user's order."""
-    own = jnp.linspace(0.02, 0.3, SMALL)
-    shared = {"mean": jnp.asarray(0.05), "log_sd": jnp.asarray(0.02), "slope": jnp.asarray(0.01)}
-    return {"effect": jnp.stack([own, own[::-1]], axis=1), "level": own} | shared
+def metric_of_groups():
+    """Variances that differ from group to group, in the user's order."""
+    return {"mu": jnp.asarray(0.05), "theta": jnp.linspace(0.02, 0.3, 37)}
 
 
 KERNELS = {
-    "HMC": lambda target: gm.HMC(target, 0.3, 3, variances()),
-    "NUTS": lambda target: gm.NUTS(target, 0.3, variances(), max_tree_depth=3),
-    "MAMS": lambda target: gm.MAMS(target, 0.3, 1.0, variances()),
+    "HMC": lambda target: gm.HMC(target, 0.5, 3, metric_of_groups()),
+    "NUTS": lambda target: gm.NUTS(target, 0.5, metric_of_groups(), max_tree_depth=3),
+    "MAMS": lambda target: gm.MAMS(target, 0.5, 1.5, metric_of_groups()),
 }
 
 
 @cache
 def chain(name, kernel, is_double):
     with jax.enable_x64(is_double):
-        kernel = KERNELS[kernel](without_laboratory(name))
-        layout, states = chains_on(name, kernel.target, start(SMALL, (CHAINS,)), kernel)
+        kernel = KERNELS[kernel](normal_groups(name))
+        rng = np.random.default_rng(4)
+        shapes = {"mu": (CHAINS,), "theta": (CHAINS, 37)}
+        position = {n: jnp.asarray(0.3 * rng.normal(size=shape)) for n, shape in shapes.items()}
+        layout, states = chains_on(name, kernel.target, position, kernel)
         return jax.tree.map(np.asarray, run(kernel, states, layout=layout))
 
 
-CASES = [("HMC", mesh, True) for mesh in MESHES[1:]] + [("HMC", mesh, False) for mesh in ("7", "2x4")]
+CASES = [("HMC", mesh, True) for mesh in MESHES[1:]] + [("HMC", "2x4", False)]
 CASES += [("NUTS", "8", True), ("MAMS", "2x4", True)]
 
 
@@ -266,6 +288,17 @@ def test_devices_have_nearly_the_same_number_of_rows():
         block = len(sizes) // num_blocks + 1
         rows = [laid[i * block : (i + 1) * block].sum() for i in range(num_blocks)]
         assert np.abs(np.array(rows) / np.mean(rows) - 1).max() < 0.05, num_blocks
+
+
+def without_laboratory(name):
+    target = hospital(name, small())
+    return gm.Posterior(log_prior, *target.plates[:2])
+
+
+def variances():
+    own = jnp.linspace(0.02, 0.3, SMALL)
+    shared = {"mean": jnp.asarray(0.05), "log_sd": jnp.asarray(0.02), "slope": jnp.asarray(0.01)}
+    return {"effect": jnp.stack([own, own[::-1]], axis=1), "level": own} | shared
 
 
 def shard_shapes(x):
@@ -324,27 +357,7 @@ def test_effects_that_are_shared_and_looked_up_are_sent_whole():
         check_sends_shared_gradients_only(communication_of("8", target, start(SMALL, (CHAINS,))))
 
 
-# A posterior with a formula: mu ~ N(0, 1), theta of a group ~ N(mu, 1), y of a row ~ N(theta, 2²).
-
-KEYS = np.random.default_rng(2).permutation(np.repeat(np.arange(37) * 3, 1 + np.arange(37) ** 2 // 20))
-Y = np.random.default_rng(3).normal(0.5 + np.sin(KEYS), 2.0).astype(np.float32)
-
-
-def mu_prior(x):
-    return -0.5 * x["mu"] ** 2
-
-
-def of_group(x, row):
-    return -0.5 * (x["theta"] - x["mu"]) ** 2
-
-
-def of_row(x, row):
-    return -0.125 * (row["y"] - x["theta"]) ** 2
-
-
-def of_row_by_index(x, y, index):
-    theta = -0.5 * (x["theta"] - x["mu"]) ** 2
-    return mu_prior(x), theta, -0.125 * (y - x["theta"][index]) ** 2
+# Draws of the posterior with a formula.
 
 
 def posterior_moments():
@@ -357,12 +370,6 @@ def posterior_moments():
     return {"theta": mean[:-1], "mu": mean[-1]}, {"theta": variance[:-1], "mu": variance[-1]}
 
 
-def normal_groups(name, keys=KEYS, y=Y):
-    groups = groups_of(keys, name)
-    rows = gm.Plate(of_row, groups.place_rows({"y": y}), local="theta")
-    return gm.Posterior(mu_prior, gm.Plate(of_group, groups.place(), local="theta"), rows)
-
-
 def origin():
     return {"mu": jnp.zeros(()), "theta": jnp.zeros(37)}
 
@@ -372,8 +379,8 @@ def draws_of(is_wrong):
     """Of the groups, or of rows that two groups have taken from each other."""
     keys = KEYS.copy()
     if is_wrong:
-        first, last = (np.flatnonzero(keys == key)[:5] for key in (36 * 3, 32 * 3))
-        keys[first], keys[last] = 32 * 3, 36 * 3
+        first, last = (np.flatnonzero(keys == key)[:5] for key in (36 * 3, 35 * 3))
+        keys[first], keys[last] = 35 * 3, 36 * 3
     target = normal_groups("8", keys)
     options = {"num_warmup": 150, "num_samples": 750, "progress": False}
     return gm.sample(KEY, target, origin(), kernel=gm.HMC(target, 0.1, 4, jitter=0.5), **options)
@@ -400,10 +407,8 @@ def test_draws_of_rows_in_wrong_groups_are_rejected():
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("name", ["1", "8", "index"])
-def test_nuts_from_default_starts_draws_what_it_draws_of_looked_up_effects(name):
-    """Held to the formula, and not a transition diverges."""
-    target = gm.LogDensity(of_row_by_index, Y, KEYS // 3) if name == "index" else normal_groups(name)
+def test_nuts_draws_the_posterior_from_default_starts_without_a_divergence():
+    target = normal_groups("8")
     options = {"num_warmup": 150, "num_samples": 250, "num_chains": 2, "progress": False}
     draws = gm.sample(KEY, target, origin(), kernel=gm.NUTS(target, 0.1), **options)
     assert not np.any(draws.stats["is_divergent"])

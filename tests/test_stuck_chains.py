@@ -144,15 +144,14 @@ def moves_all_stuck_chains(monkeypatch):
     monkeypatch.setattr(own_step_size, "walk", stays)
 
 
-@pytest.mark.parametrize("num_chains", [4, 64])
-def test_moving_its_chains_would_hide_it_from_rhat(num_chains, moves_all_stuck_chains):
+def test_moving_its_chains_would_hide_it_from_rhat(moves_all_stuck_chains):
     target = modes(10.0, 0.02, log_density=lambda *arguments: two_modes(*arguments))
-    draws, told = sampled(target, starts_in(target, 1 / 4, num_chains, 0), num_chains)
+    draws, told = sampled(target, starts_in(target, 1 / 4, 4, 0), 4)
     assert np.abs(np.asarray(draws.position)).max() < 8
     with pytest.raises(AssertionError, match="silent: R-hat 1.0"):
         check_it_is_told(draws)
     # Such moves would at least be told, and counted.
-    assert len({move.chain for move in draws.moves}) == num_chains // 4
+    assert len({move.chain for move in draws.moves}) == 1
     assert any("R-hat cannot see" in text for text in told)
     summary = draws.summary()
     assert (summary.rhat_before_moves or 0) > 1.1
@@ -204,19 +203,18 @@ def steep(x):
     return -0.5 * x**2, -(jnp.maximum(jnp.abs(x) - 10, 0) ** 4)
 
 
-def far_start(num_chains):
-    start = np.random.default_rng(1).normal(size=(num_chains, 2)).astype(np.float32) / 2
-    start[: num_chains // 4] = [100.0, -50.0]
+def far_start():
+    start = np.random.default_rng(1).normal(size=(4, 2)).astype(np.float32) / 2
+    start[0] = [100.0, -50.0]
     return gm.per_chain(jnp.asarray(start))
 
 
-@pytest.mark.parametrize("num_chains", [4, 64])
-def test_a_chain_that_starts_badly_walks_to_the_others_and_nothing_is_said(num_chains, monkeypatch):
+def test_a_chain_that_starts_badly_walks_to_the_others_and_nothing_is_said(monkeypatch):
     walks, walk = [], own_step_size.walk
     monkeypatch.setattr(
         own_step_size, "walk", lambda *given, **named: walks.append(1) or walk(*given, **named)
     )
-    draws, told = sampled(gm.LogDensity(steep), far_start(num_chains), num_chains)
+    draws, told = sampled(gm.LogDensity(steep), far_start(), 4)
     assert walks and told == [] and draws.moves == []
     assert draws.summary().rhat_before_moves is None
     assert np.abs(np.asarray(draws.position)).max() < 7

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.survival import differences
 
 ROOT = Path(__file__).resolve().parent.parent
-KILLS, TERMS = 7, 3
+KILLS, TERMS = 3, 2
 SAVED = 75  # how a process ends that SIGTERM has reached in its run
 
 
