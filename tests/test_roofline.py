@@ -159,6 +159,11 @@ def test_the_text_tells_facts_from_arithmetic():
     unknown = replace(work, each=(*work.each, replace(KERNEL, is_counted=False)))
     assert "predicted: fewer than " in str(roofline(unknown, "TPU v3 core"))
     assert "fewer than" not in str(found)
+    # A TPU v3 core multiplies 61.5e12 times a second.
+    stating = replace(work, each=(*work.each, replace(KERNEL, stated_flops=int(61.5e9))))
+    stating = roofline(stating, "TPU v3 core")
+    assert stating.arithmetic_seconds - found.arithmetic_seconds == pytest.approx(1e-3, rel=1e-2)
+    assert "61.5 GFLOP as kernels state" in str(stating)
     assert found.bytes_ratio == 2
     assert roofline(work, "TPU v3 core").bytes_ratio is None
 

@@ -352,6 +352,18 @@ def test_arithmetic_that_is_not_counted_is_noted(line, is_noted):
     assert not work.notes or "is not counted" in work.notes[0]
 
 
+@pytest.mark.parametrize(("stated", "flops"), [("4026531840", 4026531840), ("0", 0)])
+def test_a_kernel_s_arithmetic_is_what_it_states_of_itself(stated, flops):
+    """Of a kernel that states none nothing is known."""
+    line = (
+        'custom-call(%big), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":'
+        f'{{"body":"TUzvUg","cost_estimate":{{"flops":"{stated}","transcendentals":"7"}}}}}}'
+    )
+    work = work_of(program_of(f"ROOT %o = f32[1000,64]{{1,0}} {line}"))
+    assert work.stated_flops == flops and work.times(3).stated_flops == 3 * flops
+    assert work.is_counted == (flops > 0) != bool(work.notes)
+
+
 def test_the_compiler_s_own_cycles_are_added_up():
     line = 'negate(%big), backend_config={"window_config":{"estimated_cycles":"125"}}'
     program = program_of(f"%o = f32[1000,64]{{1,0}} {line}", f"ROOT %q = f32[1000,64]{{1,0}} {line}")

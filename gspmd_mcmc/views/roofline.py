@@ -120,7 +120,8 @@ class Roofline:
 
     def _arithmetic(self, kernel: Kernel) -> float:
         products = sum(self.throughput.product_seconds(product) for product in kernel.products)
-        return products + kernel.other_flops / self.throughput.vector_flops
+        stated = kernel.stated_flops / self.throughput.stated_flops
+        return products + stated + kernel.other_flops / self.throughput.vector_flops
 
     def _longest(self, kernel: Kernel, factor: float) -> float:
         memory = kernel.memory_bytes / self.throughput.memory_bandwidth
@@ -213,7 +214,9 @@ def _facts(found: Roofline) -> list[str]:
     waits = f", {work.readbacks} reads of a loop's condition" if work.readbacks else ""
     lines.append(f"  kernels: {work.kernels}{waits}")
     products = ", ".join(f"{n / 1e9:.3g} GFLOP of {kind}" for kind, n in work.product_flops.items())
-    lines.append(f"  arithmetic: {products or 'no products'}; {work.other_flops / 1e9:.3g} GFLOP else")
+    stated = f", {work.stated_flops / 1e9:.3g} GFLOP as kernels state" if work.stated_flops else ""
+    rest = f"{work.other_flops / 1e9:.3g} GFLOP else"
+    lines.append(f"  arithmetic: {products or 'no products'}{stated}; {rest}")
     for sent in work.collectives:
         runs = f"{sent.runs} x " if sent.runs > 1 else ""
         among = f"among {sent.group_size} devices"

@@ -74,6 +74,11 @@ class Throughput:
     product_tile: tuple[int, int] = (1, 1)
     float32: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
+    @property
+    def stated_flops(self) -> float:
+        """Of what kernels state of themselves: products of bfloat16 numbers."""
+        return self.product_flops.get("bf16", self.vector_flops)
+
     def product_seconds(self, product: Product) -> float:
         """Seconds of one matrix product at best, with what a matrix unit pads it by."""
         factors, passes = self._made_of(product.factors)

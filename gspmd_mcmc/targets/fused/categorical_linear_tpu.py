@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms, sum_of_terms
+from gspmd_mcmc.targets.fused import tpu_cost
 
 TILE_BYTES = (
     2 << 20
@@ -41,14 +42,17 @@ def gradients(
     def by_row(height):
         return pl.BlockSpec((height, tile), lambda i: (0, i))
 
+    tiles, height = -(-num // tile), terms * padded
+    products = [(height, features, tiles * tile), (height, tiles * tile, features)]
     rows_last = lies_by_columns(x)
     of_x = by_row(features) if rows_last else pl.BlockSpec((tile, features), lambda i: (i, 0))
     of_w, of_bias = pl.pallas_call(
         partial(_kernel, num, tile, terms, rows_last),
-        grid=(-(-num // tile),),
-        in_specs=[of_x, by_row(1), by_row(1), whole(terms * padded, features), whole(padded, 1)],
+        grid=(tiles,),
+        in_specs=[of_x, by_row(1), by_row(1), whole(height, features), whole(padded, 1)],
         out_specs=[whole(padded, features), whole(padded, 1)],
         out_shape=[jax.ShapeDtypeStruct(s, w.dtype) for s in ((padded, features), (padded, 1))],
+        cost_estimate=tpu_cost.stated(products, padded * tiles * tile, (x, labels, cotangent)),
         interpret=interpret,
     )(
         x.T if rows_last else x,

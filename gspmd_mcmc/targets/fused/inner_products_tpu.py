@@ -12,10 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from gspmd_mcmc.targets.fused import tpu_cost
 from gspmd_mcmc.targets.fused.tracing import slope_of_cells
 
 TILE = (256, 512)  # rows and columns: with float32 products it fits the 16 MB of a TPU v2's core
+SUBLANES = 8
 NN, NT, TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))  # which axes a product sums over
+# Precisions of products that are made of three, by our own hand, and of six.
+BY_THREE, BY_SIX = ("high", "bfloat16_3x", "tensorfloat32"), ("highest", "float32")
 
 
 def gradients(
@@ -28,12 +32,14 @@ def gradients(
     """Return the derivatives of ``cotangent · terms`` in rows, columns and their biases."""
     rows, columns, row_bias, column_bias = factors
     (num, rank), width = rows.shape, len(columns)
-    tile = (min(TILE[0], -(-num // 32) * 32), min(TILE[1], -(-width // 128) * 128))
-    whole = -(-width // tile[1]) * tile[1]
+    padded = -(-rank // SUBLANES) * SUBLANES
+    tile = (min(TILE[0], -(-num // 128) * 128), min(TILE[1], -(-width // 128) * 128))
+    grid = -(-num // tile[0]), -(-width // tile[1])
+    tall, whole = grid[0] * tile[0], grid[1] * tile[1]
     slope: Any = slope_of_cells(term, rows, cells, tile)
 
     def by_row(size):
-        return pl.BlockSpec((tile[0], size), lambda i, j: (i, 0))
+        return pl.BlockSpec((size, tile[0]), lambda i, j: (0, i))
 
     def by_column(size):
         return pl.BlockSpec((size, tile[1]), lambda i, j: (0, j))
@@ -41,19 +47,33 @@ def gradients(
     def all_columns(size):
         return pl.BlockSpec((size, whole), lambda i, j: (0, 0))
 
-    shapes = ((num, rank), (num, 1), (rank, whole), (1, whole))
+    of_row = pl.BlockSpec((tile[0], 1), lambda i, j: (i, 0))
+    shapes = ((padded, num), (num, 1), (padded, whole), (1, whole))
     by_rows, by_row_bias, by_columns, by_column_bias = pl.pallas_call(
         partial(_kernel, slope, (num, width), tile, len(cells)),
-        grid=(-(-num // tile[0]), whole // tile[1]),
+        grid=grid,
         in_specs=[
             *(pl.BlockSpec(tile, lambda i, j: (i, j)) for _ in cells),
-            *(by_row(rank), by_row(1), by_row(1), by_column(rank), by_column(1)),
+            *(by_row(padded), of_row, of_row, by_column(padded), by_column(1)),
         ],
-        out_specs=[by_row(rank), by_row(1), all_columns(rank), all_columns(1)],
+        out_specs=[by_row(padded), of_row, all_columns(padded), all_columns(1)],
         out_shape=[jax.ShapeDtypeStruct(shape, rows.dtype) for shape in shapes],
+        cost_estimate=tpu_cost.stated(_products(padded, tall, whole), tall * whole, cells),
         interpret=interpret,
-    )(*cells, rows, row_bias[:, None], cotangent[:, None], columns.T, column_bias[None])
-    return by_rows, by_columns[:, :width].T, by_row_bias[:, 0], by_column_bias[0, :width]
+    )(
+        *cells,
+        *(_by_dimension(rows, padded), row_bias[:, None], cotangent[:, None]),
+        *(_by_dimension(columns, padded), column_bias[None]),
+    )
+    return (
+        *(by_rows[:rank].T, by_columns[:rank, :width].T),
+        *(by_row_bias[:, 0], by_column_bias[0, :width]),
+    )
+
+
+def _by_dimension(factors: jax.Array, padded: int) -> jax.Array:
+    """Return factors with their dimensions first, so that terms of them lie below each other."""
+    return jnp.pad(factors.T, ((0, padded - factors.shape[1]), (0, 0)))
 
 
 def _kernel(slope: Callable, shape: tuple, tile: tuple, num_cells: int, *refs: Any) -> None:
@@ -74,30 +94,65 @@ def _kernel(slope: Callable, shape: tuple, tile: tuple, num_cells: int, *refs: A
         by_row_bias[...] = jnp.zeros_like(by_row_bias)
 
     # The last tiles reach beyond the arrays, where anything may stand.
-    is_row = jax.lax.broadcasted_iota(jnp.int32, (tile[0], 1), 0) + i * tile[0] < shape[0]
-    is_column = jax.lax.broadcasted_iota(jnp.int32, (1, tile[1]), 1) + j * tile[1] < shape[1]
-    x, w = jnp.where(is_row, rows[...], 0), jnp.where(is_column, columns[...], 0)
-    logits = _dot(x, w, NN) + row_bias[...] + column_bias[...]
+    is_row = _is_within(shape[0], tile[0], i, axis=0)
+    is_column = _is_within(shape[1], tile[1], j, axis=1)
+    x = _terms(jnp.where(_is_within(shape[0], tile[0], i, axis=1), rows[...], 0))
+    w = _terms(jnp.where(is_column, columns[...], 0))
+    logits = _dot(_with(x, (0, 1, 0)), _with(w, (0, 0, 1)), TN) + row_bias[...] + column_bias[...]
     residuals = slope(logits, *(ref[...] for ref in cells)) * cotangent[...]
     residuals = jnp.where(is_row & is_column, residuals, 0)
-    by_rows[...] += _dot(residuals, w, NT)
+    by_rows[...] += _times(w, residuals, NT)
     by_row_bias[...] += jnp.sum(residuals, axis=1, keepdims=True)
-    by_columns[:, here] += _dot(x, residuals, TN)
+    by_columns[:, here] += _times(x, residuals, NN)
     by_column_bias[:, here] += jnp.sum(residuals, axis=0, keepdims=True)
+
+
+def _is_within(size: int, tile: int, step: Any, axis: int) -> jax.Array:
+    """Tell which places of a tile are of the array, along an axis."""
+    shape = (1, tile) if axis else (tile, 1)
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis) + step * tile < size
+
+
+# A product of two terms a factor is three products, of which those of one tile of the matrix unit are
+# made at once: sums of few dimensions below each other, results of few dimensions side by side.
+
+
+def _terms(x: jax.Array) -> list[jax.Array]:
+    """Split into what bfloat16 holds and the rest, as float32: older chips multiply no other."""
+    if _precision() not in BY_THREE:
+        return [x]
+    high = x.astype(jnp.bfloat16).astype(jnp.float32)
+    return [high, x - high]
+
+
+def _with(terms: list[jax.Array], order: tuple[int, ...]) -> jax.Array:
+    return terms[0] if len(terms) == 1 else jnp.concatenate([terms[i] for i in order])
+
+
+def _times(terms: list[jax.Array], residuals: jax.Array, axes: tuple) -> jax.Array:
+    """Multiply factors by residuals, without the product of what both have beyond bfloat16."""
+    high, *rest = _terms(residuals)
+    if not rest:
+        return _dot(terms[0], high, axes)
+    both, size = _dot(jnp.concatenate(terms), high, axes), len(terms[0])
+    return both[:size] + (both[size:] + _dot(terms[0], rest[0], axes))
 
 
 def _dot(x: jax.Array, y: jax.Array, axes: tuple) -> jax.Array:
     """Multiply in the precision that is asked for: the compiler of kernels knows two of the three."""
-    precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-    product = partial(jax.lax.dot_general, dimension_numbers=(axes, ((), ())))
-    if precision not in ("high", "bfloat16_3x", "tensorfloat32"):
-        return product(x, y, preferred_element_type=jnp.float32)
-    (a, b), (c, d) = _two_terms(x), _two_terms(y)
-    default = partial(product, precision=jax.lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
-    return default(a, c) + (default(a, d) + default(b, c))
+    precision = jax.lax.Precision.DEFAULT if _precision() in BY_THREE else None
+    return jax.lax.dot_general(x, y, (axes, ((), ())), precision, preferred_element_type=jnp.float32)
 
 
-def _two_terms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Split into what bfloat16 holds and the rest, as float32: older chips multiply no other."""
-    high = x.astype(jnp.bfloat16).astype(jnp.float32)
-    return high, x - high
+def _precision() -> str | None:
+    return jax.config.jax_default_matmul_precision  # pyright: ignore
+
+
+def _products(rank: int, rows: int, columns: int) -> list[tuple[int, int, int]]:
+    """Return rows, terms and columns of the products of bfloat16 numbers that all tiles make."""
+    if _precision() in BY_THREE:
+        sides = (columns, rows), (rows, columns)
+        of_residuals = [(num * rank, *side) for side in sides for num in (2, 1)]
+        return [(rows, 3 * rank, columns), *of_residuals]
+    each = [(rows, rank, columns), (rank, columns, rows), (rank, rows, columns)]
+    return each * (6 if _precision() in BY_SIX else 1)

@@ -20,6 +20,7 @@ _SETTING = re.compile(r"(\w+)=([\dx_\-]+)")
 _PRECISION = re.compile(r"operand_precision=\{(\w+),(\w+)\}")
 _ALGORITHM = re.compile(r"algorithm=(\w+)")
 _FACTORIZATIONS = ("cholesky", "triangular-solve", "fft")
+_STATED = re.compile(r'"cost_estimate":\{[^{}]*?"flops":"?(\d+)')
 _PRODUCT_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__triton_gemm", "__onednn$matmul")
 
 
@@ -63,10 +64,20 @@ def flops_of(
     return (), sum(map(elements, operands)) if is_reduction else 0
 
 
+def stated_flops(operation: Operation) -> int:
+    """Return the floating-point operations that a kernel states of itself; 0: it states none.
+
+    What a kernel that is no XLA program computes nobody else knows: ``pallas_call(cost_estimate=...)``.
+    """
+    stated = _STATED.search(operation.attributes) if operation.opcode == "custom-call" else None
+    return int(stated.group(1)) if stated else 0
+
+
 def is_uncounted(operation: Operation) -> bool:
-    """Tell whether an operation computes what `flops_of` has no count for: factorizations, calls."""
+    """Tell whether nobody counts what an operation computes: factorizations, calls that state none."""
     is_call = operation.opcode == "custom-call"
-    is_known = any(target in operation.attributes for target in _PRODUCT_CALLS)
+    is_product = any(target in operation.attributes for target in _PRODUCT_CALLS)
+    is_known = is_product or stated_flops(operation) > 0
     return operation.opcode in _FACTORIZATIONS or (is_call and not is_known)
 
 

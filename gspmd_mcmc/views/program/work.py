@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gspmd_mcmc.views.program import device_groups
-from gspmd_mcmc.views.program.flops import Product, flops_of, is_uncounted
+from gspmd_mcmc.views.program.flops import Product, flops_of, is_uncounted, stated_flops
 from gspmd_mcmc.views.program.hlo import (
     Operation,
     Program,
@@ -51,7 +51,9 @@ class Kernel:
     estimated_cycles
         The compiler's own estimate, where the text has it (TPU).
     is_counted
-        Whether its arithmetic is known: of a kernel that is no XLA program it is not.
+        Whether its arithmetic is known: of a kernel that is no XLA program and states none it is not.
+    stated_flops
+        Floating-point operations that such a kernel states of itself, products of bfloat16 numbers.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Kernel:
     collectives: tuple[Traffic, ...]
     estimated_cycles: int | None
     is_counted: bool = True
+    stated_flops: int = 0
     runs: int = 1
 
     @property
@@ -151,6 +154,11 @@ class Work:
     def other_flops(self) -> int:
         """Floating-point operations of the rest: one an element of what is computed or reduced."""
         return sum(kernel.other_flops * kernel.runs for kernel in self.each)
+
+    @property
+    def stated_flops(self) -> int:
+        """Floating-point operations that kernels which are no XLA programs state of themselves."""
+        return sum(kernel.stated_flops * kernel.runs for kernel in self.each)
 
     @property
     def is_counted(self) -> bool:
@@ -303,6 +311,7 @@ def _kernel(program: Program, operation: Operation, siblings: Mapping[str, Opera
         collectives=tuple(_collectives(program, operation, siblings)),
         estimated_cycles=int(cycles.group(1)) if cycles else None,
         is_counted=not is_uncounted(operation),
+        stated_flops=stated_flops(operation),
     )
     uncounted = f"{operation.name}: what this {operation.opcode} computes is not counted"
     return Work((kernel,), notes=() if kernel.is_counted else (uncounted,))
