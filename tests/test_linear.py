@@ -205,6 +205,51 @@ def check_factors(chip, precision, most, biases):
         assert one is None or error(one, truth) < most
 
 
+def kernel_of(gradients, *args):
+    """Return the parameters of the one kernel that a function calls, as it was traced."""
+    equations = jax.make_jaxpr(gradients)(*args).eqns
+    (kernel,) = (e.params for e in equations if e.primitive.name == "pallas_call")
+    return kernel
+
+
+def products_of(jaxpr):
+    """Yield rows, terms and columns of each matrix product."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (((axis,), (other,)), _) = equation.params["dimension_numbers"]
+            left, right = (x.aval.shape for x in equation.invars)
+            yield left[1 - axis], left[axis], right[1 - other]
+
+
+@pytest.mark.parametrize(
+    ("precision", "model", "products", "passes"),
+    [
+        *(("high", "factors", 5, 1), ("default", "factors", 3, 1), ("highest", "factors", 3, 6)),
+        *((precision, "classes", 2, 1) for precision in ("high", "default", "highest")),
+    ],
+)
+def test_a_tpu_s_kernel_states_the_products_that_it_makes(precision, model, products, passes):
+    """All tiles of them, in a matrix unit of 128 x 128 that takes a float32 product in six passes."""
+    factors, weights = tuple(map(jnp.asarray, FACTORS)), jnp.asarray(WEIGHTS)
+    parameters = (jnp.asarray(W), jnp.asarray(BIAS))
+    with jax.default_matmul_precision(precision):
+        if model == "factors":
+            of_factors = functools.partial(inner_products_tpu.gradients, seen)
+            kernel = kernel_of(of_factors, [jnp.asarray(CELLS)], factors, weights)
+        else:
+            of_classes = categorical_linear_tpu.gradients
+            kernel = kernel_of(
+                of_classes, jnp.asarray(DTYPES["uint8"]), jnp.asarray(LABELS), parameters, weights
+            )
+    made = list(products_of(kernel["jaxpr"]))
+    assert len(made) == products
+    flops, tiles = 0, np.prod(kernel["grid_mapping"].grid)
+    for rows, terms, columns in made:
+        narrow, long = sorted((rows, columns))
+        flops += passes * 2 * long * -(-terms // 128) * 128 * -(-narrow // 128) * 128
+    assert kernel["cost_estimate"].flops == tiles * flops
+
+
 # The functions of the user
 
 

@@ -313,8 +313,15 @@ def _kernel(program: Program, operation: Operation, siblings: Mapping[str, Opera
         is_counted=not is_uncounted(operation),
         stated_flops=stated_flops(operation),
     )
-    uncounted = f"{operation.name}: what this {operation.opcode} computes is not counted"
-    return Work((kernel,), notes=() if kernel.is_counted else (uncounted,))
+    return Work((kernel,), notes=tuple(_doubts(kernel, operation.opcode)))
+
+
+def _doubts(kernel: Kernel, opcode: str) -> Iterator[str]:
+    """Yield what the text of the program does not vouch for."""
+    if not kernel.is_counted:
+        yield f"{kernel.name}: what this {opcode} computes is not counted"
+    if kernel.stated_flops:
+        yield f"{kernel.name}: its arithmetic is what the kernel states of itself, as bfloat16 products"
 
 
 def _collectives(
