@@ -22,7 +22,7 @@ from gspmd_mcmc.targets.likelihoods import (
     poisson_log_rate,
 )
 from gspmd_mcmc.targets.linear import linear
-from gspmd_mcmc.targets.lookup import lookup
+from gspmd_mcmc.targets.lookup import lookup, lookup_within
 from gspmd_mcmc.targets.fused.categorical_linear import categorical_linear
 from gspmd_mcmc.targets.fused.inner_product_terms import inner_product_terms
 from gspmd_mcmc.targets.checks import NonFiniteStart
@@ -127,6 +127,7 @@ __all__ = [
     "inner_products",
     "linear",
     "lookup",
+    "lookup_within",
     "poisson_log_rate",
     # Models
     "JointDistributionCoroutine",

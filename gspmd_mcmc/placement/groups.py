@@ -34,6 +34,7 @@ from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.numbers import check_numbers
 from gspmd_mcmc.placement.padding import LaidByGroups, Padded, is_padded, real_rows
 from gspmd_mcmc.placement.place import check_spec, place
+from gspmd_mcmc.placement.subgroups import Subgroups, number_within
 from gspmd_mcmc.tree import PyTree, path_str, pytree, static
 
 TILE_ROWS_CPU, TILE_ROWS_ELSEWHERE = 1 << 14, 1 << 20
@@ -313,6 +314,63 @@ class Groups:
         laid, index = self._laid_rows(keys)
         rows = self._lay("rows", rows, laid.row, len(index), "keys, one for each row")
         return self._grouped(rows, laid, index)
+
+    def subgroups(self, keys: Any, of: Any = None) -> Subgroups:
+        """Find the groups within each group, such as the classes of schools.
+
+        A latent for each subgroup is then one of groups, of shape [groups, most subgroups of one]: it
+        lies with its group, and nothing is sent for it.
+
+        Parameters
+        ----------
+        keys
+            The subgroup of each row: integers or strings, shape [rows], or `Table.key`. A key that two
+            groups have names two subgroups: class "a" of each school.
+        of
+            The group of each row. None: the keys that the groups were made of.
+
+        Returns
+        -------
+        Subgroups
+            Which subgroup each row belongs to, for `lookup_within`, and which each group has.
+
+        Raises
+        ------
+        ValueError
+            If a key is missing or is no integer or string, or there is not one for each row.
+
+        Examples
+        --------
+        Pupils in classes in schools::
+
+            schools = gm.Groups(pupils["school"], mesh, P("data"))
+            classes = schools.subgroups(pupils["class"])
+
+            def of_school(params, row):
+                mean = params["school"][:, None]
+                of_classes = normal(params["class"], mean, 0.5)
+                alone = normal(params["class"], 0.0, 1.0)  # proper, where there is no class
+                terms = jnp.where(row["is_class"], of_classes, alone)
+                return normal(params["school"], 0.0, 1.0) + jnp.sum(terms, axis=1)
+
+            def of_pupil(params, row):
+                return normal(row["score"], gm.lookup_within(params["class"], row["class"]), 1.0)
+
+            local = ("school", "class")
+            table, rows = {"is_class": classes.is_there}, {"score": score, "class": classes.number}
+            target = gm.Posterior(
+                None,
+                gm.Plate(of_school, schools.place(table), local=local),
+                gm.Plate(of_pupil, schools.place_rows(rows), local="class"),
+            )
+        """
+        group = self._index if of is None else index_of(checked_keys("of", of), self.labels)
+        keys = checked_keys("keys", keys)
+        labels = labels_there(keys)
+        inner = index_of(keys, labels)
+        if len(inner) != len(group):
+            raise ValueError(f"keys: expected one for each of {len(group)} rows, got {len(inner)}")
+        return number_within(group, len(self), inner, labels)
 
     def local_rows(self, keys: Any = None) -> np.ndarray:
         """Return which rows the devices of this process hold, ascending; see `place_local_rows`."""

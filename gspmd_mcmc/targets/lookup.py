@@ -1,4 +1,4 @@
-"""Rows of a table of parameters by an index that is data, with a gradient that scatters nothing.
+"""Parameters by an index that is data, with gradients that scatter nothing.
 
 The gradient of ``table[index]`` adds the rows' gradients up by their index. XLA makes a scatter of it:
 on a GPU a loop of compare-and-swap for each number, whose order, and so whose rounding, changes from
@@ -38,17 +38,64 @@ def lookup(table: jax.Array, index: jax.Array) -> jax.Array:
     TypeError, ValueError
         If the index is not one integer a row, or the table is no array of floating numbers.
     """
+    _check("lookup", "table", table, index, ("entries",))
+    return _lookup(table, index)
+
+
+def lookup_within(values: jax.Array, index: jax.Array) -> jax.Array:
+    """Return for each row one of its own values, that which its index names.
+
+    For groups within groups, where a row has a latent for each subgroup of its group: ``values`` are
+    those of the row's school, ``index`` is the number of the row's class in it; see `Groups.subgroups`.
+    It reads all values of a row, and neither gathers nor scatters. An index outside of the values gives
+    NaN, which `sample` reports with the row.
+
+    Parameters
+    ----------
+    values
+        Parameters, shape [rows, values of a row, ...].
+    index
+        Integers from 0 to the number of a row's values - 1: data, shape [rows].
+
+    Returns
+    -------
+    jax.Array
+        Shape [rows, ...].
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the index is not one integer a row, or the values are no array of floating numbers with the
+        rows that the index has.
+    """
+    _check("lookup_within", "values", values, index, ("rows", "values of a row"))
+    if len(values) != len(index):
+        raise ValueError(
+            f"lookup_within: values: expected those of {len(index)} rows, as the index has, got "
+            f"{list(jnp.shape(values))}"
+        )
+    index = index.astype(jnp.promote_types(index.dtype, jnp.int32))  # bytes may not count the values
+    numbers = jnp.arange(values.shape[1], dtype=index.dtype)
+    is_named = (index[:, None] == numbers[None]).reshape(*values.shape[:2], *(1,) * (values.ndim - 2))
+    # A row's other values may be infinite, which zeros would turn into NaN.
+    found = jnp.sum(jnp.where(is_named, values, 0), axis=1)
+    return jnp.where(jnp.any(is_named, axis=1), found, jnp.nan)
+
+
+def _check(
+    function: str, name: str, values: jax.Array, index: jax.Array, axes: tuple[str, ...]
+) -> None:
     if not jnp.issubdtype(jnp.result_type(index), jnp.integer) or jnp.ndim(index) != 1:
         raise TypeError(
-            "lookup: index: expected one integer a row, shape [rows], got "
+            f"{function}: index: expected one integer a row, shape [rows], got "
             f"{jnp.result_type(index)}{list(jnp.shape(index))}"
         )
-    if not jnp.ndim(table) or not jnp.issubdtype(jnp.result_type(table), jnp.floating):
+    is_floating = jnp.issubdtype(jnp.result_type(values), jnp.floating)
+    if jnp.ndim(values) < len(axes) or not is_floating:
         raise ValueError(
-            "lookup: table: expected floating parameters, shape [entries, ...], got "
-            f"{jnp.result_type(table)}{list(jnp.shape(table))}"
+            f"{function}: {name}: expected floating parameters, shape [{', '.join(axes)}, ...], got "
+            f"{jnp.result_type(values)}{list(jnp.shape(values))}"
         )
-    return _lookup(table, index)
 
 
 @jax.custom_vjp

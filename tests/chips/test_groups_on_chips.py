@@ -121,3 +121,34 @@ def crossed(mesh, num_films=3706, num_rows=1_000_000):
 def test_a_table_that_rows_look_up_has_no_atomic_on_a_card():
     plan = gm.plan(build(crossed), on="H100", data=1)
     assert plan.report.collectives == plan.atomics() == ()
+
+
+def of_group_and_its_subgroups(x, row):
+    of_subgroups = jnp.where(row["is_there"], (x["inner"] - x["effect"][:, :1]) ** 2, x["inner"] ** 2)
+    return of_group(x, row) - 0.5 * jnp.sum(of_subgroups, axis=1)
+
+
+def of_row_of_a_subgroup(x, row):
+    return of_row(x, row) - 0.5 * gm.lookup_within(x["inner"], row["inner"]) ** 2
+
+
+def nested(mesh, num_groups=6040, num_rows=1_000_000, most=12):
+    """The same, and an effect of each of a group's subgroups, of which there are twelve at most."""
+    groups = gm.Groups(keys(num_groups, num_rows), mesh, P("data"))
+    shapes = {"y": ((), jnp.float32), "x": ((200,), jnp.float32), "inner": ((), jnp.int32)}
+    rows = groups.place_rows({n: S((num_rows, *s), d) for n, (s, d) in shapes.items()})
+    table = groups.place({"is_there": S((num_groups, most), jnp.bool_)})
+    plates = (
+        gm.Plate(of_group_and_its_subgroups, table, local=("effect", "inner")),
+        gm.Plate(of_row_of_a_subgroup, rows, local=("effect", "inner")),
+    )
+    position = random_effects(mesh)[1] | {"inner": S((num_groups, most), jnp.float32)}
+    return gm.Posterior(log_prior, *plates), position
+
+
+def test_subgroups_have_no_atomic_on_a_card_and_send_nothing():
+    plan = gm.plan(build(nested), on="H100", data=1)
+    assert plan.report.collectives == plan.atomics() == ()
+    plans = [gm.plan(build(model), on="TPU v5e", data=8) for model in (random_effects, nested)]
+    assert sent(plans[0]) == sent(plans[1]) > 0
+    assert {c.kind for c in plans[1].report.collectives} == {"all-reduce"}
