@@ -39,6 +39,8 @@ DIMENSIONS, HELD_OUT, TOP = 8, 0.1, 8
 # Standard deviations of the prior: biases in stars; products of eight factors have one of 0.4 in all.
 USER_SD = np.array([0.4] + [1.0] * DIMENSIONS, np.float32)
 FILM_SD = np.array([0.6] + [0.15] * DIMENSIONS, np.float32)
+IS_BIAS = np.eye(1, 1 + DIMENSIONS, dtype=np.float32)
+IS_FACTOR = 1 - IS_BIAS
 USERS_OF_QUICK = 300
 
 BEGAN = time.perf_counter()
@@ -108,8 +110,11 @@ def user_log_prior(params, user):
 
 
 def location(user, film):
-    """Stars above the mean: biases, which come first, and the product of factors, [ratings]."""
-    return user[:, 0] + film[:, 0] + jnp.einsum("rk,rk->r", user[:, 1:], film[:, 1:])
+    """Stars above the mean: biases, which come first, and the product of factors, [ratings].
+
+    Written with masks: gradients of ``user[:, 0]`` and ``user[:, 1:]`` would be padded and added.
+    """
+    return (user * (film * IS_FACTOR + IS_BIAS) + film * IS_BIAS) @ np.ones_like(IS_BIAS[0])
 
 
 def log_likelihood(params, rating):
@@ -123,7 +128,11 @@ def log_likelihood(params, rating):
 # ## Placement: ratings and latents of a user on one device, films whole on each
 
 # %%
-mesh = gm.make_mesh(data=len(devices), devices=devices)
+num_chains = 2
+# A chain to each half of the devices: two on one would compete for its cores' caches.
+is_halved = len(devices) > 2 and len(devices) % 2 == 0
+axes = {"chains": 2, "data": len(devices) // 2} if is_halved else {"data": len(devices)}
+mesh = gm.make_mesh(**axes, devices=devices)
 groups = gm.Groups(user, mesh, P("data"))
 ratings = gm.Plate(log_likelihood, groups.place_rows({"film": film, "stars": stars}), local="user")
 target = gm.Posterior(log_prior, gm.Plate(user_log_prior, groups.place(), local="user"), ratings)
@@ -194,7 +203,7 @@ console.print(f"mode: log density {float(mode.log_density):.0f} after {mode.num_
 # ## Sampling
 
 # %%
-num_chains, num_warmup, num_samples = 2, 160, 180
+num_warmup, num_samples = 160, 180
 if options.quick:
     num_warmup, num_samples = 10, 16
 # Many latents on known scales: two gradients a step, but steps of more than twice the leapfrog's.
