@@ -203,7 +203,7 @@ console.print(f"mode: log density {float(mode.log_density):.0f} after {mode.num_
 # ## Sampling
 
 # %%
-num_warmup, num_samples = 160, 180
+num_warmup, num_samples = 160, 240
 if options.quick:
     num_warmup, num_samples = 10, 16
 # Many latents on known scales: two gradients a step, but steps of more than twice the leapfrog's.

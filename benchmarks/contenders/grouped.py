@@ -46,8 +46,13 @@ def effect(take: Callable, params: Params, rows: Params) -> jax.Array:
 def ratings(take: Callable, params: Params, rows: Params) -> jax.Array:
     """Biases and factors of users and films."""
     user, film = take(params["user"], rows["user"], True), take(params["film"], rows["film"], False)
-    location = user[:, 0] + film[:, 0] + jnp.einsum("rk,rk->r", user[:, 1:], film[:, 1:])
-    return norm.logpdf(rows["stars"], location, groups_data.NOISE).sum()
+    location = _sliced if take is _index else groups_data.location
+    return norm.logpdf(rows["stars"], location(user, film), groups_data.NOISE).sum()
+
+
+def _sliced(user: jax.Array, film: jax.Array) -> jax.Array:
+    """Return what `groups_data.location` does, as one writes it first."""
+    return user[:, 0] + film[:, 0] + jnp.einsum("rk,rk->r", user[:, 1:], film[:, 1:])
 
 
 LIKELIHOODS = {"effect": effect, "ratings": ratings}

@@ -133,8 +133,7 @@ def effect_terms_by_index(params, row):
 
 def rating_terms(params, row):
     user, film = params["user"], gm.lookup(params["film"], row["film"])
-    location = user[:, 0] + film[:, 0] + jnp.einsum("rk,rk->r", user[:, 1:], film[:, 1:])
-    return norm.logpdf(row["stars"], location, groups_data.NOISE)
+    return norm.logpdf(row["stars"], groups_data.location(user, film), groups_data.NOISE)
 
 
 def rating_terms_by_index(params, row):
