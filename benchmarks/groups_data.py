@@ -53,7 +53,7 @@ def load(data_dir: str | Path) -> Rated:
 
 
 def location(user, film):
-    """Biases, which come first, and products of factors, [rows]: without slices, whose gradients pad."""
+    """Biases, which come first, and products of factors, [rows]; slices would have padded gradients."""
     is_bias = np.eye(1, user.shape[1], dtype=user.dtype)
     return (user * (film * (1 - is_bias) + is_bias) + film * is_bias) @ np.ones_like(is_bias[0])
 
