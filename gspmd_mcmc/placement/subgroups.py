@@ -51,6 +51,6 @@ def number_within(
     counts = np.bincount(of_group, minlength=num_groups)
     number = np.arange(len(pairs)) - (np.cumsum(counts) - counts)[of_group]
     is_there = np.arange(counts.max()) < counts[:, None]
-    named = np.ma.masked_all(is_there.shape, labels.dtype)
+    named = np.ma.MaskedArray(np.zeros(is_there.shape, labels.dtype), ~is_there)
     named[is_there] = labels[label]
     return Subgroups(number[pair_of_row].astype(np.int32), is_there, named)
