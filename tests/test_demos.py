@@ -108,8 +108,9 @@ def test_ratings_offline(run_quick_demo, tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["data"], summary["devices"], summary["users"]) == ("simulated", 4, 300)
     assert (summary["all_reduces_per_leapfrog"], summary["all_gathers"]) == (1, 0)
-    # The gradient of films, a bias and eight factors each, and of the noise; of both chains.
-    assert summary["all_reduce_bytes_per_leapfrog"] == 2 * 4 * (summary["films"] * 9 + 1)
+    assert summary["mesh"] == {"chains": 2, "data": 2}
+    # The gradient of films, a bias and eight factors each, and of the noise; of a device's one chain.
+    assert summary["all_reduce_bytes_per_leapfrog"] == 4 * (summary["films"] * 9 + 1)
     assert summary["rmse_bma"] < summary["rmse_mode"] < 1.1
     assert summary["log_score_bma"] > max(summary["log_score_mode"], summary["log_score_single"])
     assert all(len(summary[f"recommendations_{x}"]) == 8 for x in ("most", "median", "least"))
