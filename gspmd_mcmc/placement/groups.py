@@ -315,7 +315,7 @@ class Groups:
         rows = self._lay("rows", rows, laid.row, len(index), "keys, one for each row")
         return self._grouped(rows, laid, index)
 
-    def subgroups(self, keys: Any, of: Any = None) -> Subgroups:
+    def subgroups(self, keys: Any) -> Subgroups:
         """Find the groups within each group, such as the classes of schools.
 
         A latent for each subgroup is then one of groups, of shape [groups, most subgroups of one]: it
@@ -324,10 +324,8 @@ class Groups:
         Parameters
         ----------
         keys
-            The subgroup of each row: integers or strings, shape [rows], or `Table.key`. A key that two
-            groups have names two subgroups: class "a" of each school.
-        of
-            The group of each row. None: the keys that the groups were made of.
+            The subgroup of each row that the groups were made of: integers or strings, shape [rows],
+            or `Table.key`. A key that two groups have names two subgroups: class "a" of each school.
 
         Returns
         -------
@@ -364,13 +362,13 @@ class Groups:
                 gm.Plate(of_pupil, schools.place_rows(rows), local="class"),
             )
         """
-        group = self._index if of is None else index_of(checked_keys("of", of), self.labels)
         keys = checked_keys("keys", keys)
         labels = labels_there(keys)
         inner = index_of(keys, labels)
-        if len(inner) != len(group):
-            raise ValueError(f"keys: expected one for each of {len(group)} rows, got {len(inner)}")
-        return number_within(group, len(self), inner, labels)
+        num = len(self._index)
+        if len(inner) != num:
+            raise ValueError(f"keys: expected one for each of {num} rows, got {len(inner)}")
+        return number_within(self._index, len(self), inner, labels)
 
     def local_rows(self, keys: Any = None) -> np.ndarray:
         """Return which rows the devices of this process hold, ascending; see `place_local_rows`."""
