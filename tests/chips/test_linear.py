@@ -26,6 +26,17 @@ def test_a_leapfrog_moves_the_data_a_few_times(model, chip, devices, data, times
     assert not violations(program, plan, 300e6)
 
 
+def test_chains_read_the_data_of_a_tpu_together():
+    """Four chains move hardly more than one, and take as long: their classes fill the matrix unit."""
+    one, four = (
+        gm.plan(build("mnist in a kernel", "HMC", num_chains=n), data=8, on="TPU v3") for n in (1, 4)
+    )
+    moved = [plan.work("leapfrog").bytes_moved for plan in (one, four)]
+    assert moved[1] < 1.25 * moved[0]
+    seconds = [1 / plan.roofline("leapfrog").per_second for plan in (one, four)]
+    assert seconds[1] < 1.5 * seconds[0]
+
+
 @pytest.mark.parametrize("model", ["mnist in a kernel", "movielens in kernels"])
 @pytest.mark.parametrize("kernel", ["NUTS", "MAMS", "MCLMC"])
 @pytest.mark.parametrize(

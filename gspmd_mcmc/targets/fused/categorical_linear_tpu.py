@@ -1,8 +1,8 @@
 """The gradient of multinomial logistic regression as one kernel of a TPU.
 
 A core goes over the rows in tiles. Classes come first, so that rows fill the vector lanes, and the
-terms of a factor lie below each other: one product for all of them. The derivatives stay in the core's
-memory. A tile's rows come first or last, as they do in the chip's memory.
+terms of a factor lie below each other, those of all chains: one product for all of them. The derivatives
+stay in the core's memory. A tile's rows come first or last, as they do in the chip's memory.
 """
 
 from functools import partial
@@ -26,42 +26,88 @@ NO_CLASS = -1e30  # the logit of a class that is padding
 def gradients(
     x: jax.Array, labels: jax.Array, parameters: tuple, cotangent: jax.Array, interpret: bool = False
 ) -> tuple:
-    """Return the derivatives of ``cotangent · terms`` in the weights and the bias."""
+    """Return the derivatives of ``cotangent · terms`` in the weights and the bias.
+
+    Under ``vmap`` over chains a tile of the data is read once for as many as fill the matrix unit,
+    which takes no longer than one of them.
+    """
+    terms = num_terms()
+    of_chains = partial(_gradients, terms, interpret)
+
+    def of_one(x, labels, *chain):
+        return jax.tree.map(lambda a: a[0], of_chains(x, labels, *jax.tree.map(lambda a: a[None], chain)))
+
+    def of_many(chains, is_batched, x, labels, *each):
+        of_data, of_each = is_batched[:2], tuple(is_batched[2:])
+        each = jax.tree.map(
+            lambda a, is_batched: a if is_batched else jnp.broadcast_to(a, (chains, *a.shape)),
+            *(each, of_each),
+        )
+        if any(of_data):  # chains that have rows of their own
+            axes = (0 if is_batched else None for is_batched in of_data)
+            return jax.vmap(of_one, (*axes, 0, 0))(x, labels, *each), (True, True)
+        together = _together(chains, terms * _padded(each[0][0].shape[-1]))
+        parts = jax.tree.map(lambda a: a.reshape(-1, together, *a.shape[1:]), each)
+        found = jax.vmap(of_chains, (None, None, 0, 0))(x, labels, *parts)
+        return jax.tree.map(lambda a: a.reshape(chains, *a.shape[2:]), found), (True, True)
+
+    of_chain = jax.custom_batching.custom_vmap(of_one)
+    of_chain.def_vmap(of_many)
+    return of_chain(x, labels, parameters, cotangent)
+
+
+def _together(chains: int, height: int) -> int:
+    """Return how many chains share a tile: a divisor of them, of which the matrix unit holds all lines."""
+    most = max(1, tpu_cost.SIDE // height)
+    return next(n for n in range(min(most, chains), 0, -1) if chains % n == 0)
+
+
+def _padded(classes: int) -> int:
+    return -(-classes // SUBLANES) * SUBLANES
+
+
+def _gradients(
+    terms: int, interpret: bool, x: jax.Array, labels: jax.Array, parameters: tuple, cotangent: jax.Array
+) -> tuple:
+    """Return the derivatives of some chains, which parameters and cotangents begin with."""
     w, bias = parameters
-    (num, features), classes = x.shape, w.shape[1]
-    padded, terms = -(-classes // SUBLANES) * SUBLANES, num_terms()
+    (num, features), (chains, _, classes) = x.shape, w.shape
+    padded = _padded(classes)
     of_tile = max(LEAST_ROWS, TILE_BYTES // (4 * features) // LEAST_ROWS * LEAST_ROWS)
     tile = min(of_tile, -(-num // LEAST_ROWS) * LEAST_ROWS)
-    by_class = jnp.pad(w.T, ((0, padded - classes), (0, 0)))
+    to_pad = (0, 0), (0, padded - classes)
+    by_class = jnp.pad(w.mT, (*to_pad, (0, 0))).reshape(-1, features)
     factors = jnp.concatenate(bfloat16_terms(by_class, terms)).astype(jnp.float32)
-    biases = jnp.pad(bias, (0, padded - classes), constant_values=NO_CLASS)
+    biases = jnp.pad(bias, to_pad, constant_values=NO_CLASS).reshape(-1, 1)
 
-    def whole(*shape):
-        return pl.BlockSpec(shape, lambda i: (0, 0))
+    def whole(array):
+        return pl.BlockSpec(array.shape, lambda i: (0, 0))
 
     def by_row(height):
         return pl.BlockSpec((height, tile), lambda i: (0, i))
 
-    tiles, height = -(-num // tile), terms * padded
+    tiles, height = -(-num // tile), len(factors)
     products = [(height, features, tiles * tile), (height, tiles * tile, features)]
     rows_last = lies_by_columns(x)
     of_x = by_row(features) if rows_last else pl.BlockSpec((tile, features), lambda i: (i, 0))
+    outs = [jax.ShapeDtypeStruct((len(biases), size), w.dtype) for size in (features, 1)]
     of_w, of_bias = pl.pallas_call(
         partial(_kernel, num, tile, terms, rows_last),
         grid=(tiles,),
-        in_specs=[of_x, by_row(1), by_row(1), whole(height, features), whole(padded, 1)],
-        out_specs=[whole(padded, features), whole(padded, 1)],
-        out_shape=[jax.ShapeDtypeStruct(s, w.dtype) for s in ((padded, features), (padded, 1))],
-        cost_estimate=tpu_cost.stated(products, padded * tiles * tile, (x, labels, cotangent)),
+        in_specs=[
+            *(of_x, by_row(1), pl.BlockSpec((chains, 1, tile), lambda i: (0, 0, i))),
+            *(whole(factors), whole(biases)),
+        ],
+        out_specs=[whole(out) for out in outs],
+        out_shape=outs,
+        cost_estimate=tpu_cost.stated(products, len(biases) * tiles * tile, (x, labels, cotangent)),
         interpret=interpret,
     )(
-        x.T if rows_last else x,
-        labels.astype(jnp.int32)[None],
-        cotangent[None],
-        factors,
-        biases[:, None],
+        *(x.T if rows_last else x, labels.astype(jnp.int32)[None], cotangent[:, None]),
+        *(factors, biases),
     )
-    return of_w[:classes].T, of_bias[:classes, 0]
+    of_w, of_bias = (a.reshape(chains, padded, -1)[:, :classes] for a in (of_w, of_bias))
+    return of_w.mT, of_bias[..., 0]
 
 
 def lies_by_columns(x: jax.Array) -> bool:
@@ -98,11 +144,11 @@ def _kernel(num: int, tile: int, terms: int, rows_last: bool, *refs: Any) -> Non
         below = jax.lax.broadcasted_iota(jnp.int32, shape, axis) + step * tile < num
         x = jnp.where(below, x.astype(jnp.float32), 0)
     logits = sum_of_terms(_dot(factors[...], x, (1, 1 - axis)), terms, axis=0) + biases[...]
-    shifted = logits - jnp.max(logits, axis=0, keepdims=True)
-    odds = jnp.exp(shifted)
-    is_label = jax.lax.broadcasted_iota(jnp.int32, odds.shape, 0) == labels[...]
-    slope = jnp.where(is_label, 1.0, 0.0) - odds / jnp.sum(odds, axis=0, keepdims=True)
-    residuals = jnp.where(is_row, slope * cotangent[...], 0)
+    logits = logits.reshape(len(cotangent), -1, tile)  # chains, classes, rows
+    odds = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
+    is_label = jax.lax.broadcasted_iota(jnp.int32, odds.shape, 1) == labels[...][None]
+    slope = jnp.where(is_label, 1.0, 0.0) - odds / jnp.sum(odds, axis=1, keepdims=True)
+    residuals = jnp.where(is_row[None], slope * cotangent[...], 0).reshape(-1, tile)
     stacked = jnp.concatenate(
         [t.astype(jnp.float32) for t in bfloat16_terms(residuals, terms, in_kernel=True)]
     )

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from gspmd_mcmc.targets.fused import tpu_cost
 from gspmd_mcmc.targets.fused.tracing import slope_of_cells
 
-TILE = (256, 512)  # rows and columns: with float32 products it fits the 16 MB of a TPU v2's core
-SUBLANES = 8
+MOST = (256, 512)  # rows and columns of a tile: float32 products fit the 16 MB of a TPU v2's core
+SUBLANES, LANES = 8, 128
 NN, NT, TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))  # which axes a product sums over
 # Precisions of products that are made of three, by our own hand, and of six.
 BY_THREE, BY_SIX = ("high", "bfloat16_3x", "tensorfloat32"), ("highest", "float32")
@@ -33,7 +33,7 @@ def gradients(
     rows, columns, row_bias, column_bias = factors
     (num, rank), width = rows.shape, len(columns)
     padded = -(-rank // SUBLANES) * SUBLANES
-    tile = (min(TILE[0], -(-num // 128) * 128), min(TILE[1], -(-width // 128) * 128))
+    tile = (_tile_size(num, MOST[0]), _tile_size(width, MOST[1]))
     grid = -(-num // tile[0]), -(-width // tile[1])
     tall, whole = grid[0] * tile[0], grid[1] * tile[1]
     slope: Any = slope_of_cells(term, rows, cells, tile)
@@ -71,6 +71,12 @@ def gradients(
     )
 
 
+def _tile_size(size: int, most: int) -> int:
+    """Return the multiple of lanes, from half of the most up to it, whose tiles pad least."""
+    sizes = range(min(most, -(-size // LANES) * LANES), max(LANES, most // 2) - 1, -LANES)
+    return min(sizes, key=lambda tile: -(-size // tile) * tile, default=LANES)
+
+
 def _by_dimension(factors: jax.Array, padded: int) -> jax.Array:
     """Return factors with their dimensions first, so that terms of them lie below each other."""
     return jnp.pad(factors.T, ((0, padded - factors.shape[1]), (0, 0)))
@@ -81,7 +87,7 @@ def _kernel(slope: Callable, shape: tuple, tile: tuple, num_cells: int, *refs: A
     rows, row_bias, cotangent, columns, column_bias, *outs = refs
     by_rows, by_row_bias, by_columns, by_column_bias = outs
     i, j = pl.program_id(0), pl.program_id(1)
-    here = pl.ds(pl.multiple_of(j * tile[1], 128), tile[1])
+    here = pl.ds(pl.multiple_of(j * tile[1], LANES), tile[1])
 
     @pl.when((i == 0) & (j == 0))
     def _():
@@ -113,16 +119,21 @@ def _is_within(size: int, tile: int, step: Any, axis: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis) + step * tile < size
 
 
-# A product of two terms a factor is three products, of which those of one tile of the matrix unit are
-# made at once: sums of few dimensions below each other, results of few dimensions side by side.
+# Two bfloat16 terms of a factor lie below each other, or side by side, and one pass through the matrix
+# unit takes both: dimensions are few. Residuals would take a pass for each term, and one is enough: their
+# rounding differs from cell to cell, and averages out (`benchmarks precision`).
 
 
 def _terms(x: jax.Array) -> list[jax.Array]:
     """Split into what bfloat16 holds and the rest, as float32: older chips multiply no other."""
     if _precision() not in BY_THREE:
         return [x]
-    high = x.astype(jnp.bfloat16).astype(jnp.float32)
+    high = _rounded(x)
     return [high, x - high]
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def _with(terms: list[jax.Array], order: tuple[int, ...]) -> jax.Array:
@@ -130,12 +141,11 @@ def _with(terms: list[jax.Array], order: tuple[int, ...]) -> jax.Array:
 
 
 def _times(terms: list[jax.Array], residuals: jax.Array, axes: tuple) -> jax.Array:
-    """Multiply factors by residuals, without the product of what both have beyond bfloat16."""
-    high, *rest = _terms(residuals)
-    if not rest:
-        return _dot(terms[0], high, axes)
-    both, size = _dot(jnp.concatenate(terms), high, axes), len(terms[0])
-    return both[:size] + (both[size:] + _dot(terms[0], rest[0], axes))
+    """Multiply factors by residuals."""
+    if len(terms) == 1:
+        return _dot(terms[0], residuals, axes)
+    both, size = _dot(jnp.concatenate(terms), _rounded(residuals), axes), len(terms[0])
+    return both[:size] + both[size:]
 
 
 def _dot(x: jax.Array, y: jax.Array, axes: tuple) -> jax.Array:
@@ -151,8 +161,6 @@ def _precision() -> str | None:
 def _products(rank: int, rows: int, columns: int) -> list[tuple[int, int, int]]:
     """Return rows, terms and columns of the products of bfloat16 numbers that all tiles make."""
     if _precision() in BY_THREE:
-        sides = (columns, rows), (rows, columns)
-        of_residuals = [(num * rank, *side) for side in sides for num in (2, 1)]
-        return [(rows, 3 * rank, columns), *of_residuals]
+        return [(rows, 3 * rank, columns), (2 * rank, columns, rows), (2 * rank, rows, columns)]
     each = [(rows, rank, columns), (rank, columns, rows), (rank, rows, columns)]
     return each * (6 if _precision() in BY_SIX else 1)
