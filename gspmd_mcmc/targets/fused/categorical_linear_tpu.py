@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms, sum_of_terms
-from gspmd_mcmc.targets.fused import tpu_cost
+from gspmd_mcmc.targets.fused import tpu_numbers, tpu_cost
 
 TILE_BYTES = (
     2 << 20
@@ -35,7 +35,9 @@ def gradients(
     of_chains = partial(_gradients, terms, interpret)
 
     def of_one(x, labels, *chain):
-        return jax.tree.map(lambda a: a[0], of_chains(x, labels, *jax.tree.map(lambda a: a[None], chain)))
+        return jax.tree.map(
+            lambda a: a[0], of_chains(x, labels, *jax.tree.map(lambda a: a[None], chain))
+        )
 
     def of_many(chains, is_batched, x, labels, *each):
         of_data, of_each = is_batched[:2], tuple(is_batched[2:])
@@ -67,17 +69,34 @@ def _padded(classes: int) -> int:
 
 
 def _gradients(
-    terms: int, interpret: bool, x: jax.Array, labels: jax.Array, parameters: tuple, cotangent: jax.Array
+    terms: int,
+    interpret: bool,
+    x: jax.Array,
+    labels: jax.Array,
+    parameters: tuple,
+    cotangent: jax.Array,
 ) -> tuple:
     """Return the derivatives of some chains, which parameters and cotangents begin with."""
     w, bias = parameters
     (num, features), (chains, _, classes) = x.shape, w.shape
-    padded = _padded(classes)
+    padded, rows_last, unpacks = _padded(classes), lies_by_columns(x), tpu_numbers.are_bytes(x)
     of_tile = max(LEAST_ROWS, TILE_BYTES // (4 * features) // LEAST_ROWS * LEAST_ROWS)
     tile = min(of_tile, -(-num // LEAST_ROWS) * LEAST_ROWS)
-    to_pad = (0, 0), (0, padded - classes)
-    by_class = jnp.pad(w.mT, (*to_pad, (0, 0))).reshape(-1, features)
+    tiles = -(-num // tile)
+    # Where features are a tile's rows, those beyond the last meet weights of zero.
+    height = -(-features // tpu_numbers.MULTIPLE) * tpu_numbers.MULTIPLE if rows_last else features
+
+    def by_quarters(a, size, are_rows):
+        return tpu_numbers.by_quarters(a, size) if unpacks and are_rows else a
+
+    def of_rows(a):
+        a = jnp.pad(a, ((0, 0), (0, tiles * tile - num)))
+        return by_quarters(a, tile, not rows_last)
+
+    by_class = jnp.pad(w.mT, ((0, 0), (0, padded - classes), (0, height - features)))
+    by_class = by_quarters(by_class.reshape(-1, height), height, rows_last)
     factors = jnp.concatenate(bfloat16_terms(by_class, terms)).astype(jnp.float32)
+    to_pad = (0, 0), (0, padded - classes)
     biases = jnp.pad(bias, to_pad, constant_values=NO_CLASS).reshape(-1, 1)
 
     def whole(array):
@@ -86,13 +105,12 @@ def _gradients(
     def by_row(height):
         return pl.BlockSpec((height, tile), lambda i: (0, i))
 
-    tiles, height = -(-num // tile), len(factors)
-    products = [(height, features, tiles * tile), (height, tiles * tile, features)]
-    rows_last = lies_by_columns(x)
-    of_x = by_row(features) if rows_last else pl.BlockSpec((tile, features), lambda i: (i, 0))
-    outs = [jax.ShapeDtypeStruct((len(biases), size), w.dtype) for size in (features, 1)]
+    lines = len(factors)
+    products = [(lines, height, tiles * tile), (lines, tiles * tile, height)]
+    of_x = by_row(height) if rows_last else pl.BlockSpec((tile, features), lambda i: (i, 0))
+    outs = [jax.ShapeDtypeStruct((len(biases), size), w.dtype) for size in (height, 1)]
     of_w, of_bias = pl.pallas_call(
-        partial(_kernel, num, tile, terms, rows_last),
+        partial(_kernel, x.shape, terms, rows_last),
         grid=(tiles,),
         in_specs=[
             *(of_x, by_row(1), pl.BlockSpec((chains, 1, tile), lambda i: (0, 0, i))),
@@ -103,11 +121,17 @@ def _gradients(
         cost_estimate=tpu_cost.stated(products, len(biases) * tiles * tile, (x, labels, cotangent)),
         interpret=interpret,
     )(
-        *(x.T if rows_last else x, labels.astype(jnp.int32)[None], cotangent[:, None]),
+        *(
+            x.T if rows_last else x,
+            of_rows(labels.astype(jnp.int32)[None]),
+            of_rows(cotangent)[:, None],
+        ),
         *(factors, biases),
     )
+    if unpacks and rows_last:
+        of_w = tpu_numbers.in_order(of_w, height)
     of_w, of_bias = (a.reshape(chains, padded, -1)[:, :classes] for a in (of_w, of_bias))
-    return of_w.mT, of_bias[..., 0]
+    return of_w.mT[:, :features], of_bias[..., 0]
 
 
 def lies_by_columns(x: jax.Array) -> bool:
@@ -125,33 +149,31 @@ def lies_by_columns(x: jax.Array) -> bool:
     return padded(columns, SUBLANES) * padded(rows, LANES) < by_rows
 
 
-def _kernel(num: int, tile: int, terms: int, rows_last: bool, *refs: Any) -> None:
+def _kernel(shape: tuple[int, int], terms: int, rows_last: bool, *refs: Any) -> None:
     features, labels, cotangent, factors, biases, of_w, of_bias = refs
-    step = pl.program_id(0)
+    step, tile, axis = pl.program_id(0), labels.shape[1], int(rows_last)  # the axis of a tile's rows
 
     @pl.when(step == 0)
     def _():
         of_w[...] = jnp.zeros_like(of_w)
         of_bias[...] = jnp.zeros_like(of_bias)
 
-    # The last tile reaches beyond the rows, where anything may stand.
-    is_row = jax.lax.broadcasted_iota(jnp.int32, (1, tile), 1) + step * tile < num
-    x, axis = features[...], int(rows_last)  # the axis of its rows
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        x = x.astype(jnp.int32).astype(jnp.float32)
+    # The last tile reaches beyond the rows, where anything may stand, and the cotangent is zero. Of bytes
+    # all are numbers, of bfloat16 not.
+    x = features[...]
+    if tpu_numbers.are_bytes(x):
+        x = tpu_numbers.unpacked(x).astype(jnp.float32)
     else:
-        shape = (1, tile) if rows_last else (tile, 1)
-        below = jax.lax.broadcasted_iota(jnp.int32, shape, axis) + step * tile < num
-        x = jnp.where(below, x.astype(jnp.float32), 0)
+        is_row = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + step * tile < shape[0]
+        is_feature = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1 - axis) < shape[1]
+        x = jnp.where(is_row & is_feature, x.astype(jnp.float32), 0)
     logits = sum_of_terms(_dot(factors[...], x, (1, 1 - axis)), terms, axis=0) + biases[...]
     logits = logits.reshape(len(cotangent), -1, tile)  # chains, classes, rows
     odds = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
     is_label = jax.lax.broadcasted_iota(jnp.int32, odds.shape, 1) == labels[...][None]
     slope = jnp.where(is_label, 1.0, 0.0) - odds / jnp.sum(odds, axis=1, keepdims=True)
-    residuals = jnp.where(is_row[None], slope * cotangent[...], 0).reshape(-1, tile)
-    stacked = jnp.concatenate(
-        [t.astype(jnp.float32) for t in bfloat16_terms(residuals, terms, in_kernel=True)]
-    )
+    residuals = (slope * cotangent[...]).reshape(-1, tile)
+    stacked = jnp.concatenate(tpu_numbers.bfloat16_terms(residuals, terms))
     of_w[...] += sum_of_terms(_dot(stacked, x, (1, axis)), terms, axis=0)
     of_bias[...] += jnp.sum(residuals, axis=1, keepdims=True)
 

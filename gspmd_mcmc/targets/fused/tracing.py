@@ -9,16 +9,22 @@ runs on one device may hold it: `stream` runs those of a plate so.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 MARK = "gspmd_mcmc_kernel"
 _platform: ContextVar[str] = ContextVar("platform", default="")
+# What does the same with int32 that have a byte's values, and makes no byte that would wrap around.
+SAME_OF_INT32 = frozenset(
+    ["eq", "ne", "lt", "le", "gt", "ge", "and", "or", "select_n", "broadcast_in_dim", "copy"]
+    + ["convert_element_type", "jit", "pjit"]
+)
 # What both chips' compilers of kernels lower, of what a term of one cell may be made of.
 LOWERED = frozenset(
     [
@@ -101,12 +107,13 @@ def _bodies(eqn: Any) -> Iterator[Any]:
 
 
 def slope_of_cells(
-    term: Callable, logit: Any, cells: list[Any], shape: tuple[int, int]
+    term: Callable, logit: Any, cells: list[Any], shape: tuple[int, int], of_int32: bool = False
 ) -> Callable | None:
     """Return ``slope(logits, *cells)``, the derivative of each cell's term in its logit, for a tile.
 
     Only what the derivative needs is left in it, not the term. None if a chip's compiler of kernels
-    may not know an operation of it, or the term holds arrays.
+    may not know an operation of it, or the term holds arrays; with ``of_int32``, where bytes come as
+    int32, also if it computes with bytes what may wrap around.
     """
 
     def slope(logits, *cells):
@@ -118,10 +125,10 @@ def slope_of_cells(
     tiles = [jax.ShapeDtypeStruct(shape, a.dtype) for a in (logit, *cells)]
     closed = jax.make_jaxpr(slope)(*tiles)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True], instantiate=True)
-    if closed.consts or not _is_lowered(jaxpr):
+    if closed.consts or not _is_lowered(jaxpr) or (of_int32 and not _is_same_of_int32(jaxpr)):
         return None
-    program = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
-    return lambda *args: program(*args)[0]
+    run = partial(_run_on_int32, jaxpr) if of_int32 else jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+    return lambda *args: run(*args)[0]
 
 
 def over_cells(term: Callable) -> Callable:
@@ -133,3 +140,41 @@ def _is_lowered(jaxpr: Jaxpr) -> bool:
     return all(
         eqn.primitive.name in LOWERED and all(map(_is_lowered, _bodies(eqn))) for eqn in jaxpr.eqns
     )
+
+
+def _is_same_of_int32(jaxpr: Jaxpr) -> bool:
+    """Tell whether bytes are only compared, selected and converted: int32 in their place does the same."""
+
+    def is_same(eqn):
+        makes_bytes = any(map(_is_byte, eqn.outvars))
+        if not makes_bytes and not any(map(_is_byte, eqn.invars)):
+            return True
+        is_conversion = eqn.primitive.name == "convert_element_type"
+        return eqn.primitive.name in SAME_OF_INT32 and not (is_conversion and makes_bytes)
+
+    return all(is_same(eqn) and all(map(_is_same_of_int32, _bodies(eqn))) for eqn in jaxpr.eqns)
+
+
+def _is_byte(atom: Any) -> bool:
+    return jnp.issubdtype(atom.aval.dtype, jnp.integer) and atom.aval.dtype.itemsize == 1
+
+
+def _run_on_int32(jaxpr: Jaxpr, *args: jax.Array) -> list[jax.Array]:
+    """Run a program with int32 in place of bytes."""
+    values = dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom):
+        if not isinstance(atom, Literal):
+            return values[atom]
+        return jnp.int32(atom.val) if _is_byte(atom) else atom.val
+
+    for eqn in jaxpr.eqns:
+        (*inner,) = _bodies(eqn)
+        run = partial(_run_on_int32, *inner) if inner else partial(_bind, eqn)
+        values |= dict(zip(eqn.outvars, run(*map(read, eqn.invars)), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _bind(eqn: Any, *args: jax.Array) -> Any:
+    out = eqn.primitive.bind(*args, **eqn.params)
+    return out if eqn.primitive.multiple_results else [out]
