@@ -1,9 +1,10 @@
 """What the compilers of TPUs and GPUs make of each sampler's leapfrog, with no chip at hand.
 
 ``python -m benchmarks chips [--out FILE.json] [--chips "8 x TPU v3,H100"] [--models ...]``. MNIST
-(60,000 x 784, one chain and four) and MovieLens (6,040 x 3,706, one and two), compiled from shapes alone.
-Bytes moved, kernels, collectives and memory are the compiler's facts, of one device; leapfrogs a second
-are arithmetic on them and on vendors' peak figures (`gspmd_mcmc.views.roofline`): nothing is measured.
+(60,000 x 784, one chain and four) and MovieLens (6,040 x 3,706, one and two), compiled from shapes
+alone. Bytes moved, kernels, collectives and memory are the compiler's facts, of one device; leapfrogs a
+second are arithmetic on them and on vendors' peak figures (`gspmd_mcmc.views.roofline`), or the cycles
+that a TPU's compiler schedules: nothing is measured.
 The compilers come with the extras ``tpu`` and ``cuda``; peers are found in this environment or in that
 of ``make peers``.
 """

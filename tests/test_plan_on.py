@@ -15,8 +15,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views.program import aot_compilation, topologies
+from gspmd_mcmc.views.program import aot_compilation, aot_process, topologies
+from gspmd_mcmc.views.program.hlo import read_program
 from gspmd_mcmc.views.program.topologies import CHIPS, Gpu, Tpu, chip_of
+from gspmd_mcmc.views.program.work import work_of
 
 PLAN: Any = sys.modules[gm.plan.__module__]
 S = jax.ShapeDtypeStruct
@@ -211,3 +213,38 @@ def test_a_refusal_reaches_the_parent_and_an_assembly_too(monkeypatch, tmp_path)
         aot_compilation._compile(b"", options)
     written = {"text": "", "assembly": ["atom"]}
     assert aot_compilation._compile(b"", options | {"topology": None})["assembly"] == ["atom"]
+
+
+KERNEL_OF_A_TPU = """HloModule jit_f, is_scheduled=true, num_partitions=1
+
+ENTRY %main (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0} parameter(0)
+  %other.1 = f32[8,128]{1,0} fusion(%p), kind=kLoop, backend_config={"estimated_cycles":"7"}
+  ROOT %mine.2 = f32[8,128]{1,0} custom-call(%other.1), custom_call_target="tpu_custom_call", \
+backend_config={"custom_call_config":{"body":"TUzv"}}
+}
+"""
+SCHEDULE = {
+    "17-mine.2-01-schedule-analysis_packed-bundles-post-ra.txt": "\ttotal scheduled bundles:    250\n",
+    "17-mine.2-00-packed-bundles-post-ra.txt": "{ %p1 = scmp.ge.s32 %s1, 12 /* loop exit test */ }",
+    "18-mine.21-01-schedule-analysis_packed-bundles-post-ra.txt": "total scheduled bundles: 9",
+    "18-mine.21-00-packed-bundles-post-ra.txt": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("left", "cycles"),
+    [
+        (SCHEDULE, 7 + 2500),  # two of twelve steps only fetch or write back
+        (SCHEDULE | {"17-mine.2-00-packed-bundles-post-ra.txt": "{ %p1 = scmp.ge.s32 }"}, 7 + 250),
+        ({}, 7),
+        (SCHEDULE | {"19-mine.2-00-packed-bundles-post-ra.txt": "of another module"}, 7),
+    ],
+)
+def test_the_cycles_of_a_tpu_s_kernel_are_those_of_its_schedule(left, cycles, tmp_path):
+    for name, text in left.items():
+        (tmp_path / name).write_text(text)
+    text = aot_process._with_cycles(KERNEL_OF_A_TPU, tmp_path)
+    work = work_of(read_program(text))
+    assert work.estimated_cycles == cycles
+    assert work.is_counted == (cycles > 7)

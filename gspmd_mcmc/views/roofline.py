@@ -58,7 +58,10 @@ class Roofline:
 
     @cached_property
     def arithmetic_seconds(self) -> float:
-        """Seconds of products, padded to what a matrix unit takes, and of everything else."""
+        """Seconds of products, padded to what a matrix unit takes, and of everything else.
+
+        Of a kernel that is no XLA program, of the schedule that a TPU's compiler made of it.
+        """
         return sum(kernel.runs * self._arithmetic(kernel) for kernel in self.work.each)
 
     @cached_property
@@ -119,6 +122,8 @@ class Roofline:
         return None if cycles is None or clock is None else cycles / clock
 
     def _arithmetic(self, kernel: Kernel) -> float:
+        if kernel.stated_flops and kernel.estimated_cycles and self.throughput.clock_hz:
+            return kernel.estimated_cycles / self.throughput.clock_hz  # as it was scheduled
         products = sum(self.throughput.product_seconds(product) for product in kernel.products)
         stated = kernel.stated_flops / self.throughput.stated_flops
         return products + stated + kernel.other_flops / self.throughput.vector_flops

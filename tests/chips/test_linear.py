@@ -26,13 +26,33 @@ def test_a_leapfrog_moves_the_data_a_few_times(model, chip, devices, data, times
     assert not violations(program, plan, 300e6)
 
 
+# Cycles of a TPU's core that its compiler schedules for a gradient of one chain, on eight of them, and
+# what they were when bytes and bfloat16 numbers were converted through memory.
+CYCLES = [
+    ("TPU v3", "mnist in a kernel", 75_036, 112_032),
+    ("TPU v3", "movielens in kernels", 86_580, 180_330),
+    ("TPU v5e", "mnist in a kernel", 17_160, 16_980),
+    ("TPU v5e", "movielens in kernels", 55_980, 56_490),
+]
+
+
+@pytest.mark.parametrize(("chip", "model", "now", "before"), CYCLES)
+def test_a_tpu_s_kernel_takes_the_cycles_that_it_took(chip, model, now, before):
+    """By the compiler's schedule, which predictions count in place of what a kernel states."""
+    plan = gm.plan(build(model, "HMC", num_chains=1), data=8, on=chip)
+    (kernel,) = (k for k in plan.work("leapfrog").each if k.stated_flops)
+    print(chip, model, kernel.estimated_cycles)
+    assert now / 1.1 < kernel.estimated_cycles < 1.05 * now
+    found = plan.roofline("leapfrog")
+    assert found.predicted_seconds > kernel.estimated_cycles / found.throughput.clock_hz
+
+
 def test_chains_read_the_data_of_a_tpu_together():
-    """Four chains move hardly more than one, and take as long: their classes fill the matrix unit."""
+    """Four chains move hardly more, and take hardly longer: their classes fill the matrix unit."""
     one, four = (
         gm.plan(build("mnist in a kernel", "HMC", num_chains=n), data=8, on="TPU v3") for n in (1, 4)
     )
-    moved = [plan.work("leapfrog").bytes_moved for plan in (one, four)]
-    assert moved[1] < 1.25 * moved[0]
+    assert four.work("leapfrog").bytes_moved < 1.9 * 7_500 * (784 + 4)
     seconds = [1 / plan.roofline("leapfrog").per_second for plan in (one, four)]
     assert seconds[1] < 1.5 * seconds[0]
 

@@ -1,8 +1,8 @@
 """The gradient of multinomial logistic regression as one kernel of a TPU.
 
 A core goes over the rows in tiles. Classes come first, so that rows fill the vector lanes, and the
-terms of a factor lie below each other, those of all chains: one product for all of them. The derivatives
-stay in the core's memory. A tile's rows come first or last, as they do in the chip's memory.
+terms of a factor lie below each other, those of all chains: one product for all of them. The
+derivatives stay in the core's memory. A tile's rows come first or last, as in the chip's memory.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms, sum_of_terms
-from gspmd_mcmc.targets.fused import tpu_numbers, tpu_cost
+from gspmd_mcmc.targets.fused import tpu_cost, tpu_numbers
 
 TILE_BYTES = (
     2 << 20
@@ -59,7 +59,7 @@ def gradients(
 
 
 def _together(chains: int, height: int) -> int:
-    """Return how many chains share a tile: a divisor of them, of which the matrix unit holds all lines."""
+    """Return how many chains share a tile: as many, of equal parts, as the matrix unit holds."""
     most = max(1, tpu_cost.SIDE // height)
     return next(n for n in range(min(most, chains), 0, -1) if chains % n == 0)
 
@@ -79,23 +79,18 @@ def _gradients(
     """Return the derivatives of some chains, which parameters and cotangents begin with."""
     w, bias = parameters
     (num, features), (chains, _, classes) = x.shape, w.shape
-    padded, rows_last, unpacks = _padded(classes), lies_by_columns(x), tpu_numbers.are_bytes(x)
+    padded, rows_last = _padded(classes), lies_by_columns(x)
     of_tile = max(LEAST_ROWS, TILE_BYTES // (4 * features) // LEAST_ROWS * LEAST_ROWS)
     tile = min(of_tile, -(-num // LEAST_ROWS) * LEAST_ROWS)
     tiles = -(-num // tile)
     # Where features are a tile's rows, those beyond the last meet weights of zero.
     height = -(-features // tpu_numbers.MULTIPLE) * tpu_numbers.MULTIPLE if rows_last else features
 
-    def by_quarters(a, size, are_rows):
-        return tpu_numbers.by_quarters(a, size) if unpacks and are_rows else a
-
     def of_rows(a):
-        a = jnp.pad(a, ((0, 0), (0, tiles * tile - num)))
-        return by_quarters(a, tile, not rows_last)
+        return jnp.pad(a, ((0, 0), (0, tiles * tile - num)))
 
     by_class = jnp.pad(w.mT, ((0, 0), (0, padded - classes), (0, height - features)))
-    by_class = by_quarters(by_class.reshape(-1, height), height, rows_last)
-    factors = jnp.concatenate(bfloat16_terms(by_class, terms)).astype(jnp.float32)
+    factors = jnp.concatenate(bfloat16_terms(by_class.reshape(-1, height), terms)).astype(jnp.float32)
     to_pad = (0, 0), (0, padded - classes)
     biases = jnp.pad(bias, to_pad, constant_values=NO_CLASS).reshape(-1, 1)
 
@@ -108,6 +103,8 @@ def _gradients(
     lines = len(factors)
     products = [(lines, height, tiles * tile), (lines, tiles * tile, height)]
     of_x = by_row(height) if rows_last else pl.BlockSpec((tile, features), lambda i: (i, 0))
+    unpacks = tpu_numbers.are_bytes(x) and of_x.block_shape[1] % LANES == 0
+    memory = [tpu_numbers.memory_to_unpack(*of_x.block_shape, jnp.float32)] if unpacks else []
     outs = [jax.ShapeDtypeStruct((len(biases), size), w.dtype) for size in (height, 1)]
     of_w, of_bias = pl.pallas_call(
         partial(_kernel, x.shape, terms, rows_last),
@@ -118,6 +115,7 @@ def _gradients(
         ],
         out_specs=[whole(out) for out in outs],
         out_shape=outs,
+        scratch_shapes=memory,
         cost_estimate=tpu_cost.stated(products, len(biases) * tiles * tile, (x, labels, cotangent)),
         interpret=interpret,
     )(
@@ -128,8 +126,6 @@ def _gradients(
         ),
         *(factors, biases),
     )
-    if unpacks and rows_last:
-        of_w = tpu_numbers.in_order(of_w, height)
     of_w, of_bias = (a.reshape(chains, padded, -1)[:, :classes] for a in (of_w, of_bias))
     return of_w.mT[:, :features], of_bias[..., 0]
 
@@ -150,7 +146,7 @@ def lies_by_columns(x: jax.Array) -> bool:
 
 
 def _kernel(shape: tuple[int, int], terms: int, rows_last: bool, *refs: Any) -> None:
-    features, labels, cotangent, factors, biases, of_w, of_bias = refs
+    features, labels, cotangent, factors, biases, of_w, of_bias, *memory = refs
     step, tile, axis = pl.program_id(0), labels.shape[1], int(rows_last)  # the axis of a tile's rows
 
     @pl.when(step == 0)
@@ -158,11 +154,13 @@ def _kernel(shape: tuple[int, int], terms: int, rows_last: bool, *refs: Any) -> 
         of_w[...] = jnp.zeros_like(of_w)
         of_bias[...] = jnp.zeros_like(of_bias)
 
-    # The last tile reaches beyond the rows, where anything may stand, and the cotangent is zero. Of bytes
-    # all are numbers, of bfloat16 not.
+    # The last tile reaches beyond the rows, where anything may stand, and the cotangent is zero. Any
+    # byte is a number, but not all bits of bfloat16 are.
     x = features[...]
-    if tpu_numbers.are_bytes(x):
-        x = tpu_numbers.unpacked(x).astype(jnp.float32)
+    if memory:
+        x = tpu_numbers.unpacked(x, *memory)
+    elif tpu_numbers.are_bytes(x):
+        x = x.astype(jnp.int32).astype(jnp.float32)
     else:
         is_row = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + step * tile < shape[0]
         is_feature = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1 - axis) < shape[1]

@@ -1,9 +1,9 @@
 """The gradient of a factor model's terms as one kernel of a TPU.
 
-A core goes over the cells in tiles. What it multiplies lies ready in lines, made once for all tiles:
-factors as terms that bfloat16 holds, biases beside ones, and ones alone, whose products with residuals
-are the derivatives of biases. So a tile is three products and the likelihood's derivative, no sum
-besides. Derivatives by row stay in the core's memory while a row's tiles follow each other; those by
+A core goes over the cells in tiles. What it multiplies it puts into lines: factors as terms that
+bfloat16 holds, biases beside ones, and ones, whose products with residuals are the derivatives of
+biases. So a tile is three products and the likelihood's derivative, no sum besides. Derivatives by row,
+and lines of rows, stay in the core's memory while a row's tiles follow each other; derivatives by
 column stay there all the while.
 """
 
@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from gspmd_mcmc.targets.bfloat16_terms import NUM_FULL, bfloat16_terms
-from gspmd_mcmc.targets.fused import tpu_numbers, tpu_cost
+from gspmd_mcmc.targets.bfloat16_terms import NUM_FULL
+from gspmd_mcmc.targets.fused import tpu_cost, tpu_numbers
 from gspmd_mcmc.targets.fused.tracing import slope_of_cells
 
 MOST = (256, 512)  # rows and columns of a tile: float32 products fit the 16 MB of a TPU v2's core
@@ -40,22 +41,8 @@ def gradients(
     grid = -(-num // tile[0]), -(-width // tile[1])
     tall, whole = grid[0] * tile[0], grid[1] * tile[1]
     slope, unpacks = _slope(term, rows, cells, tile)
-
-    def of_rows(x):
-        x = _with_zeros(x, tall)
-        return tpu_numbers.by_quarters(x, tile[0]) if unpacks else x
-
-    x, u, c, is_row = map(of_rows, (rows.T, row_bias[None], cotangent[None], jnp.ones((1, num))))
-    w, v, is_column = (
-        _with_zeros(a, whole) for a in (columns.T, column_bias[None], jnp.ones((1, width)))
-    )
-    lines = (
-        _lines(_taken(_terms(x), (0, 1, 0)), [*_bias_terms(u), *[is_row] * len(_bias_terms(v))]).T,
-        _lines(_taken(_terms(w), (0, 0, 1)), [*[is_column] * len(_bias_terms(u)), *_bias_terms(v)]),
-        _lines(_terms(w), [is_column]),
-        _lines(_terms(c * x), _bias_terms(c)),
-    )
-    size = _up(rank, SUBLANES)
+    size, terms = _up(rank, SUBLANES), 2 if _precision() in BY_THREE else 1
+    height = terms * size + SUBLANES  # of lines: those of factors, and all others
 
     def by_row(height):
         return pl.BlockSpec((height, tile[0]), lambda i, j: (0, i))
@@ -63,31 +50,44 @@ def gradients(
     def by_column(height):
         return pl.BlockSpec((height, tile[1]), lambda i, j: (0, j))
 
-    outs = [jax.ShapeDtypeStruct((size + SUBLANES, n), rows.dtype) for n in (tall, whole)]
+    outs = [jax.ShapeDtypeStruct((size + SUBLANES, n), rows.dtype) for n in (num, whole)]
+    products = [
+        (tall, height + (terms - 1) * size, whole),
+        (height, whole, tall),
+        (height, tall, whole),
+    ]
     by_rows, by_columns = pl.pallas_call(
-        partial(_kernel, slope, (num, width), tile, unpacks),
+        partial(_kernel, slope, (num, width), tile, len(cells)),
         grid=grid,
         in_specs=[
-            *(
-                pl.BlockSpec((tile[0], lines[0].shape[1]), lambda i, j: (i, 0)),
-                by_column(len(lines[1])),
-            ),
-            *(by_column(len(lines[2])), by_row(len(lines[3]))),
+            *(by_row(size), by_row(1), by_row(1), by_column(size), by_column(1)),
             *(pl.BlockSpec(tile, lambda i, j: (i, j)) for _ in cells),
         ],
         out_specs=[by_row(size + SUBLANES), pl.BlockSpec(outs[1].shape, lambda i, j: (0, 0))],
         out_shape=outs,
-        cost_estimate=tpu_cost.stated(_products(lines, tall, whole), tall * whole, cells),
+        scratch_shapes=[
+            pltpu.VMEM((tile[0], products[0][1]), jnp.float32),
+            pltpu.VMEM((height, tile[0]), jnp.float32),
+            *(tpu_numbers.memory_to_unpack(*tile, jnp.int32) for _ in cells if unpacks),
+        ],
+        cost_estimate=tpu_cost.stated(
+            products * (6 if _precision() in BY_SIX else 1), tall * whole, cells
+        ),
         interpret=interpret,
-    )(*lines, *cells)
-    by_rows = (tpu_numbers.in_order(by_rows, tile[0]) if unpacks else by_rows)[:, :num] * cotangent[
-        None
-    ]
-    by_columns = by_columns[:, :width]
-    return (
-        *(by_rows[:rank].T, by_columns[:rank].T),
-        *(jnp.sum(sums[size:], axis=0) for sums in (by_rows, by_columns)),
+    )(
+        *(_by_dimension(rows, size), row_bias[None], cotangent[None]),
+        *(_by_dimension(columns, size), column_bias[None], *cells),
     )
+    by_rows = by_rows * cotangent[None]
+    return (
+        *(by_rows[:rank].T, by_columns[:rank, :width].T),
+        *(by_rows[size], jnp.sum(by_columns[size:, :width], axis=0)),
+    )
+
+
+def _by_dimension(factors: jax.Array, size: int) -> jax.Array:
+    """Return factors with their dimensions first, so that terms of them lie below each other."""
+    return jnp.pad(factors.T, ((0, size - factors.shape[1]), (0, 0)))
 
 
 def _slope(term: Callable, rows: jax.Array, cells: list[jax.Array], tile: tuple) -> tuple[Any, bool]:
@@ -109,48 +109,13 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-# Lines. Two terms of a factor and their products lie below each other: dimensions are few, and one pass
-# through the matrix unit takes them all. Residuals would take a pass for each term, and have one: rounding
-# differs from cell to cell, and averages out (`benchmarks precision`).
-
-
-def _with_zeros(lines: jax.Array, size: int) -> jax.Array:
-    return jnp.pad(lines, ((0, 0), (0, size - lines.shape[1])))
-
-
-def _lines(factors: list[jax.Array], others: list[jax.Array]) -> jax.Array:
-    """Put lines below each other; each term of factors, and all others together, by whole sublanes."""
-    parts = [*factors, jnp.concatenate(others)]
-    return jnp.concatenate([jnp.pad(a, ((0, -len(a) % SUBLANES), (0, 0))) for a in parts])
-
-
-def _terms(x: jax.Array) -> list[jax.Array]:
-    """Split into what bfloat16 holds and the rest, as float32: older chips multiply no other."""
-    return _split(x, 2)
-
-
-def _bias_terms(x: jax.Array) -> list[jax.Array]:
-    """Split a line into all bits of it."""
-    return _split(x, NUM_FULL)
-
-
-def _split(x: jax.Array, num: int) -> list[jax.Array]:
-    if _precision() not in BY_THREE:
-        return [x]
-    return [term.astype(jnp.float32) for term in bfloat16_terms(x, num)]
-
-
-def _taken(terms: list[jax.Array], order: tuple[int, ...]) -> list[jax.Array]:
-    return terms if len(terms) == 1 else [terms[i] for i in order]
-
-
-# The kernel
-
-
-def _kernel(slope: Callable, shape: tuple, tile: tuple, unpacks: bool, *refs: Any) -> None:
-    of_logits, by_logits, of_row_sums, of_column_sums, *cells, by_rows, by_columns = refs
+def _kernel(slope: Callable, shape: tuple, tile: tuple, num_cells: int, *refs: Any) -> None:
+    rows, row_bias, cotangent, columns, column_bias, *refs = refs
+    cells, (by_rows, by_columns, of_logits, of_columns, *memory) = refs[:num_cells], refs[num_cells:]
     i, j = pl.program_id(0), pl.program_id(1)
     here = pl.ds(pl.multiple_of(j * tile[1], LANES), tile[1])
+    # The last tiles reach beyond the arrays, where anything may stand.
+    is_row, is_column = (_is_within(shape[axis], tile[axis], (i, j)[axis]) for axis in (0, 1))
 
     @pl.when((i == 0) & (j == 0))
     def _():
@@ -158,20 +123,61 @@ def _kernel(slope: Callable, shape: tuple, tile: tuple, unpacks: bool, *refs: An
 
     @pl.when(j == 0)
     def _():
+        x, u, c = (jnp.where(is_row, ref[...], 0) for ref in (rows, row_bias, cotangent))
+        one = is_row.astype(jnp.float32)
+        lines = [
+            *_taken(_terms(x), (0, 1, 0)),
+            _others(*_bias_terms(u), *(one for _ in _bias_terms(u))),
+        ]
+        of_logits[...] = jnp.concatenate(lines).T
+        of_columns[...] = jnp.concatenate([*_terms(c * x), _others(*_bias_terms(c))])
         by_rows[...] = jnp.zeros_like(by_rows)
 
-    logits = _dot(of_logits[...], by_logits[...], NN)
-    values = [tpu_numbers.unpacked(ref[...]) if unpacks else ref[...] for ref in cells]
-    # The last tiles reach beyond the cells, where anything may stand.
-    row = jax.lax.broadcasted_iota(jnp.int32, tile, 0)
-    row = tpu_numbers.rows_by_quarters(tile) if unpacks else row
-    column = jax.lax.broadcasted_iota(jnp.int32, tile, 1)
-    is_cell = (row < shape[0] - i * tile[0]) & (column < shape[1] - j * tile[1])
-    residuals = jnp.where(is_cell, slope(logits, *values), 0)
-    if _precision() in BY_THREE:
+    w, v = (jnp.where(is_column, ref[...], 0) for ref in (columns, column_bias))
+    one = is_column.astype(jnp.float32)
+    factors, others = _terms(w), _others(*(one for _ in _bias_terms(v)), *_bias_terms(v))
+    logits = _dot(of_logits[...], jnp.concatenate([*_taken(factors, (0, 0, 1)), others]), NN)
+    values = [ref[...] for ref in cells]
+    if memory:
+        values = map(tpu_numbers.unpacked, values, memory)
+    residuals = slope(logits, *values)
+    residuals = jnp.where(_is_within(shape[0], tile[0], i, tile) & is_column, residuals, 0)
+    if len(factors) > 1:
         (residuals,) = tpu_numbers.bfloat16_terms(residuals, 1)
-    by_rows[...] += _sum_of_terms(_dot(of_row_sums[...], residuals, NT), len(by_rows))
-    by_columns[:, here] += _sum_of_terms(_dot(of_column_sums[...], residuals, NN), len(by_columns))
+    lines = jnp.concatenate([*factors, others])
+    by_rows[...] += _sum_of_terms(_dot(lines, residuals, NT), len(by_rows))
+    by_columns[:, here] += _sum_of_terms(_dot(of_columns[...], residuals, NN), len(by_columns))
+
+
+def _is_within(size: int, tile: int, step: Any, shape: tuple[int, int] | None = None) -> jax.Array:
+    """Tell which lanes of a tile are of the array; with a shape, which rows of it."""
+    place = jax.lax.broadcasted_iota(jnp.int32, shape or (1, tile), int(shape is None))
+    return place < size - step * tile
+
+
+# Lines. Two terms of a factor and their products lie below each other: dimensions are few, and one pass
+# through the matrix unit takes them all. Residuals would take a pass for each term, and have one:
+# rounding differs from cell to cell, and averages out (`benchmarks precision`).
+
+
+def _terms(x: jax.Array) -> list[jax.Array]:
+    """Split into what bfloat16 holds and the rest, as float32: older chips multiply no other."""
+    return tpu_numbers.bfloat16_terms(x, 2) if _precision() in BY_THREE else [x]
+
+
+def _bias_terms(x: jax.Array) -> list[jax.Array]:
+    """Split a line into all bits of it."""
+    return tpu_numbers.bfloat16_terms(x, NUM_FULL) if _precision() in BY_THREE else [x]
+
+
+def _taken(terms: list[jax.Array], order: tuple[int, ...]) -> list[jax.Array]:
+    return terms if len(terms) == 1 else [terms[i] for i in order]
+
+
+def _others(*lines: jax.Array) -> jax.Array:
+    """Put lines below each other, with zeros up to what a register holds."""
+    zeros = jnp.zeros((SUBLANES - len(lines), lines[0].shape[1]), jnp.float32)
+    return jnp.concatenate([*lines, zeros])
 
 
 def _sum_of_terms(products: jax.Array, size: int) -> jax.Array:
@@ -191,14 +197,3 @@ def _dot(x: jax.Array, y: jax.Array, axes: tuple) -> jax.Array:
 
 def _precision() -> str | None:
     return jax.config.jax_default_matmul_precision  # pyright: ignore
-
-
-def _products(lines: tuple, tall: int, whole: int) -> list[tuple[int, int, int]]:
-    """Return rows, terms and columns of the products of bfloat16 numbers that all tiles make."""
-    of_logits, _, of_row_sums, of_column_sums = lines
-    each = [
-        (tall, of_logits.shape[1], whole),
-        (len(of_row_sums), whole, tall),
-        (len(of_column_sums), tall, whole),
-    ]
-    return each * (6 if _precision() in BY_SIX else 1)

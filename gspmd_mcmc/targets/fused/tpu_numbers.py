@@ -1,46 +1,45 @@
 """Bytes and bfloat16 numbers in a TPU's kernel.
 
 Older chips convert both through memory, which takes as long as a product of them. So bytes are shifted
-out of the words that hold four of them, of four rows, and lie by quarters then: of a tile's rows first
-0, 4, 8 and so on, then 1, 5, 9. What else belongs to the rows is brought into that order. Numbers are
+out of the words that hold four of them, of four rows, and written to every fourth row. Numbers are
 rounded as integers, and stay float32.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+LANES = 128
 MULTIPLE = 32  # of a tile's rows: words fill whole registers
 IN_A_WORD = 4
 
 
-def are_bytes(x: jax.Array) -> bool:
+def are_bytes(x: Any) -> bool:
     """Tell whether an array holds integers of one byte."""
     return jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
 
 
-def unpacked(x: jax.Array) -> jax.Array:
-    """Return the bytes of a tile as int32, its rows by quarters."""
+def memory_to_unpack(rows: int, columns: int, dtype: Any) -> Any:
+    """Return the memory that `unpacked` needs: every fourth row is written, 128 lanes wide."""
+    return pltpu.VMEM((columns // LANES, rows, LANES), dtype)
+
+
+def unpacked(x: jax.Array, memory: Any) -> jax.Array:
+    """Return the bytes of a tile as numbers of 32 bits, of the memory's dtype."""
     words = pltpu.bitcast(x, jnp.int32)
-    if jnp.issubdtype(x.dtype, jnp.signedinteger):
-        return jnp.concatenate([words << (24 - 8 * i) >> 24 for i in range(IN_A_WORD)])
-    return jnp.concatenate([words >> 8 * i & 255 for i in range(IN_A_WORD)])
-
-
-def by_quarters(x: jax.Array, size: int) -> jax.Array:
-    """Bring the columns of tiles of ``size`` into the order that `unpacked` gives rows."""
-    return x.reshape(*x.shape[:-1], -1, size // IN_A_WORD, IN_A_WORD).mT.reshape(x.shape)
-
-
-def in_order(x: jax.Array, size: int) -> jax.Array:
-    """Undo `by_quarters`."""
-    return x.reshape(*x.shape[:-1], -1, IN_A_WORD, size // IN_A_WORD).mT.reshape(x.shape)
-
-
-def rows_by_quarters(shape: tuple[int, int]) -> jax.Array:
-    """Return the row of each place of a tile that `unpacked` gives."""
-    quarter = jax.lax.broadcasted_iota(jnp.int32, (shape[0] // IN_A_WORD, shape[1]), 0) * IN_A_WORD
-    return jnp.concatenate([quarter + i for i in range(IN_A_WORD)])
+    for i in range(IN_A_WORD):
+        if jnp.issubdtype(x.dtype, jnp.signedinteger):
+            numbers = words << (24 - 8 * i) >> 24
+        else:
+            numbers = words >> 8 * i & 255
+        rows = pl.ds(i, len(words), stride=IN_A_WORD)
+        for k in range(len(memory)):
+            columns = numbers[None, :, k * LANES : (k + 1) * LANES].astype(memory.dtype)
+            memory[pl.ds(k, 1), rows, :] = columns
+    return jnp.concatenate([memory[k] for k in range(len(memory))], axis=1)
 
 
 def bfloat16_terms(x: jax.Array, num: int) -> list[jax.Array]:

@@ -143,7 +143,7 @@ def _is_lowered(jaxpr: Jaxpr) -> bool:
 
 
 def _is_same_of_int32(jaxpr: Jaxpr) -> bool:
-    """Tell whether bytes are only compared, selected and converted: int32 in their place does the same."""
+    """Tell whether bytes are only compared, selected and converted, as int32 would be too."""
 
     def is_same(eqn):
         makes_bytes = any(map(_is_byte, eqn.outvars))

@@ -226,9 +226,15 @@ def _environment() -> dict[str, str]:
 def _for_chips(folder: Path) -> dict[str, str]:
     """Return variables for compilers of chips that are not there.
 
-    libtpu does not look for its chips; a GPU's compiler measures nothing, and leaves its assembly.
+    libtpu does not look for its chips, and leaves its schedules; a GPU's compiler measures nothing, and
+    leaves its assembly.
     """
+    schedules = (
+        f"--xla_jf_dump_to={folder / 'schedules'} --xla_jf_dump_llo_text=true "
+        f"--xla_jf_dump_llo_pass_label_regex={aot_process.SCHEDULE}"
+    )
     return {
+        "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {schedules}".strip(),
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # This process may have loaded it, looking for a TPU.
         "XLA_FLAGS": f"--xla_gpu_autotune_level=0 --xla_dump_to={folder / 'dump'}",

@@ -4,11 +4,14 @@
 ``compiled.json``. It imports nothing of the package: the number of devices is set before JAX starts.
 
 The devices are virtual ones of the CPU, or those of a topology: of chips whose compiler is installed
-here. A GPU's compiler leaves its kernels' assembly in the folder ``dump``.
+here. A GPU's compiler leaves its kernels' assembly in the folder ``dump``, a TPU's in ``schedules`` how
+many cycles it takes for each: of kernels that are no programs of XLA's the text of the program would
+not say.
 """
 
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -20,6 +23,14 @@ import numpy as np
 from jax import export
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
+
+# A TPU's kernel in the text of a program, as far as its name and where its settings begin.
+KERNEL = re.compile(r'%?(\S+) = [^\n]*custom_call_target="tpu_custom_call"[^\n]*?backend_config=\{')
+SCHEDULE = "packed-bundles-post-ra"  # with all registers found: what is left is where to wait
+BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
+STEPS = re.compile(r", (\d+) /\* loop exit test \*/")
+# A loop over a kernel's grid goes on for as many steps, in which it only fetches or writes back.
+STEPS_AROUND = 2
 
 
 def main(folder: Path) -> None:
@@ -35,6 +46,8 @@ def main(folder: Path) -> None:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         found = {"refusal": str(error)}  # The chip does not have the memory.
+    if "text" in found:
+        found["text"] = _with_cycles(found["text"], folder / "schedules")
     found["assembly"] = [path.read_text() for path in sorted(folder.glob("dump/*.ptx"))]
     (folder / "compiled.json").write_text(json.dumps(found))
 
@@ -87,6 +100,27 @@ def _compile(program: export.Exported, mesh: Mesh, donated: list[int]) -> dict[s
             "alias": memory.alias_size_in_bytes,
         },
     }
+
+
+def _with_cycles(text: str, schedules: Path) -> str:
+    """Write into the settings of a TPU's kernels how many cycles the compiler scheduled."""
+
+    def written(match: re.Match) -> str:
+        cycles = _scheduled_cycles(schedules, match[1])
+        return match[0] if cycles is None else f'{match[0]}"estimated_cycles":"{cycles}",'
+
+    return KERNEL.sub(written, text)
+
+
+def _scheduled_cycles(schedules: Path, name: str) -> int | None:
+    """Return a kernel's cycles, one a bundle of instructions, of all steps; None if not known."""
+    analyses = list(schedules.glob(f"*-{name}-*-schedule-analysis_{SCHEDULE}.txt"))
+    programs = list(schedules.glob(f"*-{name}-[0-9]*-{SCHEDULE}.txt"))
+    if len(analyses) != 1 or len(programs) != 1:
+        return None
+    bundles = BUNDLES.search(analyses[0].read_text())
+    steps = math.prod(int(n) - STEPS_AROUND for n in STEPS.findall(programs[0].read_text()))
+    return None if bundles is None else int(bundles[1]) * steps
 
 
 def _describe(sharding: Any, shape: tuple[int, ...]) -> dict:

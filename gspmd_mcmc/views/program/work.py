@@ -49,9 +49,11 @@ class Kernel:
     collectives
         What it sends.
     estimated_cycles
-        The compiler's own estimate, where the text has it (TPU).
+        The compiler's own estimate, where the text has it (TPU); of a kernel that is no XLA program,
+        the instructions that it scheduled.
     is_counted
-        Whether its arithmetic is known: of a kernel that is no XLA program and states none it is not.
+        Whether its arithmetic is known: of a kernel that is no XLA program and states none it is not,
+        unless its schedule is known.
     stated_flops
         Floating-point operations that such a kernel states of itself, products of bfloat16 numbers.
     """
@@ -310,7 +312,7 @@ def _kernel(program: Program, operation: Operation, siblings: Mapping[str, Opera
         other_flops=rest,
         collectives=tuple(_collectives(program, operation, siblings)),
         estimated_cycles=int(cycles.group(1)) if cycles else None,
-        is_counted=not is_uncounted(operation),
+        is_counted=cycles is not None or not is_uncounted(operation),
         stated_flops=stated_flops(operation),
     )
     return Work((kernel,), notes=tuple(_doubts(kernel, operation.opcode)))
@@ -320,7 +322,7 @@ def _doubts(kernel: Kernel, opcode: str) -> Iterator[str]:
     """Yield what the text of the program does not vouch for."""
     if not kernel.is_counted:
         yield f"{kernel.name}: what this {opcode} computes is not counted"
-    if kernel.stated_flops:
+    if kernel.stated_flops and kernel.estimated_cycles is None:
         yield f"{kernel.name}: its arithmetic is what the kernel states of itself, as bfloat16 products"
 
 
