@@ -1,12 +1,17 @@
-"""What the precision of matrix products does to acceptance, on MNIST.
+"""What the precision of matrix products does to acceptance, on MNIST and on MovieLens.
 
-``python -m benchmarks precision --data-dir DIR [--out FILE.json]``. HMC with gradients of each
-precision that devices have and a Metropolis test in float32, which is what the library does; and, for
-comparison, with a test whose terms are as the gradients. Products of other devices are emulated on the
-CPU (`benchmarks.emulation`). All start from the same states, with the same keys and step size.
+``python -m benchmarks precision --data-dir DIR [--out FILE.json] [--models mnist,movielens]``. HMC with
+gradients of each precision that devices have and a Metropolis test in float32, which is what the
+library does; and, for comparison, with a test whose terms are as the gradients. Products of other
+devices are emulated on the CPU (`benchmarks.emulation`). All start from the same states, with the same
+keys and step size.
+
+On MovieLens at full size only residuals are rounded: what the kernel of `inner_product_terms` does on
+TPUs, and, for comparison, what it would do if it cut them off.
 """
 
 import argparse
+import functools
 import os
 from pathlib import Path
 
@@ -18,12 +23,15 @@ from rich.console import Console
 from rich.table import Table
 
 import gspmd_mcmc as gm
-from benchmarks import environment, mnist_data
+from benchmarks import environment, mnist_data, movielens_data
 from benchmarks.emulation import Emulated
 
 DEVICES = {"tensorfloat32": "gpu", "bfloat16_3x": "tpu", "bfloat16": "tpu"}
+MODELS = ("mnist", "movielens")
+RESIDUALS = ("float32", "rounded to bfloat16", "cut to bfloat16")
 WARM_STEP_SIZE, STEP_SIZE = 3e-3, 3.3e-3
 LEAPFROGS, WARM_STEPS, STEPS, CHAINS = 20, 80, 25, 4
+MOVIELENS_STEPS = 40
 
 
 def log_prior(params):
@@ -52,20 +60,25 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks precision", description=__doc__)
     parser.add_argument("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--models", default=",".join(MODELS))
     options = parser.parse_args(argv)
-    data = mnist_data.load(options.data_dir)
+    results = {}
+    for model in options.models.split(","):
+        if model not in MODELS:
+            parser.error(f"--models: {model!r} is not one of {', '.join(MODELS)}")
+        results[model] = {"mnist": measure, "movielens": measure_residuals}[model](options.data_dir)
+        _show(model, results[model])
+    environment.save(options.out, "precision", **results)
+    return 0
+
+
+def measure(data_dir: str) -> list[dict]:
+    """Return acceptance rates and energy errors by the precision of gradients and of the test."""
+    data = mnist_data.load(data_dir)
     arrays = gm.place(
         {"image": data.images, "label": data.labels}, gm.make_mesh(), PartitionSpec("data")
     )
     target = gm.Posterior(log_prior, gm.Plate(log_likelihood, arrays))
-    results = measure(target)
-    _show(results)
-    environment.save(options.out, "precision", results=results)
-    return 0
-
-
-def measure(target: gm.Target) -> list[dict]:
-    """Return acceptance rates and energy errors by the precision of gradients and of the test."""
     w = jax.random.normal(jax.random.key(2), (CHAINS, 784, 10))  # weights are as large as a posterior's
     position = {"w": w, "b": jnp.zeros((CHAINS, 10))}
     init = jax.jit(jax.vmap(gm.HMC.init, in_axes=(None, 0)))
@@ -93,8 +106,83 @@ def measure(target: gm.Target) -> list[dict]:
     return results
 
 
-def _show(results: list[dict]) -> None:
-    table = Table(title=f"{LEAPFROGS} leapfrogs of {STEP_SIZE}, {STEPS} steps of {CHAINS} chains")
+# MovieLens
+
+
+def movie_prior(params):
+    return -0.5 * params["V"] ** 2, -0.5 * params["v"] ** 2
+
+
+def user_terms(residuals, params, watched):
+    """Terms of users, with their prior; ``residuals`` is one of `RESIDUALS`."""
+    logits = params["U"] @ params["V"].T + params["u"][:, None] + params["v"][None]
+    prior = -0.5 * jnp.sum(params["U"] ** 2, axis=1) - 0.5 * params["u"] ** 2
+    return jnp.sum(gm.bernoulli_logits(_with_residuals(residuals, logits), watched), axis=1) + prior
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_residuals(residuals, logits):
+    return logits
+
+
+def _rounded(residuals, _, grad):
+    if residuals == "rounded to bfloat16":
+        grad = jax.lax.reduce_precision(grad, exponent_bits=8, mantissa_bits=7)
+    elif residuals == "cut to bfloat16":
+        bits = jax.lax.bitcast_convert_type(grad, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        grad = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return (grad,)
+
+
+_with_residuals.defvjp(lambda residuals, logits: (logits, None), _rounded)
+
+
+def measure_residuals(data_dir: str) -> list[dict]:
+    """Return acceptance rates and energy errors of one chain by what residuals are rounded to."""
+    watched = movielens_data.load(data_dir)
+    cells = gm.place(watched, gm.make_mesh(), PartitionSpec("data"))
+    targets = {
+        name: gm.Posterior(
+            movie_prior,
+            gm.Plate(
+                jax.tree_util.Partial(functools.partial(user_terms, name)), cells, local=("U", "u")
+            ),
+        )
+        for name in RESIDUALS
+    }
+    exact = targets["float32"]
+    start = {name: leaf[0] for name, leaf in movielens_data.start_position(watched, 1).items()}
+    mode = gm.find_mode(jax.random.key(0), exact, start, max_steps=150, tolerance=5.0, num_probes=16)
+    warm = gm.sample(
+        *(jax.random.key(1), exact, mode.laplace_start()),
+        kernel=gm.HMC(exact, 0.1, LEAPFROGS, inverse_mass_matrix=mode.inverse_mass_matrix),
+        warmup=gm.WindowAdaptation(adapt_mass_matrix=False),
+        **{"num_chains": 1, "num_warmup": 60, "num_samples": 1},
+    )
+    position = jax.tree.map(lambda x: x[0], warm.state.position)
+    results = []
+    for name, target in targets.items():
+        kernel = gm.HMC(
+            target, warm.kernel.step_size, LEAPFROGS, inverse_mass_matrix=mode.inverse_mass_matrix
+        )
+        step, state = jax.jit(gm.HMC.step), jax.jit(gm.HMC.init)(kernel, position)
+        rates, errors = [], []
+        for key in jax.random.split(jax.random.key(5), MOVIELENS_STEPS):
+            state, info = step(kernel, key, state)
+            rates.append(float(info.acceptance_rate))
+            errors.append(abs(float(info.energy_error)))
+        results.append(
+            {
+                "residuals": name,
+                "acceptance_rate": float(np.mean(rates)),
+                "energy_error_median": float(np.median(errors)),
+            }
+        )
+    return results
+
+
+def _show(model: str, results: list[dict]) -> None:
+    table = Table(title=f"{model}, {LEAPFROGS} leapfrogs")
     for column in results[0]:
         table.add_column(column)
     for row in results:

@@ -379,7 +379,7 @@ def draws_of(is_wrong):
     """Of the groups, or of rows that two groups have taken from each other."""
     keys = KEYS.copy()
     if is_wrong:
-        first, last = (np.flatnonzero(keys == key)[:5] for key in (36 * 3, 35 * 3))
+        first, last = (np.flatnonzero(keys == key)[:15] for key in (36 * 3, 35 * 3))
         keys[first], keys[last] = 35 * 3, 36 * 3
     target = normal_groups("8", keys)
     options = {"num_warmup": 150, "num_samples": 750, "progress": False}
@@ -408,8 +408,8 @@ def test_draws_of_rows_in_wrong_groups_are_rejected():
 
 @pytest.mark.statistical
 def test_nuts_draws_the_posterior_from_default_starts_without_a_divergence():
-    target = normal_groups("8")
-    options = {"num_warmup": 150, "num_samples": 250, "num_chains": 2, "progress": False}
+    target = normal_groups("2")
+    options = {"num_warmup": 150, "num_samples": 750, "num_chains": 2, "progress": False}
     draws = gm.sample(KEY, target, origin(), kernel=gm.NUTS(target, 0.1), **options)
     assert not np.any(draws.stats["is_divergent"])
     check_posterior(draws)

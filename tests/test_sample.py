@@ -962,3 +962,15 @@ def test_dtypes_may_be_promoted_strictly_around_a_run(long_run):
         rhat = draws.summary().rhat
     assert_equal(draws.position, long_run.position)
     assert_equal(rhat, long_run.summary().rhat)
+
+
+def test_an_axis_of_one_device_cuts_nothing():
+    """What a program returns on a mesh of one device may name the axis of the rows: it is whole."""
+    mesh = gm.make_mesh(data=1, devices=jax.devices()[:1])
+    rows = gm.place(np.ones((6, 2), np.float32), mesh, P("data"))
+    plate = gm.Plate(lambda params, x: -0.5 * (x @ params["w"]) ** 2, rows)
+    target = gm.Posterior(lambda params: -0.5 * params["w"] ** 2, plate)
+    w = jax.device_put(jnp.zeros(2), NamedSharding(mesh, P("data")))
+    options = {"num_chains": 2, "num_warmup": 0, "num_samples": 3, "progress": False}
+    draws = gm.sample(jax.random.key(0), target, {"w": w}, kernel=gm.HMC(target, 0.1, 2), **options)
+    assert np.all(np.isfinite(draws.position["w"]))

@@ -65,7 +65,9 @@ def check_position(target: Target, position: PyTree) -> None:
         raise ValueError(
             "position: expected a tree with at least one array, got no leaf (None is no leaf)"
         )
-    of_rows = {axis for plate in target.plates for axis in plate.rows.axes}
+    meshes = {plate.rows.mesh for plate in target.plates if plate.rows.mesh is not None}
+    cut = {axis for mesh in meshes for axis, size in mesh.shape.items() if size > 1}
+    of_rows = cut.intersection(axis for plate in target.plates for axis in plate.rows.axes)
     for (path, leaf), rows in zip(leaves, target.local_rows(position), strict=True):
         name = f"position {path_str(path)}"
         if isinstance(leaf, Padded):
