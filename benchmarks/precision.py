@@ -157,7 +157,9 @@ def measure_residuals(data_dir: str) -> list[dict]:
         *(jax.random.key(1), exact, mode.laplace_start()),
         kernel=gm.HMC(exact, 0.1, LEAPFROGS, inverse_mass_matrix=mode.inverse_mass_matrix),
         warmup=gm.WindowAdaptation(adapt_mass_matrix=False),
-        **{"num_chains": 1, "num_warmup": 60, "num_samples": 1},
+        num_chains=1,
+        num_warmup=60,
+        num_samples=1,
     )
     position = jax.tree.map(lambda x: x[0], warm.state.position)
     results = []

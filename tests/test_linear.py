@@ -1,6 +1,7 @@
 """Products of bytes and float32, and gradients that are kernels on chips, as far as a CPU can tell."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -333,9 +334,10 @@ def test_bytes_that_wrap_around_are_not_read_as_wider_numbers():
         "in a function of its own": lambda a, c: jax.jit(lambda a, c: a * (c == 3))(a, c),
     }
     for term in same.values():
-        slope = slope_of_cells(term, logit, [cell], shape, of_int32=True)
-        expected = slope_of_cells(term, logit, [cell], shape)(logits, cells.astype(jnp.uint8))
-        np.testing.assert_array_equal(slope(logits, cells), expected)
+        of_int32: Any = slope_of_cells(term, logit, [cell], shape, of_int32=True)
+        of_bytes: Any = slope_of_cells(term, logit, [cell], shape)
+        expected = of_bytes(logits, cells.astype(jnp.uint8))
+        np.testing.assert_array_equal(of_int32(logits, cells), expected)
     for term in (
         lambda a, c: a * (c - jnp.uint8(1)).astype(jnp.float32),
         lambda a, c: a * jax.jit(lambda c: ~c)(c).astype(jnp.float32),

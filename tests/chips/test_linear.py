@@ -1,5 +1,7 @@
 """Gradients that are kernels on chips: the bytes that they move, and what a program must hold to."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -40,11 +42,13 @@ CYCLES = [
 def test_a_tpu_s_kernel_takes_the_cycles_that_it_took(chip, model, now, before):
     """By the compiler's schedule, which predictions count in place of what a kernel states."""
     plan = gm.plan(build(model, "HMC", num_chains=1), data=8, on=chip)
+    kernel: Any
     (kernel,) = (k for k in plan.work("leapfrog").each if k.stated_flops)
     print(chip, model, kernel.estimated_cycles)
     assert now / 1.1 < kernel.estimated_cycles < 1.05 * now
     found = plan.roofline("leapfrog")
-    assert found.predicted_seconds > kernel.estimated_cycles / found.throughput.clock_hz
+    clock: Any = found.throughput.clock_hz
+    assert found.predicted_seconds > kernel.estimated_cycles / clock
 
 
 def test_chains_read_the_data_of_a_tpu_together():

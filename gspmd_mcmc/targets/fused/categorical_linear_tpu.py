@@ -103,11 +103,12 @@ def _gradients(
     lines = len(factors)
     products = [(lines, height, tiles * tile), (lines, tiles * tile, height)]
     of_x = by_row(height) if rows_last else pl.BlockSpec((tile, features), lambda i: (i, 0))
-    unpacks = tpu_numbers.are_bytes(x) and of_x.block_shape[1] % LANES == 0
-    memory = [tpu_numbers.memory_to_unpack(*of_x.block_shape, jnp.float32)] if unpacks else []
+    rows, columns = (height, tile) if rows_last else (tile, features)
+    unpacks = tpu_numbers.are_bytes(x) and columns % LANES == 0
+    memory = [tpu_numbers.memory_to_unpack(rows, columns, jnp.float32)] if unpacks else []
     outs = [jax.ShapeDtypeStruct((len(biases), size), w.dtype) for size in (height, 1)]
     of_w, of_bias = pl.pallas_call(
-        partial(_kernel, x.shape, terms, rows_last),
+        partial(_kernel, (num, features), terms, rows_last),
         grid=(tiles,),
         in_specs=[
             *(of_x, by_row(1), pl.BlockSpec((chains, 1, tile), lambda i: (0, 0, i))),

@@ -110,8 +110,11 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _kernel(slope: Callable, shape: tuple, tile: tuple, num_cells: int, *refs: Any) -> None:
-    rows, row_bias, cotangent, columns, column_bias, *refs = refs
-    cells, (by_rows, by_columns, of_logits, of_columns, *memory) = refs[:num_cells], refs[num_cells:]
+    rows, row_bias, cotangent, columns, column_bias, *others = refs
+    cells, (by_rows, by_columns, of_logits, of_columns, *memory) = (
+        others[:num_cells],
+        others[num_cells:],
+    )
     i, j = pl.program_id(0), pl.program_id(1)
     here = pl.ds(pl.multiple_of(j * tile[1], LANES), tile[1])
     # The last tiles reach beyond the arrays, where anything may stand.
@@ -135,8 +138,8 @@ def _kernel(slope: Callable, shape: tuple, tile: tuple, num_cells: int, *refs: A
 
     w, v = (jnp.where(is_column, ref[...], 0) for ref in (columns, column_bias))
     one = is_column.astype(jnp.float32)
-    factors, others = _terms(w), _others(*(one for _ in _bias_terms(v)), *_bias_terms(v))
-    logits = _dot(of_logits[...], jnp.concatenate([*_taken(factors, (0, 0, 1)), others]), NN)
+    factors, rest = _terms(w), _others(*(one for _ in _bias_terms(v)), *_bias_terms(v))
+    logits = _dot(of_logits[...], jnp.concatenate([*_taken(factors, (0, 0, 1)), rest]), NN)
     values = [ref[...] for ref in cells]
     if memory:
         values = map(tpu_numbers.unpacked, values, memory)
@@ -144,7 +147,7 @@ def _kernel(slope: Callable, shape: tuple, tile: tuple, num_cells: int, *refs: A
     residuals = jnp.where(_is_within(shape[0], tile[0], i, tile) & is_column, residuals, 0)
     if len(factors) > 1:
         (residuals,) = tpu_numbers.bfloat16_terms(residuals, 1)
-    lines = jnp.concatenate([*factors, others])
+    lines = jnp.concatenate([*factors, rest])
     by_rows[...] += _sum_of_terms(_dot(lines, residuals, NT), len(by_rows))
     by_columns[:, here] += _sum_of_terms(_dot(of_columns[...], residuals, NN), len(by_columns))
 
