@@ -247,10 +247,8 @@ def test_kernels_of_a_factor_model_are_right(chip, precision, most, biases):
 @pytest.fixture
 def _whole_residuals(monkeypatch):
     """Residuals that are not rounded, so that what factors lose is seen."""
-    terms = tpu_numbers.bfloat16_terms
-    monkeypatch.setattr(
-        tpu_numbers, "bfloat16_terms", lambda x, num: [x] if num == 1 else terms(x, num)
-    )
+    terms = tpu_numbers.split
+    monkeypatch.setattr(tpu_numbers, "split", lambda x, num: [x] if num == 1 else terms(x, num))
 
 
 @pytest.mark.usefixtures("_whole_residuals")
@@ -263,7 +261,7 @@ def test_logits_and_factors_have_two_terms(biases):
 @pytest.mark.parametrize("part", ["_terms", "_bias_terms"])
 def test_a_rest_that_is_left_out_of_logits_would_be_seen(part, monkeypatch):
     def first_alone(x):
-        terms = tpu_numbers.bfloat16_terms(x, 2)
+        terms = tpu_numbers.split(x, 2)
         return [terms[0], *(0 * x for _ in whole(x)[1:])]
 
     whole = getattr(inner_products_tpu, part)
@@ -275,11 +273,11 @@ def test_a_rest_that_is_left_out_of_logits_would_be_seen(part, monkeypatch):
 def test_a_kernel_rounds_to_bfloat16_as_jax_does():
     x = jnp.asarray(np.random.default_rng(1).normal(size=2000) * 10.0 ** RNG.integers(-30, 30, 2000))
     x = x.astype(jnp.float32)
-    (rounded,) = tpu_numbers.bfloat16_terms(x, 1)
+    (rounded,) = tpu_numbers.split(x, 1)
     np.testing.assert_array_equal(rounded, x.astype(jnp.bfloat16).astype(jnp.float32))
-    np.testing.assert_array_equal(sum(tpu_numbers.bfloat16_terms(x, 3)), x)
+    np.testing.assert_array_equal(sum(tpu_numbers.split(x, 3)), x)
     infinite = jnp.array([jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
-    np.testing.assert_array_equal(tpu_numbers.bfloat16_terms(infinite, 1)[0], infinite)
+    np.testing.assert_array_equal(tpu_numbers.split(infinite, 1)[0], infinite)
 
 
 def check_factors(chip, precision, most, biases):
@@ -318,6 +316,24 @@ def test_cells_of_every_integer_are_read_right_by_a_tpu_s_kernel(dtype):
         interpret=True,
     )
     slope = sum(cells) * WEIGHTS[:, None].astype(np.float64)
+    exact = (slope @ factors[1], slope.T @ factors[0], slope.sum(1), slope.sum(0))
+    for one, truth in zip(got, exact, strict=True):
+        assert error(one, truth) < FULL
+
+
+def test_cells_beyond_the_last_are_not_counted():
+    """A tile reaches beyond the cells, where a byte may stand that the term is not defined for."""
+
+    def term(logit, cell):
+        return logit * jnp.where((cell >= 1) & (cell <= 4), cell.astype(jnp.float32), jnp.nan)
+
+    cells = CELLS[:300, :1050] + np.uint8(1)
+    factors = [a[: cells.shape[i % 2]] for i, a in enumerate(FACTORS)]
+    got = inner_products_tpu.gradients(
+        *(term, [jnp.asarray(cells)], tuple(map(jnp.asarray, factors)), jnp.asarray(WEIGHTS[:300])),
+        interpret=True,
+    )
+    slope = WEIGHTS[:300, None] * cells.astype(np.float64)
     exact = (slope @ factors[1], slope.T @ factors[0], slope.sum(1), slope.sum(0))
     for one, truth in zip(got, exact, strict=True):
         assert error(one, truth) < FULL

@@ -131,41 +131,35 @@ def _summed_by_index(grad: jax.Array, index: jax.Array, num: int) -> jax.Array:
     """Sum rows [rows, ...] of the same index: [num, ...]."""
     index = index.astype(jnp.promote_types(index.dtype, jnp.int32))  # bytes may not hold `num`
     order = jnp.argsort(index)
+    index, rows = index[order], grad[order].reshape(len(order), -1)
+    entries = jnp.arange(num, dtype=index.dtype)
+    end = jnp.maximum(jnp.searchsorted(index, entries, side="right") - 1, 0)
+    within, before, goes_on = _sums_so_far(rows, index, num)
+    sums = within[end] + jnp.where(goes_on[end][:, None], before[end // CHUNK], 0)
+    return jnp.where((index[end] == entries)[:, None], sums, 0).reshape(num, *grad.shape[1:])
+
+
+def _sums_so_far(rows: jax.Array, index: jax.Array, num: int) -> tuple[jax.Array, ...]:
+    """Sum sorted rows of the same index, up to each.
+
+    Within its chunk, [rows, columns]; in the chunks before, of the index that the last of them ends
+    with, [chunks, columns]; and whether a row has that index, [rows]. Chunks that end with the same
+    index stand together as rows do: what they end with is summed in the same way.
+    """
     pad = -len(index) % CHUNK
-    index = jnp.pad(index[order], (0, pad), constant_values=num)  # No entry has that number.
-    rows = jnp.pad(grad[order].reshape(len(order), -1), ((0, pad), (0, 0)))
-    of_chunks, rows = index.reshape(-1, CHUNK), rows.reshape(-1, CHUNK, rows.shape[-1])
+    index = jnp.pad(index, (0, pad), constant_values=num)  # no entry has that number
+    rows = jnp.pad(rows, ((0, pad), (0, 0))).reshape(-1, CHUNK, rows.shape[-1])
+    of_chunks = index.reshape(-1, CHUNK)
     is_before = jnp.tri(CHUNK, dtype=bool)[None] & (of_chunks[:, :, None] == of_chunks[:, None, :])
     within = jnp.einsum(
         *("bij,bjd->bid", is_before.astype(rows.dtype), rows), precision=jax.lax.Precision.HIGHEST
     )
-    before = _before_chunks(within[:, -1], of_chunks)
-    entries = jnp.arange(num, dtype=index.dtype)
-    end = jnp.maximum(jnp.searchsorted(index, entries, side="right") - 1, 0)
-    chunk = end // CHUNK
-    begins_before = (of_chunks[chunk, 0] == entries)[:, None]
-    sums = within.reshape(len(index), -1)[end] + jnp.where(begins_before, before[chunk], 0)
-    return jnp.where((index[end] == entries)[:, None], sums, 0).reshape(num, *grad.shape[1:])
-
-
-def _before_chunks(lasts: jax.Array, of_chunks: jax.Array) -> jax.Array:
-    """Sum what the index that each chunk begins with has in the chunks before; [chunks, columns].
-
-    ``lasts`` are the sums of the last index of each chunk, in the chunk. They reach on over chunks that
-    have one index alone, in steps that double.
-    """
-    first, last = of_chunks[:, 0], of_chunks[:, -1]
-    continues = jnp.concatenate([jnp.zeros(1, bool), last[:-1] == first[1:]])
-
-    def reach(k: jax.Array, sums_and_flags: tuple) -> tuple:
-        sums, reaches = sums_and_flags
-        far = jnp.arange(len(sums)) - (1 << k)
-        there = jnp.maximum(far, 0)
-        joins = reaches & (far >= 0)
-        return sums + jnp.where(joins[:, None], sums[there], 0), joins & reaches[there]
-
-    num_steps = (len(lasts) - 1).bit_length()
-    start = lasts, continues & (first == last)
-    sums, _ = jax.lax.fori_loop(0, num_steps, reach, start)
-    shifted = jnp.concatenate([jnp.zeros_like(sums[:1]), sums[:-1]])
-    return jnp.where(continues[:, None], shifted, 0)
+    lasts, ends = within[:, -1], of_chunks[:, -1]
+    if len(lasts) > 1:
+        so_far, before, goes_on = _sums_so_far(lasts, ends, num)
+        of_each = jnp.repeat(before, CHUNK, axis=0)[: len(lasts)]
+        lasts = so_far[: len(lasts)] + jnp.where(goes_on[: len(lasts)][:, None], of_each, 0)
+    before = jnp.concatenate([jnp.zeros_like(lasts[:1]), lasts[:-1]])
+    ends = jnp.concatenate([jnp.full_like(ends[:1], -1), ends[:-1]])
+    goes_on = (of_chunks == ends[:, None]).reshape(-1)
+    return within.reshape(-1, rows.shape[-1]), before, goes_on

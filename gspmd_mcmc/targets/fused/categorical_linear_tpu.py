@@ -172,7 +172,7 @@ def _kernel(shape: tuple[int, int], terms: int, rows_last: bool, *refs: Any) -> 
     is_label = jax.lax.broadcasted_iota(jnp.int32, odds.shape, 1) == labels[...][None]
     slope = jnp.where(is_label, 1.0, 0.0) - odds / jnp.sum(odds, axis=1, keepdims=True)
     residuals = (slope * cotangent[...]).reshape(-1, tile)
-    stacked = jnp.concatenate(tpu_numbers.bfloat16_terms(residuals, terms))
+    stacked = jnp.concatenate(tpu_numbers.split(residuals, terms))
     of_w[...] += sum_of_terms(_dot(stacked, x, (1, axis)), terms, axis=0)
     of_bias[...] += jnp.sum(residuals, axis=1, keepdims=True)
 

@@ -35,7 +35,9 @@ def inner_product_terms(
     The value is that of ``jnp.sum(term(inner_products(rows, columns, ...), cells), axis=1)``. In the
     gradient of a `Plate` on a TPU or an NVIDIA GPU it is one kernel, or two: logits and residuals,
     which are many times the cells in bytes, are never written to memory. Elsewhere, and where ``term``
-    does what kernels cannot, it is the expression itself.
+    does what kernels cannot, it is the expression itself. Where a TPU's gradients have less than full
+    precision, derivatives of terms in their logits are rounded to bfloat16 there, factors to two
+    bfloat16 terms.
     Differentiable in reverse, and forward over reverse.
 
     Parameters

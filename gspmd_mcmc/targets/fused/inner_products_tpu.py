@@ -146,7 +146,7 @@ def _kernel(slope: Callable, shape: tuple, tile: tuple, num_cells: int, *refs: A
     residuals = slope(logits, *values)
     residuals = jnp.where(_is_within(shape[0], tile[0], i, tile) & is_column, residuals, 0)
     if len(factors) > 1:
-        (residuals,) = tpu_numbers.bfloat16_terms(residuals, 1)
+        (residuals,) = tpu_numbers.split(residuals, 1)
     lines = jnp.concatenate([*factors, rest])
     by_rows[...] += _sum_of_terms(_dot(lines, residuals, NT), len(by_rows))
     by_columns[:, here] += _sum_of_terms(_dot(of_columns[...], residuals, NN), len(by_columns))
@@ -165,12 +165,12 @@ def _is_within(size: int, tile: int, step: Any, shape: tuple[int, int] | None = 
 
 def _terms(x: jax.Array) -> list[jax.Array]:
     """Split into what bfloat16 holds and the rest, as float32: older chips multiply no other."""
-    return tpu_numbers.bfloat16_terms(x, 2) if _precision() in BY_THREE else [x]
+    return tpu_numbers.split(x, 2) if _precision() in BY_THREE else [x]
 
 
 def _bias_terms(x: jax.Array) -> list[jax.Array]:
     """Split a line into all bits of it."""
-    return tpu_numbers.bfloat16_terms(x, NUM_FULL) if _precision() in BY_THREE else [x]
+    return tpu_numbers.split(x, NUM_FULL) if _precision() in BY_THREE else [x]
 
 
 def _taken(terms: list[jax.Array], order: tuple[int, ...]) -> list[jax.Array]:

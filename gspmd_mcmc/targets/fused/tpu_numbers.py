@@ -42,7 +42,7 @@ def unpacked(x: jax.Array, memory: Any) -> jax.Array:
     return jnp.concatenate([memory[k] for k in range(len(memory))], axis=1)
 
 
-def bfloat16_terms(x: jax.Array, num: int) -> list[jax.Array]:
+def split(x: jax.Array, num: int) -> list[jax.Array]:
     """Split float32 numbers into ``num`` terms that bfloat16 holds; a tie rounds away from zero."""
     terms = []
     for _ in range(num):
