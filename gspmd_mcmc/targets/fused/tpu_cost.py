@@ -1,7 +1,8 @@
-"""What a TPU's kernel states of its arithmetic: its compiler schedules by it, `plan` predicts by it.
+"""What a TPU's kernel states of its arithmetic: its compiler places it in a program by that.
 
-Neither can look into a kernel. Products count as a matrix unit makes them, with the padding of its
-sides, so that their floating-point operations over the chip's peak are the seconds that they take.
+So does `plan` predict, where it does not have the kernel's schedule. Products count as a matrix unit
+makes them, with the padding of its sides, so that their floating-point operations over the chip's peak
+are the seconds that they take. What is no product is left out.
 """
 
 from collections.abc import Sequence
