@@ -57,20 +57,7 @@ def measure(watched: np.ndarray, num_steps: int) -> list[dict]:
     mesh = gm.make_mesh(data=DEVICES)
     plate = gm.Plate(user_terms, gm.place(watched, mesh, P("data")), local=("U", "u"))
     target = gm.Posterior(movie_prior, plate)
-    start = {name: leaf[0] for name, leaf in movielens_data.start_position(watched, 1).items()}
-    mode = gm.find_mode(jax.random.key(0), target, start, max_steps=150, tolerance=5.0, num_probes=16)
-    draws = gm.sample(
-        jax.random.key(1),
-        target,
-        mode.laplace_start(),
-        num_chains=1,
-        num_warmup=20,
-        num_samples=1,
-        kernel=gm.HMC(target, 0.1, LEAPFROGS, inverse_mass_matrix=mode.inverse_mass_matrix),
-        warmup=gm.WindowAdaptation(adapt_mass_matrix=False),
-    )
-    kernel: Any = draws.kernel
-    state = jax.tree.map(lambda x: x[0], draws.state)
+    kernel, state = warmed_up(target, watched, num_warmup=20)
     trajectory, step = jax.jit(type(kernel).trajectory), jax.jit(type(kernel).step)
 
     rounded = {name: jax.jit(emulated(_gain, device)) for name, device in ROUNDED.items()}
@@ -106,16 +93,35 @@ def measure(watched: np.ndarray, num_steps: int) -> list[dict]:
     return rows
 
 
+def warmed_up(target: Any, watched: np.ndarray, num_warmup: int) -> tuple[Any, Any]:
+    """Return a kernel and a chain's state that is typical of the posterior."""
+    import gspmd_mcmc as gm
+
+    start = {name: leaf[0] for name, leaf in movielens_data.start_position(watched, 1).items()}
+    mode = gm.find_mode(jax.random.key(0), target, start, max_steps=150, tolerance=5.0, num_probes=16)
+    draws = gm.sample(
+        jax.random.key(1),
+        target,
+        mode.laplace_start(),
+        num_chains=1,
+        num_warmup=num_warmup,
+        num_samples=1,
+        kernel=gm.HMC(target, 0.1, LEAPFROGS, inverse_mass_matrix=mode.inverse_mass_matrix),
+        warmup=gm.WindowAdaptation(adapt_mass_matrix=False),
+    )
+    return draws.kernel, jax.tree.map(lambda x: x[0], draws.state)
+
+
 def movie_prior(params):
     """N(0, 1) of the movies, up to a constant."""
     return -0.5 * params["V"] ** 2, -0.5 * params["v"] ** 2
 
 
-def user_terms(params, watched):
-    """Terms of users, with their N(0, 1), up to a constant."""
+def user_terms(params, watched, through=lambda logits: logits):
+    """Terms of users, with their N(0, 1), up to a constant; logits pass ``through`` a function."""
     import gspmd_mcmc as gm
 
-    logits = gm.inner_products(params["U"], params["V"], params["u"], params["v"])
+    logits = through(gm.inner_products(params["U"], params["V"], params["u"], params["v"]))
     prior = -0.5 * jnp.sum(params["U"] ** 2, axis=1) - 0.5 * params["u"] ** 2
     return jnp.sum(gm.bernoulli_logits(logits, watched), axis=1) + prior
 

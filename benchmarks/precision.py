@@ -13,6 +13,7 @@ TPUs, and, for comparison, what it would do if it cut them off.
 import argparse
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -23,12 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 import gspmd_mcmc as gm
-from benchmarks import environment, mnist_data, movielens_data
+from benchmarks import energy, environment, mnist_data, movielens_data
 from benchmarks.emulation import Emulated
 
 DEVICES = {"tensorfloat32": "gpu", "bfloat16_3x": "tpu", "bfloat16": "tpu"}
 MODELS = ("mnist", "movielens")
-RESIDUALS = ("float32", "rounded to bfloat16", "cut to bfloat16")
 WARM_STEP_SIZE, STEP_SIZE = 3e-3, 3.3e-3
 LEAPFROGS, WARM_STEPS, STEPS, CHAINS = 20, 80, 25, 4
 MOVIELENS_STEPS = 40
@@ -109,65 +109,29 @@ def measure(data_dir: str) -> list[dict]:
 # MovieLens
 
 
-def movie_prior(params):
-    return -0.5 * params["V"] ** 2, -0.5 * params["v"] ** 2
+def _round(residuals):
+    return jax.lax.reduce_precision(residuals, exponent_bits=8, mantissa_bits=7)
 
 
-def user_terms(residuals, params, watched):
-    """Terms of users, with their prior; ``residuals`` is one of `RESIDUALS`."""
-    logits = params["U"] @ params["V"].T + params["u"][:, None] + params["v"][None]
-    prior = -0.5 * jnp.sum(params["U"] ** 2, axis=1) - 0.5 * params["u"] ** 2
-    return jnp.sum(gm.bernoulli_logits(_with_residuals(residuals, logits), watched), axis=1) + prior
+def _cut(residuals):
+    bits = jax.lax.bitcast_convert_type(residuals, jnp.uint32) & jnp.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_residuals(residuals, logits):
-    return logits
-
-
-def _rounded(residuals, _, grad):
-    if residuals == "rounded to bfloat16":
-        grad = jax.lax.reduce_precision(grad, exponent_bits=8, mantissa_bits=7)
-    elif residuals == "cut to bfloat16":
-        bits = jax.lax.bitcast_convert_type(grad, jnp.uint32) & jnp.uint32(0xFFFF0000)
-        grad = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return (grad,)
-
-
-_with_residuals.defvjp(lambda residuals, logits: (logits, None), _rounded)
+RESIDUALS = {"float32": lambda x: x, "rounded to bfloat16": _round, "cut to bfloat16": _cut}
 
 
 def measure_residuals(data_dir: str) -> list[dict]:
-    """Return acceptance rates and energy errors of one chain by what residuals are rounded to."""
+    """Return acceptance rates and energy errors of one chain by what residuals are made to be."""
     watched = movielens_data.load(data_dir)
     cells = gm.place(watched, gm.make_mesh(), PartitionSpec("data"))
-    targets = {
-        name: gm.Posterior(
-            movie_prior,
-            gm.Plate(
-                jax.tree_util.Partial(functools.partial(user_terms, name)), cells, local=("U", "u")
-            ),
-        )
-        for name in RESIDUALS
-    }
-    exact = targets["float32"]
-    start = {name: leaf[0] for name, leaf in movielens_data.start_position(watched, 1).items()}
-    mode = gm.find_mode(jax.random.key(0), exact, start, max_steps=150, tolerance=5.0, num_probes=16)
-    warm = gm.sample(
-        *(jax.random.key(1), exact, mode.laplace_start()),
-        kernel=gm.HMC(exact, 0.1, LEAPFROGS, inverse_mass_matrix=mode.inverse_mass_matrix),
-        warmup=gm.WindowAdaptation(adapt_mass_matrix=False),
-        num_chains=1,
-        num_warmup=60,
-        num_samples=1,
-    )
-    position = jax.tree.map(lambda x: x[0], warm.state.position)
+    targets = {name: _with_residuals(change, cells) for name, change in RESIDUALS.items()}
+    warm, begin = energy.warmed_up(targets["float32"], watched, num_warmup=60)
     results = []
     for name, target in targets.items():
-        kernel = gm.HMC(
-            target, warm.kernel.step_size, LEAPFROGS, inverse_mass_matrix=mode.inverse_mass_matrix
-        )
-        step, state = jax.jit(gm.HMC.step), jax.jit(gm.HMC.init)(kernel, position)
+        metric = warm.inverse_mass_matrix
+        kernel = gm.HMC(target, warm.step_size, energy.LEAPFROGS, inverse_mass_matrix=metric)
+        step, state = jax.jit(gm.HMC.step), jax.jit(gm.HMC.init)(kernel, begin.position)
         rates, errors = [], []
         for key in jax.random.split(jax.random.key(5), MOVIELENS_STEPS):
             state, info = step(kernel, key, state)
@@ -181,6 +145,18 @@ def measure_residuals(data_dir: str) -> list[dict]:
             }
         )
     return results
+
+
+def _with_residuals(change: Callable, cells: jax.Array) -> gm.Posterior:
+    """Return the posterior with derivatives of terms in their logits that are changed."""
+
+    @jax.custom_vjp
+    def through(logits):
+        return logits
+
+    through.defvjp(lambda logits: (logits, None), lambda _, residuals: (change(residuals),))
+    terms = functools.partial(energy.user_terms, through=through)
+    return gm.Posterior(energy.movie_prior, gm.Plate(terms, cells, local=("U", "u")))
 
 
 def _show(model: str, results: list[dict]) -> None:

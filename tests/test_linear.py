@@ -378,7 +378,7 @@ def test_a_rest_that_is_left_out_of_a_product_with_residuals_would_be_seen(monke
 
 
 def error_of_exact_residuals():
-    """Of products whose residuals have few bits: on a chip the matrix unit rounds them to 8."""
+    """Of products whose residuals the kernel rounds to what they are: 8 bits hold them."""
 
     def term(logit, cell):
         return cell.astype(jnp.float32) * logit

@@ -238,6 +238,9 @@ SCHEDULE = {
         (SCHEDULE, 7 + 2500),  # two of twelve steps only fetch or write back
         (SCHEDULE | {"17-mine.2-00-packed-bundles-post-ra.txt": "{ %p1 = scmp.ge.s32 }"}, 7 + 250),
         ({}, 7),
+        # A loop that is no grid's, as it goes round less often; and two, of which none is known.
+        (SCHEDULE | {"17-mine.2-00-packed-bundles-post-ra.txt": ", 1 /* loop exit test */"}, 7 + 250),
+        (SCHEDULE | {"17-mine.2-00-packed-bundles-post-ra.txt": 2 * ", 9 /* loop exit test */"}, 7),
         (SCHEDULE | {"19-mine.2-00-packed-bundles-post-ra.txt": "of another module"}, 7),
     ],
 )

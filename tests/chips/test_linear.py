@@ -28,18 +28,17 @@ def test_a_leapfrog_moves_the_data_a_few_times(model, chip, devices, data, times
     assert not violations(program, plan, 300e6)
 
 
-# Cycles of a TPU's core that its compiler schedules for a gradient of one chain, on eight of them, and
-# what they were when bytes and bfloat16 numbers were converted through memory.
+# Cycles of a TPU's core that its compiler schedules for a gradient of one chain, on eight of them.
 CYCLES = [
-    ("TPU v3", "mnist in a kernel", 75_036, 112_032),
-    ("TPU v3", "movielens in kernels", 86_580, 180_330),
-    ("TPU v5e", "mnist in a kernel", 17_160, 16_980),
-    ("TPU v5e", "movielens in kernels", 55_980, 56_490),
+    ("TPU v3", "mnist in a kernel", 75_036),
+    ("TPU v3", "movielens in kernels", 86_580),
+    ("TPU v5e", "mnist in a kernel", 17_160),
+    ("TPU v5e", "movielens in kernels", 55_980),
 ]
 
 
-@pytest.mark.parametrize(("chip", "model", "now", "before"), CYCLES)
-def test_a_tpu_s_kernel_takes_the_cycles_that_it_took(chip, model, now, before):
+@pytest.mark.parametrize(("chip", "model", "now"), CYCLES)
+def test_a_tpu_s_kernel_takes_the_cycles_that_it_took(chip, model, now):
     """By the compiler's schedule, which predictions count in place of what a kernel states."""
     plan = gm.plan(build(model, "HMC", num_chains=1), data=8, on=chip)
     kernel: Any
@@ -49,6 +48,31 @@ def test_a_tpu_s_kernel_takes_the_cycles_that_it_took(chip, model, now, before):
     found = plan.roofline("leapfrog")
     clock: Any = found.throughput.clock_hz
     assert found.predicted_seconds > kernel.estimated_cycles / clock
+
+
+@pytest.mark.parametrize("chip", ["TPU v2", "TPU v3"])
+@pytest.mark.parametrize("precision", ["high", "highest"])
+@pytest.mark.parametrize(("rank", "width"), [(64, 14_500), (128, 7_600)])
+def test_the_widest_factors_that_have_a_kernel_fit_a_core(chip, precision, rank, width):
+    """Near the limit of what `inner_product_terms` leaves to the compiler, on chips of 16 MB a core."""
+
+    def terms(params, cells):
+        return gm.inner_product_terms(gm.bernoulli_logits, cells, params["U"], params["V"])
+
+    def build_gradient(mesh):
+        plate = gm.Plate(terms, gm.place(S((6040, width), jnp.uint8), mesh, jax.P("data")), local="U")
+        rows = gm.place(S((6040, rank), jnp.float32), mesh, jax.P("data"))
+        params = {"U": rows, "V": gm.place(S((width, rank), jnp.float32), mesh, jax.P())}
+
+        def gradient(plate, params):
+            with jax.default_matmul_precision(precision):
+                return plate.grad(params)
+
+        return gradient, plate, params
+
+    plan = gm.plan(build_gradient, data=8, on=chip)
+    assert plan.fits
+    assert any(kernel.stated_flops for kernel in plan.work().each)
 
 
 def test_chains_read_the_data_of_a_tpu_together():

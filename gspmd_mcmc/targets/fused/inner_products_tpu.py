@@ -20,7 +20,7 @@ from gspmd_mcmc.targets.bfloat16_terms import NUM_FULL
 from gspmd_mcmc.targets.fused import tpu_cost, tpu_numbers
 from gspmd_mcmc.targets.fused.tracing import slope_of_cells
 
-MOST = (256, 512)  # rows and columns of a tile: float32 products fit the 16 MB of a TPU v2's core
+MOST = (256, 384)  # rows and columns of a tile: float32 products fit the 16 MB of a TPU v2's core
 SUBLANES, LANES = 8, 128
 NN, NT = ((1,), (0,)), ((1,), (1,))  # which axes a product sums over
 # Precisions of products that are made of three, by our own hand, and of six.

@@ -113,14 +113,19 @@ def _with_cycles(text: str, schedules: Path) -> str:
 
 
 def _scheduled_cycles(schedules: Path, name: str) -> int | None:
-    """Return a kernel's cycles, one a bundle of instructions, of all steps; None if not known."""
+    """Return a kernel's cycles, one a bundle of instructions, of all steps; None if not known.
+
+    Of a kernel with loops of its own nobody says which bundles are whose.
+    """
     analyses = list(schedules.glob(f"*-{name}-*-schedule-analysis_{SCHEDULE}.txt"))
     programs = list(schedules.glob(f"*-{name}-[0-9]*-{SCHEDULE}.txt"))
     if len(analyses) != 1 or len(programs) != 1:
         return None
-    bundles = BUNDLES.search(analyses[0].read_text())
-    steps = math.prod(int(n) - STEPS_AROUND for n in STEPS.findall(programs[0].read_text()))
-    return None if bundles is None else int(bundles[1]) * steps
+    bundles, loops = BUNDLES.search(analyses[0].read_text()), STEPS.findall(programs[0].read_text())
+    if bundles is None or len(loops) > 1:
+        return None
+    steps = max(1, int(loops[0]) - STEPS_AROUND) if loops else 1
+    return int(bundles[1]) * steps
 
 
 def _describe(sharding: Any, shape: tuple[int, ...]) -> dict:
