@@ -134,7 +134,8 @@ is_halved = len(devices) > 2 and len(devices) % 2 == 0
 axes = {"chains": 2, "data": len(devices) // 2} if is_halved else {"data": len(devices)}
 mesh = gm.make_mesh(**axes, devices=devices)
 groups = gm.Groups(user, mesh, P("data"))
-ratings = gm.Plate(log_likelihood, groups.place_rows({"film": film, "stars": stars}), local="user")
+columns = {"film": gm.LookupIndex(film, num_films), "stars": stars}
+ratings = gm.Plate(log_likelihood, groups.place_rows(columns), local="user")
 target = gm.Posterior(log_prior, gm.Plate(user_log_prior, groups.place(), local="user"), ratings)
 console.print(f"mesh {dict(mesh.shape)}, {groups}")
 

@@ -13,6 +13,7 @@ from gspmd_mcmc.placement.tables import Table, read_table
 # Targets: log densities
 from gspmd_mcmc.targets.log_density import LogDensity
 from gspmd_mcmc.placement.groups import Groups
+from gspmd_mcmc.placement.lookup_index import LookupIndex
 from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.likelihoods import (
@@ -126,6 +127,7 @@ __all__ = [
     "inner_product_terms",
     "inner_products",
     "linear",
+    "LookupIndex",
     "lookup",
     "lookup_within",
     "poisson_log_rate",

@@ -154,6 +154,8 @@ def _groups(task, model: str, local: str, prior, terms, terms_by_index) -> HmcPr
     mesh = gm.make_mesh(data=task.devices)
     rated = groups_data.load(task.data_dir)
     columns = {name: getattr(rated, name) for name in grouped.COLUMNS[model]}
+    if "film" in columns:
+        columns["film"] = gm.LookupIndex(rated.film, rated.films)
     if task.form == "index":
         rows = gm.place(columns, mesh, PartitionSpec("data"))
         target = gm.Posterior(log_normal_prior, gm.Plate(terms_by_index, rows))

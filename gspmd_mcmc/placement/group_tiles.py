@@ -76,14 +76,16 @@ class LaidRows:
     place_of_row: np.ndarray
 
 
-def lay_rows(place_of_row: np.ndarray, num_blocks: int, block_groups: int, most: int) -> LaidRows:
+def lay_rows(
+    place_of_row: np.ndarray, num_blocks: int, block_groups: int, most: int, step: float = STEP
+) -> LaidRows:
     """Lay rows by the place of their group; tiles have about as many rows as asked."""
     sizes = np.bincount(place_of_row, minlength=num_blocks * block_groups)
     starts = np.cumsum(sizes) - sizes
     by_group = np.argsort(place_of_row, kind="stable")
     of_blocks = sizes.reshape(num_blocks, block_groups)
     largest_first = np.argsort(-of_blocks, axis=1, kind="stable")
-    tiles = _choose_tiles(np.take_along_axis(of_blocks, largest_first, 1), most)
+    tiles = _choose_tiles(np.take_along_axis(of_blocks, largest_first, 1), most, step)
     slot_group, is_taken = _fill_slots(largest_first, of_blocks, tiles)
     place = slot_group + block_groups * np.arange(num_blocks)[:, None, None]
     rows, real, first = [], [], 0
@@ -110,28 +112,28 @@ def lay_rows(place_of_row: np.ndarray, num_blocks: int, block_groups: int, most:
     return LaidRows(tiles, row, is_real, slots.astype(np.int32), group_slot.astype(np.int32), where)
 
 
-def _choose_tiles(sizes: np.ndarray, most: int) -> Tiles:
+def _choose_tiles(sizes: np.ndarray, most: int, step: float) -> Tiles:
     """Cut blocks of groups, sizes [blocks, groups] with the largest first, into tiles of one shape."""
     chunk, num_rows = MOST_CHUNK, sizes.sum()
     while chunk > 1 and (-(-sizes // chunk) * chunk).sum() > MOST_PADDING * num_rows:
         chunk //= 2
-    whole = _tiles_of(sizes, 1, chunk)
+    whole = _tiles_of(sizes, 1, chunk, step)
     count = max(1, int(sizes.sum(axis=1).max()) // most)
     while count > 1:
-        tiles = _tiles_of(sizes, count, chunk)
+        tiles = _tiles_of(sizes, count, chunk, step)
         if tiles.count * tiles.rows <= MOST_PADDING * whole.rows:
             return tiles
         count //= 2
     return whole
 
 
-def _tiles_of(sizes: np.ndarray, count: int, chunk: int) -> Tiles:
+def _tiles_of(sizes: np.ndarray, count: int, chunk: int, step: float) -> Tiles:
     """Deal the groups of each block out to tiles; what is dealt at once has one width, the largest."""
     num = max(1, int((sizes > 0).sum(axis=1).max()))
     dealt = -(-sizes[:, :num].max(axis=0)[::count] // chunk)
     widths: list[list[int]] = []
     for width in map(int, np.maximum(dealt, 1)):
-        if widths and widths[-1][1] <= STEP * width:
+        if widths and widths[-1][1] <= step * width:
             widths[-1][0] += 1
         else:
             widths.append([1, width])

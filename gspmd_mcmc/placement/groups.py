@@ -30,6 +30,12 @@ from gspmd_mcmc.placement.group_keys import (
 )
 from gspmd_mcmc.placement.group_readers import RowReader, read_laid, rows_here
 from gspmd_mcmc.placement.group_tiles import LaidRows, Tiles, laid_order, lay_rows
+from gspmd_mcmc.placement.lookup_index import (
+    LookupIndex,
+    RowsByEntry,
+    is_lookup_index,
+    rows_by_entry,
+)
 from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.numbers import check_numbers
 from gspmd_mcmc.placement.padding import LaidByGroups, Padded, is_padded, real_rows
@@ -139,6 +145,9 @@ class GroupedRows(LaidByGroups):
         Where each row of the user is among the laid rows.
     order
         How the groups lie.
+    by_entry
+        For each `LookupIndex` among the rows, the rows of a tile by entry, or None; () if none is
+        known.
     tiles, num_rows, num_groups
         The shape of the tiles; how many rows and groups there are.
     """
@@ -149,6 +158,7 @@ class GroupedRows(LaidByGroups):
     group_slot: jax.Array
     place_of_row: Any
     order: Order
+    by_entry: tuple[RowsByEntry | None, ...]
     tiles: Tiles = static()
     num_rows: int = static()
     num_groups: int = static()
@@ -295,7 +305,8 @@ class Groups:
         Parameters
         ----------
         rows
-            A tree of arrays [rows, ...], or their shapes; `Padded` ones count without the pad.
+            A tree of arrays [rows, ...], or their shapes; `Padded` ones count without the pad. Of a
+            `LookupIndex` the order is found here.
         keys
             The group of each row. None: the keys that the groups were made of. Another table's may
             leave groups out.
@@ -312,8 +323,10 @@ class Groups:
             If leaves and keys differ in length, or a key is not among the labels.
         """
         laid, index = self._laid_rows(keys)
-        rows = self._lay("rows", rows, laid.row, len(index), "keys, one for each row")
-        return self._grouped(rows, laid, index)
+        placed = self._lay("rows", rows, laid.row, len(index), "keys, one for each row")
+        nodes = jax.tree.leaves(rows, is_leaf=is_lookup_index)
+        by_entry = tuple(self._by_entry(x, laid) for x in nodes if is_lookup_index(x))
+        return self._grouped(placed, laid, index, by_entry)
 
     def subgroups(self, keys: Any) -> Subgroups:
         """Find the groups within each group, such as the classes of schools.
@@ -473,12 +486,15 @@ class Groups:
             )
         return None if self.mesh is None else NamedSharding(self.mesh, P(*self.spec[:1]))
 
-    def _grouped(self, rows: PyTree, laid: LaidRows, index: np.ndarray) -> GroupedRows:
+    def _grouped(
+        self, rows: PyTree, laid: LaidRows, index: np.ndarray, by_entry: tuple = ()
+    ) -> GroupedRows:
         self._warn_of_waste(laid, index)
         if spans_processes(self.mesh):
             named = jax.tree_util.tree_leaves_with_path(rows)
             facts = {f"rows {path_str(path)}": f"{x.dtype}{list(x.shape[1:])}" for path, x in named}
-            require_agreement("place_rows", facts | {"keys": _digest(index)})
+            facts |= {"keys": _digest(index), "rows by entry": str([x and x.tiles for x in by_entry])}
+            require_agreement("place_rows", facts)
         return GroupedRows(
             rows=rows,
             is_real=self._place(laid.is_real),
@@ -486,19 +502,31 @@ class Groups:
             group_slot=self._place(laid.group_slot),
             place_of_row=self._place(laid.place_of_row),
             order=self._order,
+            by_entry=by_entry,
             tiles=laid.tiles,
             num_rows=len(index),
             num_groups=len(self),
         )
 
+    def _by_entry(self, column: LookupIndex, laid: LaidRows) -> RowsByEntry | None:
+        """Find a column's rows by entry; None on a CPU, which adds them up as they come."""
+        if self._is_on_cpu() or isinstance(column.index, jax.ShapeDtypeStruct):
+            return None
+        index = _take(column.index, laid.row)
+        found = rows_by_entry(index, laid.is_real, column.entries, laid.tiles, self._num_blocks)
+        return jax.tree.map(self._place, found)
+
+    def _is_on_cpu(self) -> bool:
+        if isinstance(self.mesh, AbstractMesh):  # of devices that are not there: accelerators
+            return False
+        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        return device.platform == "cpu"
+
     def _most(self) -> int:
         """Return how many rows a tile is to have."""
         if self.tile_rows is not None:
             return self.tile_rows
-        if isinstance(self.mesh, AbstractMesh):  # of devices that are not there: accelerators
-            return TILE_ROWS_ELSEWHERE
-        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
-        return TILE_ROWS_CPU if device.platform == "cpu" else TILE_ROWS_ELSEWHERE
+        return TILE_ROWS_CPU if self._is_on_cpu() else TILE_ROWS_ELSEWHERE
 
     def _lay(self, what: str, tree: PyTree, taken: np.ndarray, num: int, of_what: str) -> PyTree:
         """Check the rows of a tree, and lay those that are taken."""

@@ -3,17 +3,22 @@
 The gradient of ``table[index]`` adds the rows' gradients up by their index. XLA makes a scatter of it:
 on a GPU a loop of compare-and-swap for each number, whose order, and so whose rounding, changes from
 run to run. Here, except on CPUs, rows are sorted by their index and summed in an order that is always
-the same.
+the same. Where the order is known from placing, the rows of an entry are gathered into blocks of one
+width, and summed as rows of groups are.
 """
 
 import jax
 import jax.numpy as jnp
 
+from gspmd_mcmc.placement.lookup_index import LookupIndex, RowsByEntry
+
 # Rows that are summed by comparing all pairs of them.
 CHUNK = 32
+# Columns that fill the lanes of a TPU: of fewer, most of each register is pad.
+LANES = 128
 
 
-def lookup(table: jax.Array, index: jax.Array) -> jax.Array:
+def lookup(table: jax.Array, index: jax.Array | LookupIndex) -> jax.Array:
     """Return for each row the entry of a table that its index names: ``table[index]``.
 
     For tables that all rows share (a latent per film, item or teacher), in a log likelihood. An index
@@ -25,7 +30,8 @@ def lookup(table: jax.Array, index: jax.Array) -> jax.Array:
     table
         Parameters, shape [entries, ...].
     index
-        Integers from 0 to entries - 1: data, shape [rows].
+        Integers from 0 to entries - 1: data, shape [rows]. A `LookupIndex` of the rows was sorted when
+        they were placed; others are sorted in each gradient, on GPUs and TPUs.
 
     Returns
     -------
@@ -36,10 +42,19 @@ def lookup(table: jax.Array, index: jax.Array) -> jax.Array:
     Raises
     ------
     TypeError, ValueError
-        If the index is not one integer a row, or the table is no array of floating numbers.
+        If the index is not one integer a row, or the table is no array of floating numbers, or has
+        another number of entries than a `LookupIndex` says.
     """
+    order = None
+    if isinstance(index, LookupIndex):
+        if jnp.shape(table)[:1] != (index.entries,):
+            raise ValueError(
+                f"lookup: table: expected {index.entries} entries, as {index} has, got shape "
+                f"{list(jnp.shape(table))}"
+            )
+        index, order = index.index, index.order
     _check("lookup", "table", table, index, ("entries",))
-    return _lookup(table, index)
+    return _lookup(table, index, order)
 
 
 def lookup_within(values: jax.Array, index: jax.Array) -> jax.Array:
@@ -99,27 +114,68 @@ def _check(
 
 
 @jax.custom_vjp
-def _lookup(table: jax.Array, index: jax.Array) -> jax.Array:
-    return _at(table, index)
+def _lookup(table: jax.Array, index: jax.Array, order: RowsByEntry | None) -> jax.Array:
+    return _at(table, index, order)
 
 
-def _at(table: jax.Array, index: jax.Array) -> jax.Array:
-    return table.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+def _at(table: jax.Array, index: jax.Array, order: RowsByEntry | None) -> jax.Array:
+    if order is None:
+        return table.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    return _columns(_rows_at(table, index)).T.reshape(len(index), *table.shape[1:])
 
 
-def _bwd(saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple:
-    like, index = saved
+def _bwd(saved: tuple[jax.Array, jax.Array, RowsByEntry | None], grad: jax.Array) -> tuple:
+    like, index, order = saved
     num = len(like)
+    if order is not None:
+        sums = _sums_of_entries(grad.reshape(len(grad), -1), order)
+        return sums.reshape(num, *grad.shape[1:]), None, None
     of_table = jax.lax.platform_dependent(
         *(grad, index),
         cpu=lambda grad, index: _scattered(grad, index, num),
         default=lambda grad, index: _summed_by_index(grad, index, num),
     )
-    return of_table, None
+    return of_table, None, None
 
 
 # Of the table only the number of entries is needed: a column of no width keeps that.
-_lookup.defvjp(lambda table, index: (_at(table, index), (table[:, None][:, :0], index)), _bwd)
+_lookup.defvjp(lambda table, *known: (_at(table, *known), (table[:, None][:, :0], *known)), _bwd)
+
+
+def _sums_of_entries(rows: jax.Array, order: RowsByEntry) -> jax.Array:
+    """Sum rows [rows, columns] by the entry that they name: [entries, columns]."""
+    columns = _columns(_rows_at(rows, jnp.minimum(order.row, len(rows) - 1)))
+    columns = jnp.where((order.row < len(rows))[None], columns, 0)
+    columns = jnp.sum(columns.reshape(len(columns), order.tiles.chunk, -1), axis=1)
+    sums, first = [], 0
+    for num, width in order.tiles.widths:
+        of_width = columns[:, first : first + num * width].reshape(-1, width, num)
+        sums.append(jnp.sum(of_width, axis=1))
+        first += num * width
+    found = _rows_at(jnp.concatenate(sums, axis=1).T, jnp.maximum(order.slot, 0))
+    return jnp.where((order.slot >= 0)[:, None], found, 0)
+
+
+def _rows_at(array: jax.Array, index: jax.Array) -> jax.Array:
+    """Take rows, [n, ...] to [rows, columns], by an index that is known to be in bounds."""
+    return array.reshape(len(array), -1).at[index].get(mode="promise_in_bounds")
+
+
+def _columns(rows: jax.Array) -> jax.Array:
+    """Transpose [rows, columns]; rows that were gathered by a TPU, by a product that does nothing else.
+
+    There a row of few columns takes a register for itself, and XLA's transposes of such arrays take
+    several times as long as what they are for.
+    """
+    if not 1 < rows.shape[1] < LANES:
+        return rows.T
+    return jax.lax.platform_dependent(rows, tpu=_columns_by_product, default=jnp.transpose)
+
+
+def _columns_by_product(rows: jax.Array) -> jax.Array:
+    # All bits of a number times one are that number.
+    one_each = jnp.eye(rows.shape[1], dtype=rows.dtype)
+    return jnp.einsum("jk,rk->jr", one_each, rows, precision=jax.lax.Precision.HIGHEST)
 
 
 def _scattered(grad: jax.Array, index: jax.Array, num: int) -> jax.Array:

@@ -105,11 +105,15 @@ def of_rating(x, row):
     return of_row(x, row) - 0.5 * gm.lookup(x["film"], row["film"]) ** 2
 
 
-def crossed(mesh, num_films=3706, num_rows=1_000_000):
-    """The same, and an effect of each film, which all rows share."""
+def crossed(mesh, num_films=3706, num_rows=1_000_000, is_known=False):
+    """The same, and an effect of each film, which all rows share; the order of rows by film is known."""
     groups = gm.Groups(keys(6040, num_rows), mesh, P("data"))
     shapes = {"y": ((), jnp.float32), "x": ((200,), jnp.float32), "film": ((), jnp.int32)}
-    rows = groups.place_rows({n: S((num_rows, *s), d) for n, (s, d) in shapes.items()})
+    shapes = {n: S((num_rows, *s), d) for n, (s, d) in shapes.items()}
+    if is_known:
+        often = np.random.default_rng(0).geometric(4 / num_films, num_rows) % num_films
+        shapes["film"] = gm.LookupIndex(often.astype(np.int32), num_films)
+    rows = groups.place_rows(shapes)
     plates = (
         gm.Plate(of_group, groups.place(), local="effect"),
         gm.Plate(of_rating, rows, local="effect"),
@@ -119,8 +123,25 @@ def crossed(mesh, num_films=3706, num_rows=1_000_000):
 
 
 def test_a_table_that_rows_look_up_has_no_atomic_on_a_card():
-    plan = gm.plan(build(crossed), on="H100", data=1)
-    assert plan.report.collectives == plan.atomics() == ()
+    """And needs half the kernels, and less, where rows were put in order when they were placed."""
+    plans = [gm.plan(build(crossed, is_known=known), on="H100", data=1) for known in (False, True)]
+    assert all(plan.report.collectives == plan.atomics() == () for plan in plans)
+    each, known = (plan.work("leapfrog").kernels for plan in plans)
+    assert known <= each / 2
+    print(each, known)
+
+
+def sorts(plan):
+    return [kernel.name for kernel in plan.work("leapfrog").each if "sort" in kernel.name]
+
+
+def test_rows_in_a_known_order_are_not_sorted_in_each_leapfrog_on_a_tpu():
+    sorted_each, known = (
+        gm.plan(build(crossed, is_known=known), on="TPU v5e", data=8) for known in (False, True)
+    )
+    assert sorts(sorted_each) and not sorts(known)
+    assert audit.violations(build(crossed, is_known=True), known, 2_000 * MB) == []
+    assert sent(known) == sent(sorted_each)
 
 
 def of_group_and_its_subgroups(x, row):

@@ -11,6 +11,7 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes
 from gspmd_mcmc.placement.groups import GroupedRows, GroupLabels, Groups, GroupTable, Order
+from gspmd_mcmc.placement.lookup_index import with_orders
 from gspmd_mcmc.placement.padding import is_padded, refuse_laid_by_groups
 from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
@@ -196,9 +197,11 @@ class Plate:
         tile = self.slots.tile_rows(lambda: tiling.tile_rows(traced, self.rows, self.tile_rows))
         return split.less_unread(traced.is_read), tile, traced.has_kernel
 
-    def _tile_terms(self, split: "_Split", read: list, data: PyTree, local: list) -> jax.Array:
+    def _tile_terms(
+        self, split: "_Split", read: list, data: PyTree, local: list, by_entry: tuple
+    ) -> jax.Array:
         """Terms of the rows of a tile, of local latents one to each row or slot."""
-        return self._terms(split, read, data, self.slots.spread(local))
+        return self._terms(split, read, with_orders(data, by_entry), self.slots.spread(local))
 
     def _terms(self, split: "_Split", read: list, data: PyTree, local: list) -> jax.Array:
         """Terms of rows, with the Jacobians of their latents that no other plate counts."""
@@ -223,10 +226,14 @@ class Plate:
 
         def body(carry, read, block_tile, is_counted):
             fills = has_local_pad and self.slots.has_stale_pad
-            data, local = _without_pad(block_tile, is_counted) if fills else block_tile
+            data, local, by_entry = block_tile
+            if fills:
+                data, local = _without_pad((data, local), is_counted)
             with kernels_where(kernels):
                 terms, pullback = jax.vjp(
-                    lambda read, local: self._tile_terms(split, read, data, local), read, local
+                    lambda read, local: self._tile_terms(split, read, data, local, by_entry),
+                    read,
+                    local,
                 )
             grads = pullback(is_counted.astype(terms.dtype))
             if has_local_pad:  # A tile may be all pad. Elsewhere the gradient of pad is zero already.

@@ -15,6 +15,7 @@ import numpy as np
 
 from gspmd_mcmc.placement.group_tiles import Tiles
 from gspmd_mcmc.placement.groups import GroupedRows, Order
+from gspmd_mcmc.placement.lookup_index import RowsByEntry
 from gspmd_mcmc.placement.padding import real_in_blocks, real_rows
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.tree import pytree, static
@@ -101,6 +102,10 @@ class RowSlots:
         """Return the place of the latent of laid rows."""
         return row
 
+    def by_entry_of(self, index: jax.Array) -> tuple:
+        """Return the rows of a tile by the entries of a table that they read: not known."""
+        return ()
+
 
 @pytree
 @dataclass(frozen=True, eq=False)
@@ -120,6 +125,7 @@ class GroupSlots:
     group_slot: jax.Array
     place_of_row: Any
     order: Order
+    by_entry: tuple[RowsByEntry | None, ...]
     latents: Rows = static()
     tiles: Tiles = static()
     # Pad copies a row of the group, whose likelihood is defined.
@@ -138,7 +144,8 @@ class GroupSlots:
             order=data.order.digest,
         )
         arrays = data.is_real, data.slot_group, data.group_slot, real_rows(data.place_of_row)
-        return cls(*arrays, order=data.order, latents=groups, tiles=data.tiles)
+        known = {"order": data.order, "by_entry": data.by_entry, "tiles": data.tiles}
+        return cls(*arrays, latents=groups, **known)
 
     def tile_rows(self, choose: Callable[[], int]) -> int:
         """Return how many rows a tile has: they were cut when they were placed."""
@@ -201,6 +208,10 @@ class GroupSlots:
         slot_of_row = jnp.asarray(self.tiles.slot_of_row().astype(np.int32))
         slot = tile * self.tiles.slots + slot_of_row[within]
         return block * self.latents.block_rows + self.slot_group[block, slot]
+
+    def by_entry_of(self, index: jax.Array) -> tuple:
+        """Return the rows of a tile by the entries of a table that they read, as far as known."""
+        return tuple(None if x is None else x.of_tile(index) for x in self.by_entry)
 
 
 def _repeated(x: jax.Array, num: int) -> jax.Array:

@@ -200,7 +200,8 @@ def stream(
     ----------
     body
         ``body(carry, shared, block_tile, is_counted) -> carry, by_local, out`` for one tile of one
-        block: ``is_counted`` [tile] is False on padding and on rows that an earlier tile has counted.
+        block, its data, latents and rows by entry: ``is_counted`` [tile] is False on padding and on
+        rows that an earlier tile has counted.
     init
         What each block's carry starts from; leaves [blocks, ...].
     by_local
@@ -239,7 +240,8 @@ def stream(
         tile = slots.tile(index, num_rows, rows)
         data = cut(blocks[0], tile.row, tile.num_rows)
         latents = cut(blocks[1], tile.latent, tile.num_latents)
-        carry, added, out = each_block(carry, shared, (data, latents), tile.is_counted)
+        block_tile = data, latents, slots.by_entry_of(index)
+        carry, added, out = each_block(carry, shared, block_tile, tile.is_counted)
         by_local = jax.tree.map(
             lambda a, b, t: jax.lax.dynamic_update_slice_in_dim(a, t + b, tile.latent, axis=1),
             by_local,

@@ -1,0 +1,221 @@
+"""An index whose order is found when rows are placed: gradients, tiles, meshes, and what is refused."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from models import check_close, mesh_of
+
+import gspmd_mcmc as gm
+from gspmd_mcmc import tree
+from gspmd_mcmc.placement.groups import Groups
+from gspmd_mcmc.targets import local, lookup
+
+USERS, FILMS, TAGS = 40, 70, 3
+RNG = np.random.default_rng(0)
+USER = RNG.permutation(np.repeat(np.arange(USERS), RNG.integers(1, 60, USERS)))
+NUM = len(USER)
+FILM = np.minimum(RNG.geometric(0.06, NUM) - 1, FILMS - 2).astype(np.int32)  # the last film has no row
+TAG = RNG.integers(0, TAGS, NUM).astype(np.uint8)
+STARS = RNG.normal(size=NUM)
+# That devices wait for the one with the largest group.
+pytestmark = pytest.mark.filterwarnings("ignore:Groups")
+
+
+@pytest.fixture
+def as_on_a_chip(monkeypatch):
+    """CPUs leave rows as they come; here they are put in order, as for a GPU or a TPU."""
+    monkeypatch.setattr(Groups, "_is_on_cpu", lambda self: False)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def columns(film=FILM, tag=TAG):
+    return {"film": gm.LookupIndex(film, FILMS), "tag": gm.LookupIndex(tag, TAGS), "stars": STARS}
+
+
+def log_prior(x):
+    return -0.5 * x["film"] ** 2, -0.5 * x["tag"] ** 2
+
+
+def of_user(x, row):
+    return -0.5 * jnp.sum(x["user"] ** 2, axis=1)
+
+
+def of_rating(x, row):
+    film, tag = gm.lookup(x["film"], row["film"]), gm.lookup(x["tag"], row["tag"])
+    return -0.5 * (row["stars"] - jnp.sum(x["user"] * film, axis=1) - jnp.sin(tag)) ** 2
+
+
+def target_on(name, rows=None, tile_rows=200):
+    mesh = None if name == "none" else mesh_of(name)
+    users = gm.Groups(USER, mesh, None if mesh is None else P("data"), tile_rows=tile_rows)
+    rated = gm.Plate(of_rating, users.place_rows(columns() if rows is None else rows), local="user")
+    return gm.Posterior(log_prior, gm.Plate(of_user, users.place(), local="user"), rated)
+
+
+def start():
+    rng = np.random.default_rng(1)
+    shapes = {"user": (USERS, 3), "film": (FILMS, 3), "tag": (TAGS,)}
+    return {name: jnp.asarray(0.5 * rng.normal(size=shape)) for name, shape in shapes.items()}
+
+
+def dense(x, film=FILM, tag=TAG):
+    fitted = jnp.sum(x["user"][USER] * x["film"][film], axis=1) + jnp.sin(x["tag"][tag])
+    return tree.total((*log_prior(x), of_user(x, None), -0.5 * (STARS - fitted) ** 2))
+
+
+def seen(target, position):
+    terms, grad = target.terms_and_grad(local.lay_out(target, position))
+    return local.cut(target, grad) | {"log density": tree.total(terms)}
+
+
+def expected(position, **index):
+    value, grad = jax.value_and_grad(lambda x: dense(x, **index))(position)
+    return grad | {"log density": value}
+
+
+def by_entry(target):
+    return target.plates[1].slots.by_entry
+
+
+@pytest.mark.parametrize("name", ["none", "1", "7", "8", "2x4"])
+def test_density_and_gradient_are_those_of_an_index(name, as_on_a_chip, x64):
+    target = target_on(name)
+    assert all(found is not None for found in by_entry(target))
+    if name == "none":
+        assert target.plates[1].slots.tiles.count > 1
+    check_close(jax.jit(seen)(target, start()), expected(start()), 1e-12)
+
+
+def test_rows_in_the_order_of_another_index_are_found(as_on_a_chip, x64):
+    """The negative control: an order that belongs to other rows than the values."""
+    film = FILM.copy()
+    first, second = np.flatnonzero(FILM == 0)[0], np.flatnonzero(FILM == 1)[0]
+    film[[first, second]] = 1, 0
+    right, wrong = target_on("8"), target_on("8", columns(film))
+    swapped = tree.replace(
+        right.plates[1], slots=tree.replace(right.plates[1].slots, by_entry=by_entry(wrong))
+    )
+    with pytest.raises(AssertionError, match="differs by"):
+        target = tree.replace(right, plates=(right.plates[0], swapped))
+        check_close(jax.jit(seen)(target, start()), expected(start()), 1e-12)
+    check_close(jax.jit(seen)(wrong, start()), expected(start(), film=film), 1e-12)
+
+
+def test_chains_and_second_derivatives(as_on_a_chip, x64):
+    target = target_on("none")
+    chains = jax.tree.map(lambda x: jnp.stack([x, 1 - 2 * x]), start())
+    got = jax.jit(jax.vmap(seen, in_axes=(None, 0)))(target, chains)
+    check_close(got, jax.vmap(expected)(chains), 1e-12)
+    order = by_entry(target)[0].of_tile(jnp.zeros((), jnp.int32))
+    order = jax.tree.map(lambda x: x[0], order)
+    num = target.plates[1].slots.tiles.rows
+    index = target.plates[1].data["film"].index[:num]
+
+    def curved(table, known):
+        at = lookup._lookup(table, index, order) if known else table[index]
+        # A pad row, which is a copy, is in no order: a tile gives it no weight.
+        weight = target.plates[1].slots.is_real[:num, None]
+        return jnp.sum(weight * jnp.sin(at) * jnp.arange(1.0, 4.0)[None])
+
+    table = start()["film"]
+    pushed = [
+        {"film": jax.jvp(jax.grad(lambda t, known=known: curved(t, known)), (table,), (table,))[1]}
+        for known in (True, False)
+    ]
+    check_close(*pushed, 1e-12)
+
+
+def test_the_order_of_rows_sends_one_all_reduce(as_on_a_chip):
+    target, position = target_on("8"), jax.tree.map(lambda x: x.astype(jnp.float32), start())
+    position = local.lay_out(target, position)
+    report = gm.communication(lambda t, x: t.grad(x), target, position)
+    assert [c.kind for c in report.collectives] == ["all-reduce"]
+
+
+@pytest.mark.parametrize("name", ["none", "8"])
+def test_where_no_order_is_known_the_index_is_used(name, x64):
+    """On a CPU; and on a chip, of rows that are read in parts."""
+    target = target_on(name)
+    assert by_entry(target) == (None, None)
+    check_close(jax.jit(seen)(target, start()), expected(start()), 1e-12)
+
+
+def test_rows_that_are_read_in_parts_or_placed_without_groups(as_on_a_chip, x64):
+    users = gm.Groups(USER, mesh_of("8"), P("data"))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), columns())
+    read = users.place_rows_from_reader(lambda rows: jax.tree.map(lambda x: x[rows], columns()), shapes)
+    plates = gm.Plate(of_user, users.place(), local="user"), gm.Plate(of_rating, read, local="user")
+    target = gm.Posterior(log_prior, *plates)
+    check_close(jax.jit(seen)(target, start()), expected(start()), 1e-12)
+    placed = gm.place({"tag": gm.LookupIndex(TAG, TAGS), "stars": STARS}, mesh_of("8"), P("data"))
+
+    def of_row(x, row):
+        return -0.5 * (row["stars"] - gm.lookup(x["tag"], row["tag"])) ** 2
+
+    rows = gm.Posterior(lambda x: -0.5 * x["tag"] ** 2, gm.Plate(of_row, placed))
+    tags = {"tag": start()["tag"]}
+    plain = jax.grad(lambda t: -0.5 * jnp.sum(t**2) - 0.5 * jnp.sum((STARS - t[TAG]) ** 2))(tags["tag"])
+    check_close(rows.grad(tags), {"tag": plain}, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_product_transposes_every_bit(dtype, x64):
+    """As a TPU brings gathered rows into columns; numbers of all sizes, and columns that are none."""
+    rng = np.random.default_rng(0)
+    sizes = 10.0 ** rng.uniform(-30, 30, (1000, 9))
+    rows = jnp.asarray(rng.choice([-1, 0, 1], (1000, 9)) * sizes, dtype)
+    np.testing.assert_array_equal(lookup._columns_by_product(rows), rows.T)
+
+
+BAD = [
+    (lambda: gm.LookupIndex(FILM * 1.0, FILMS), TypeError, "expected one integer a row, shape [rows]"),
+    (lambda: gm.LookupIndex(FILM[:, None], FILMS), TypeError, f"got int32[{NUM}, 1]"),
+    (
+        lambda: gm.LookupIndex([0, 3, 1, 9], 3),
+        ValueError,
+        "2 rows have others, the first is row 1 with 3",
+    ),
+    (lambda: gm.LookupIndex(jnp.array([0, -1]), 3), ValueError, "from 0 to 2; 1 rows have others"),
+    (lambda: gm.LookupIndex(FILM, 0), ValueError, "entries: expected an integer of at least 1, got 0"),
+    (lambda: gm.LookupIndex(FILM, 70.0), ValueError, "entries: expected an integer of at least 1"),
+    (lambda: jax.jit(lambda i: gm.LookupIndex(i, 3))(FILM), TypeError, "Make it outside of jit"),
+    (
+        lambda: gm.lookup(jnp.zeros((FILMS + 1, 3)), gm.LookupIndex(FILM, FILMS)),
+        ValueError,
+        f"lookup: table: expected {FILMS} entries, as LookupIndex({NUM} rows, {FILMS} entries) has, "
+        f"got shape [{FILMS + 1}, 3]",
+    ),
+    (
+        lambda: target_on("8", columns(np.ma.masked_equal(FILM, 3))),
+        ValueError,
+        "rows ['film'].index: the mask would be lost",
+    ),
+    (
+        lambda: target_on("8", columns() | {"film": gm.LookupIndex(FILM[:-1], FILMS)}),
+        ValueError,
+        "rows ['film'].index: expected shape",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "text"), BAD)
+def test_what_is_no_index_of_the_rows_is_refused(make, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        make()
+
+
+def test_a_tree_of_anything_can_be_made_of_it():
+    """JAX puts objects in the leaves of a pytree; and it is no error to show one."""
+    shown = jax.tree.map(lambda _: object(), gm.LookupIndex(FILM, FILMS))
+    assert repr(shown) == f"LookupIndex({FILMS} entries)"
+    assert [f.name for f in dataclasses.fields(shown)] == ["index", "entries", "order"]
