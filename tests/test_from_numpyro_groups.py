@@ -155,6 +155,7 @@ MODELS: dict[str, Any] = {
     "reparameterized": (reparameterized, ARGS),
 }
 OTHERS = {"two tables": ("labs",), "crossed": ("doctors",), "nested": ("hospitals",)}
+OTHERS["crossed, looked up"] = OTHERS["crossed"]
 
 
 # What cannot be laid with its groups, and what is whole instead.
@@ -224,6 +225,10 @@ WHOLE: dict[str, Any] = {
     ),
     "crossed": (
         *(visits(lambda a, i, j, mu, b: a[i] + b[j], doctors=7), READS),
+        "'doctors' .* 'visits' reads it, and lies with plate 'patients', which has more latents",
+    ),
+    "crossed, looked up": (
+        *(visits(lambda a, i, j, mu, b: a[i] + gm.lookup(b, j), doctors=7), READS),
         "'doctors' .* 'visits' reads it, and lies with plate 'patients', which has more latents",
     ),
     "nested": (
@@ -369,7 +374,7 @@ def test_draws_have_the_model_s_order_and_its_deterministic_sites():
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_plate_that_is_whole_says_so_and_is_right(name):
-    sent = {"crossed": 7, "nested": 5}.get(name, PATIENTS) * 8
+    sent = {"crossed": 7, "crossed, looked up": 7, "nested": 5}.get(name, PATIENTS) * 8
     match = f"plate {WHOLE[name][2]}.*whole on every device.* their gradient, {sent} bytes a chain"
     with jax.enable_x64(True):
         with pytest.warns(UserWarning, match=match) as warned:
