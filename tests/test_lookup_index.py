@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import check_close, mesh_of
 
@@ -140,6 +141,48 @@ def test_the_order_of_rows_sends_one_all_reduce(as_on_a_chip):
     position = local.lay_out(target, position)
     report = gm.communication(lambda t, x: t.grad(x), target, position)
     assert [c.kind for c in report.collectives] == ["all-reduce"]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize(("spec", "a_row"), [(P("model"), 4), (P(None, "model"), 1)])
+def test_a_table_may_lie_over_another_axis(spec, a_row, is_known, request):
+    """By entries, whose four numbers are sent to each row; or by columns, whose product is summed."""
+    if is_known:
+        request.getfixturevalue("as_on_a_chip")
+    mesh = mesh_of({"data": 4, "model": 2})
+    users = gm.Groups(USER, mesh, P("data"))
+    rows = users.place_rows({"film": gm.LookupIndex(FILM, FILMS), "stars": STARS.astype(np.float32)})
+
+    def of_row(x, row):
+        return (
+            -0.5 * (row["stars"] - jnp.sum(x["user"] * gm.lookup(x["film"], row["film"]), axis=1)) ** 2
+        )
+
+    def whole(x):
+        fitted = jnp.sum(x["user"][USER] * x["film"][FILM], axis=1)
+        return -0.5 * sum(
+            jnp.sum(z**2) for z in (x["film"], x["user"], STARS.astype(np.float32) - fitted)
+        )
+
+    plates = gm.Plate(of_user, users.place(), local="user"), gm.Plate(of_row, rows, local="user")
+    target = gm.Posterior(lambda x: -0.5 * x["film"] ** 2, *plates)
+    rng = np.random.default_rng(2)
+    position = {
+        n: rng.normal(size=(k, 4)).astype(np.float32) for n, k in (("user", USERS), ("film", FILMS))
+    }
+    grad = jax.grad(whole)(jax.tree.map(jnp.asarray, position))
+    film = jax.device_put(position["film"], NamedSharding(mesh, spec))
+    position = local.lay_out(target, jax.tree.map(jnp.asarray, position) | {"film": film})
+    got = target.grad(position)
+    assert got["film"].sharding.is_equivalent_to(film.sharding, 2)
+    check_close(local.cut(target, got), grad, 1e-5)
+    report = gm.communication(lambda t, x: t.grad(x), target, position)
+    num_rows = target.plates[1].slots.tiles.rows
+    sent = {(c.kind, c.axes, c.num_bytes) for c in report.collectives}
+    assert sent == {
+        ("all-reduce", ("model",), 4 * a_row * num_rows),
+        ("all-reduce", ("data",), 4 * 4 * FILMS // 2),
+    }
 
 
 @pytest.mark.parametrize("name", ["none", "8"])

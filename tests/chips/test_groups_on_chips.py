@@ -106,7 +106,7 @@ def of_rating(x, row):
 
 
 def crossed(mesh, num_films=3706, num_rows=1_000_000, is_known=False):
-    """The same, and an effect of each film, which all rows share; the order of rows by film is known."""
+    """The same, and an effect of each film, which all rows share; the order of films may be known."""
     groups = gm.Groups(keys(6040, num_rows), mesh, P("data"))
     shapes = {"y": ((), jnp.float32), "x": ((200,), jnp.float32), "film": ((), jnp.int32)}
     shapes = {n: S((num_rows, *s), d) for n, (s, d) in shapes.items()}
