@@ -65,8 +65,11 @@ NUM_GROUPS = 7
 GROUP = np.random.default_rng(1).permutation(np.repeat(np.arange(NUM_GROUPS), 3))
 
 
+AGE = np.linspace(-1.0, 1.0, NUM_GROUPS).astype(np.float32)
+
+
 def prior_of_group(params, group):
-    return -0.5 * (params["effect"] - params["spread"]) ** 2
+    return -0.5 * (params["effect"] - params["spread"] * group["age"]) ** 2
 
 
 def of_row_of_group(params, row):
@@ -74,12 +77,13 @@ def of_row_of_group(params, row):
 
 
 def sampled_by_group(mesh, place):
-    """Sample a latent for each group of rows, which ``place(groups)`` lays."""
+    """Sample a latent for each group; ``place(groups)`` lays its age and its rows."""
     groups = gm.Groups(GROUP, mesh, P("data"))
+    table, placed = place(groups)
     target = gm.Posterior(
         log_prior,
-        gm.Plate(prior_of_group, groups.place(), local="effect"),
-        gm.Plate(of_row_of_group, place(groups), local="effect"),
+        gm.Plate(prior_of_group, table, local="effect"),
+        gm.Plate(of_row_of_group, placed, local="effect"),
     )
     draws = gm.sample(
         jax.random.key(8),

@@ -81,10 +81,13 @@ def check_groups(mesh):
         return jax.tree.map(lambda x: x[rows], whole)
 
     def read(groups):
-        return groups.place_rows_from_reader(taken, shapes)
+        shape = {"age": jax.ShapeDtypeStruct(model.AGE.shape, np.float32)}
+        table = groups.place_from_reader(lambda i: {"age": model.AGE[i]}, shape)
+        return table, groups.place_rows_from_reader(taken, shapes)
 
     def local(groups):
-        return groups.place_local_rows(taken(groups.local_rows()))
+        table = groups.place_local({"age": model.AGE[groups.local_groups()]})
+        return table, groups.place_local_rows(taken(groups.local_rows()))
 
     draws = {name: model.sampled_by_group(mesh, place) for name, place in (("r", read), ("l", local))}
     return {f"{kind} {name}": x for kind, d in draws.items() for name, x in d.items()}, asked

@@ -45,6 +45,31 @@ def test_rows_that_are_read_lie_as_those_that_are_given(name, num_blocks):
     np.testing.assert_array_equal(np.sort(np.concatenate(asked)), np.arange(NUM))
 
 
+TABLE = {"age": RNG.normal(size=96).astype(np.float32), "sites": RNG.integers(0, 5, (96, 2))}
+
+
+@pytest.mark.parametrize(("name", "num_blocks"), [(None, 1), ("8", 8), ("2x4", 4)])
+def test_the_groups_own_rows_lie_as_those_that_are_given(name, num_blocks):
+    groups, asked = groups_on(name), []
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), TABLE)
+
+    def reader(numbers):
+        asked.append(numbers)
+        return jax.tree.map(lambda x: x[numbers], TABLE)
+
+    want = groups.place(TABLE)
+    mine = groups.local_groups()
+    np.testing.assert_array_equal(mine, np.arange(96))  # of the only process
+    read, local = groups.place_from_reader(reader, shapes), groups.place_local(TABLE)
+    for got in (read, local):
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(a, b)
+            assert a.sharding == b.sharding and a.dtype == b.dtype
+    assert len(asked) == num_blocks
+    np.testing.assert_array_equal(np.sort(np.unique(np.concatenate(asked))), np.arange(96))
+
+
 def test_rows_of_a_part_of_the_groups_are_read():
     groups, keys = groups_on("2x4"), np.repeat(np.arange(0, 96, 2), 4)
     y = np.arange(192, dtype=np.float32)
@@ -91,7 +116,17 @@ def short(like):
             lambda: gm.Groups(
                 KEYS, jax.sharding.AbstractMesh((8,), ("data",)), P("data")
             ).place_rows_from_reader(taken, SHAPES),
-            "a mesh of devices that are not there reads no rows; give their shapes to place_rows",
+            "a mesh of devices that are not there reads no rows; give their shapes to place or place_r",
+        ),
+        (
+            lambda: groups_on("8").place_from_reader(
+                lambda i: {"x": np.zeros(len(i))}, {"x": jax.ShapeDtypeStruct((95,), np.float32)}
+            ),
+            r"shapes \['x'\]: expected \[96, ...\], as there are 96 groups, one row for each, got \(95",
+        ),
+        (
+            lambda: groups_on("8").place_local({"age": np.zeros(95)}),
+            r"table \['age'\]: expected shape \[96, ...\], the rows of .*, as groups.local_groups",
         ),
     ],
 )

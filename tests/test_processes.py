@@ -129,7 +129,11 @@ def test_each_process_holds_and_reads_its_share_of_the_rows_alone(two):
 def test_rows_of_groups_are_read_by_the_process_that_holds_them(two, folder_of_two):
     rows = jax.tree.map(np.asarray, model.rows())
     mesh = gm.make_mesh(data=-1, devices=jax.devices()[:4])
-    expected = model.sampled_by_group(mesh, lambda groups: groups.place_rows(rows))
+
+    def place(groups):
+        return groups.place({"age": model.AGE}), groups.place_rows(rows)
+
+    expected = model.sampled_by_group(mesh, place)
     asked = [{tuple(rows) for rows in process["read_by_group"]} for process in two[0]]
     for process in range(2):
         found = dict(np.load(folder_of_two / f"groups{process}.npz"))

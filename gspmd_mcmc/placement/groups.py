@@ -296,8 +296,61 @@ class Groups:
             If a leaf has another number of rows than there are groups.
         """
         table = {"rows": self.sizes.astype(np.int32)} if table is None else table
-        table = self._lay("table", table, self._places(), len(self), "groups, one row for each")
-        return GroupTable(jax.tree.map(lambda x: Padded(x, len(self)), table), self._order, len(self))
+        laid = self._lay("table", table, self._places(), len(self), "groups, one row for each")
+        return self._table(laid)
+
+    def place_from_reader(self, reader: RowReader, shapes: PyTree) -> GroupTable:
+        """Lay one row for each group, read in parts, so that no process holds all of them.
+
+        Parameters
+        ----------
+        reader
+            ``reader(groups)`` returns the rows of those groups, numbers that ascend in the order of
+            ``labels``: a tree of arrays [len(groups), ...]. It is called once for each device of this
+            process.
+        shapes
+            A tree like it, of `jax.ShapeDtypeStruct` [groups, ...] of all groups.
+
+        Returns
+        -------
+        GroupTable
+            What `place` returns for the whole arrays.
+
+        Raises
+        ------
+        ValueError
+            If shapes are not those of all groups, or the reader returns other rows than asked for.
+        """
+        _check_shapes(shapes, len(self), "groups, one row for each")
+        table = read_laid(reader, shapes, self._places(), self._sharding())
+        if spans_processes(self.mesh):
+            require_agreement("place_from_reader", _facts("table", table))
+        return self._table(table)
+
+    def local_groups(self) -> np.ndarray:
+        """Return which groups the devices of this process hold, ascending; see `place_local`."""
+        return rows_here(self._places(), self._sharding())
+
+    def place_local(self, table: PyTree) -> GroupTable:
+        """Lay one row for each group, of which each process gives its own.
+
+        Parameters
+        ----------
+        table
+            A tree of arrays [groups of this process, ...]: ``table[groups.local_groups()]``.
+
+        Returns
+        -------
+        GroupTable
+            What `place` returns for all groups together.
+
+        Raises
+        ------
+        ValueError
+            If a leaf has another number of rows than the process is to give.
+        """
+        shapes, reader = self._own("table", table, self.local_groups(), len(self), "local_groups")
+        return self.place_from_reader(reader, shapes)
 
     def place_rows(self, rows: PyTree, keys: Any = None) -> GroupedRows:
         """Lay rows with their groups.
@@ -411,21 +464,8 @@ class Groups:
         """
         laid, index = self._laid_rows(keys)
         here = rows_here(laid.row, self._sharding())
-        for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
-            if np.shape(leaf)[:1] != here.shape:
-                raise ValueError(
-                    f"rows {path_str(path)}: expected shape [{len(here)}, ...], the rows of this "
-                    f"process, as groups.local_rows() has them, got {np.shape(leaf)}"
-                )
-
-        def shape(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((len(index), *x.shape[1:]), x.dtype)
-
-        def reader(wanted: np.ndarray) -> PyTree:
-            return jax.tree.map(lambda x: x[np.searchsorted(here, wanted)], rows)
-
-        placed = read_laid(reader, jax.tree.map(shape, rows), laid.row, self._sharding())
-        return self._grouped(placed, laid, index)
+        shapes, reader = self._own("rows", rows, here, len(index), "local_rows")
+        return self._grouped(read_laid(reader, shapes, laid.row, self._sharding()), laid, index)
 
     def place_rows_from_reader(
         self, reader: RowReader, shapes: PyTree, keys: Any = None
@@ -461,13 +501,29 @@ class Groups:
             groups.place_rows_from_reader(lambda rows: {"x": images[rows]}, shapes)
         """
         laid, index = self._laid_rows(keys)
-        for path, like in jax.tree_util.tree_leaves_with_path(shapes):
-            if like.shape[:1] != (len(index),):
-                raise ValueError(
-                    f"shapes {path_str(path)}: expected [{len(index)}, ...], as there are {len(index)} "
-                    f"keys, one for each row, got {like.shape}"
-                )
+        _check_shapes(shapes, len(index), "keys, one for each row")
         return self._grouped(read_laid(reader, shapes, laid.row, self._sharding()), laid, index)
+
+    def _table(self, rows: PyTree) -> GroupTable:
+        """Return laid rows, one for each group and pad, as a table."""
+        return GroupTable(jax.tree.map(lambda x: Padded(x, len(self)), rows), self._order, len(self))
+
+    def _own(
+        self, what: str, tree: PyTree, here: np.ndarray, num: int, told_by: str
+    ) -> tuple[PyTree, RowReader]:
+        """Return the shapes of all rows, of which this process gives its own, and a reader of these."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if np.shape(leaf)[:1] != here.shape:
+                raise ValueError(
+                    f"{what} {path_str(path)}: expected shape [{len(here)}, ...], the rows of this "
+                    f"process, as groups.{told_by}() has them, got {np.shape(leaf)}"
+                )
+
+        def reader(wanted: np.ndarray) -> PyTree:
+            return jax.tree.map(lambda x: x[np.searchsorted(here, wanted)], tree)
+
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype), tree)
+        return shapes, reader
 
     def _laid_rows(self, keys: Any) -> tuple[LaidRows, np.ndarray]:
         """Return where rows lie, and the group of each."""
@@ -482,7 +538,7 @@ class Groups:
         if isinstance(self.mesh, AbstractMesh):
             raise ValueError(
                 "Groups: a mesh of devices that are not there reads no rows; give their shapes to "
-                "place_rows"
+                "place or place_rows"
             )
         return None if self.mesh is None else NamedSharding(self.mesh, P(*self.spec[:1]))
 
@@ -491,10 +547,8 @@ class Groups:
     ) -> GroupedRows:
         self._warn_of_waste(laid, index)
         if spans_processes(self.mesh):
-            named = jax.tree_util.tree_leaves_with_path(rows)
-            facts = {f"rows {path_str(path)}": f"{x.dtype}{list(x.shape[1:])}" for path, x in named}
-            facts |= {"keys": _digest(index), "rows by entry": str([x and x.tiles for x in by_entry])}
-            require_agreement("place_rows", facts)
+            facts = {"keys": _digest(index), "rows by entry": str([x and x.tiles for x in by_entry])}
+            require_agreement("place_rows", _facts("rows", rows) | facts)
         return GroupedRows(
             rows=rows,
             is_real=self._place(laid.is_real),
@@ -587,6 +641,20 @@ class Groups:
             SamplingWarning,
             stacklevel=4,
         )
+
+
+def _facts(what: str, tree: PyTree) -> dict[str, str]:
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    return {f"{what} {path_str(path)}": f"{x.dtype}{list(x.shape[1:])}" for path, x in named}
+
+
+def _check_shapes(shapes: PyTree, num: int, of_what: str) -> None:
+    for path, like in jax.tree_util.tree_leaves_with_path(shapes):
+        if like.shape[:1] != (num,):
+            raise ValueError(
+                f"shapes {path_str(path)}: expected [{num}, ...], as there are {num} {of_what}, got "
+                f"{like.shape}"
+            )
 
 
 def _digest(index: np.ndarray) -> str:
