@@ -1,10 +1,11 @@
 """What the compilers of TPUs and GPUs make of each sampler's leapfrog, with no chip at hand.
 
 ``python -m benchmarks chips [--out FILE.json] [--chips "8 x TPU v3,H100"] [--models ...]``. MNIST
-(60,000 x 784, one chain and four) and MovieLens (6,040 x 3,706, one and two), compiled from shapes
-alone. Bytes moved, kernels, collectives and memory are the compiler's facts, of one device; leapfrogs a
-second are arithmetic on them and on vendors' peak figures (`gspmd_mcmc.views.roofline`), or the cycles
-that a TPU's compiler schedules: nothing is measured.
+(60,000 x 784, one chain and four), MovieLens (6,040 x 3,706, one and two) and a million ratings by as
+many users of as many films (one), compiled from shapes alone. Bytes moved, kernels, collectives and
+memory are the compiler's facts, of one device; leapfrogs a second are arithmetic on them and on the
+vendors' peak figures (`gspmd_mcmc.views.roofline`), or the cycles that a TPU's compiler schedules:
+nothing is measured.
 The compilers come with the extras ``tpu`` and ``cuda``; peers are found in this environment or in that
 of ``make peers``.
 """
@@ -31,8 +32,11 @@ from gspmd_mcmc.views.program.work import Work, work_of
 from gspmd_mcmc.views.roofline import Roofline, roofline
 
 CHIPS = ("8 x TPU v3", "8 x TPU v5e", "1 x H100", "8 x H100")
-MODELS = {"mnist": (1, 4), "movielens": (1, 2)}  # with how many chains
-CONTENDERS = ("ours", "ours:kernel", "blackjax", "blackjax:textbook", "numpyro", "numpyro:textbook")
+MODELS = {"mnist": (1, 4), "movielens": (1, 2), "ratings": (1,)}  # with how many chains
+PEERS = ("blackjax", "blackjax:textbook", "numpyro", "numpyro:textbook")
+CONTENDERS = ("ours", "ours:kernel", "ours:index", *PEERS)
+# Forms of ours that not every model has.
+FORMS = {"ours:kernel": ("mnist", "movielens"), "ours:index": ("ratings",)}
 # Leapfrogs a second on 8 TPU v3 cores, measured by it: of one chain, of two.
 NOTEBOOK = {"mnist": 2100, "movielens": 829}
 COLUMNS = (
@@ -114,6 +118,7 @@ def _cases(options: argparse.Namespace) -> list[dict[str, Any]]:
         for on in options.chips
         for chains in MODELS[model]
         for contender in options.contenders
+        if model in FORMS.get(contender, MODELS)
         for kernel in (options.kernels if contender == "ours" else ("HMC",))
     ]
 

@@ -1,4 +1,4 @@
-"""One step of each sampler on MNIST and MovieLens, as a program of shapes: nothing is loaded or placed.
+"""One step of each sampler on three models, as a program of shapes: nothing is loaded or placed.
 
 ``build(model, contender, kernel, chains)`` returns ``build(mesh)`` as `gspmd_mcmc.plan` takes it. Log
 densities, layouts and metrics are those of `benchmarks.contenders`; data are shapes alone.
@@ -17,19 +17,28 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from benchmarks.contenders import factorisation, likelihood, ours
+from benchmarks import groups_data
+from benchmarks.contenders import factorisation, grouped, likelihood, ours
 
 S = jax.ShapeDtypeStruct
 LEAPFROGS, STEP_SIZE = 20, 1e-3
 IMAGES, LABELS = (60_000, 784), (60_000,)
 WATCHED = (6040, 3706)
+RATINGS, COLUMNS = 1_000_208, 1 + groups_data.DIMENSIONS
 SHAPES = {
     "mnist": {"w": (784, 10), "b": (10,)},
     "movielens": {"U": (6040, 20), "V": (3706, 20), "u": (6040,), "v": (3706,)},
+    "ratings": {"user": (6040, COLUMNS), "film": (3706, COLUMNS)},
 }
-LOCAL = {"mnist": (), "movielens": ("U", "u")}
-# The least that must be read of the data: pixels and cells in bytes, labels as contenders have them.
-DATA_BYTES = {"mnist": math.prod(IMAGES) + 4 * LABELS[0], "movielens": math.prod(WATCHED)}
+# Latents of users that a contender keeps with their rows; of `ratings` the peers keep them whole.
+LOCAL = {"mnist": (), "movielens": ("U", "u"), "ratings": ()}
+# The least that must be read of the data: pixels and cells in bytes, labels, films and stars as
+# contenders have them.
+DATA_BYTES = {
+    "mnist": math.prod(IMAGES) + 4 * LABELS[0],
+    "movielens": math.prod(WATCHED),
+    "ratings": 8 * RATINGS,
+}
 KERNELS = {
     "HMC": lambda target: gm.HMC(target, STEP_SIZE, LEAPFROGS),
     "NUTS": lambda target: gm.NUTS(target, STEP_SIZE),
@@ -83,6 +92,8 @@ def _ours(model: str, form: str, kernel: str, chains: int, mesh: Any) -> Program
         data = {"image": S(IMAGES, jnp.uint8), "label": S(LABELS, jnp.int32)}
         plate = gm.Plate(ours.row_likelihood(form), gm.place(data, mesh, P("data")))
         target = gm.Posterior(ours.log_prior, plate)
+    elif model == "ratings":
+        target = ours.groups_target(model, _like_ratings(), form, mesh)
     else:
         cells = gm.place(S(WATCHED, jnp.uint8), mesh, P("data"))
         plate = gm.Plate(ours.user_likelihood(form), cells, local=("U", "u"))
@@ -94,6 +105,21 @@ def _ours(model: str, form: str, kernel: str, chains: int, mesh: Any) -> Program
         init, step = jax.vmap(init, (None, 0)), jax.vmap(step, (None, 0, 0))
     states = jax.eval_shape(init, made, _position(model, mesh, chains))
     return step, made, keys, states
+
+
+@functools.cache
+def _like_ratings() -> groups_data.Rated:
+    """Return ratings of users and films that are drawn: as many, and as unequal, as MovieLens 1M's."""
+    rng = np.random.default_rng(0)
+    users, films = SHAPES["ratings"]["user"][0], SHAPES["ratings"]["film"][0]
+    sizes = np.clip(rng.lognormal(4.6, 1.05, users), 20, 2314)
+    user = np.sort(rng.choice(users, RATINGS, p=sizes / sizes.sum()))
+    popularity = rng.lognormal(0, 1.9, films)
+    film = rng.choice(films, RATINGS, p=popularity / popularity.sum())
+    film[:films], user[:users] = np.arange(films), np.arange(users)  # each has one
+    stars = np.zeros(RATINGS, np.float32)
+    columns = (x.astype(np.int32) for x in (user, film))
+    return groups_data.Rated(*columns, stars=stars, mean_of_film=stars)
 
 
 # The peers
@@ -109,6 +135,10 @@ def _peers_data(model: str, form: str, chains: int, mesh: Any) -> tuple[Callable
         task = SimpleNamespace(form=form or None)
         watched = _laid(mesh, WATCHED, jnp.uint8, P("data"))
         return factorisation.log_likelihood(task, blocks=mesh.size), (watched,)
+    if model == "ratings":
+        dtypes = {"user": jnp.int32, "film": jnp.int32, "stars": jnp.float32}
+        rows = {name: _laid(mesh, (RATINGS,), dtype, P("data")) for name, dtype in dtypes.items()}
+        return grouped.log_likelihood(SimpleNamespace(form=form or None), model), (rows,)
     images = _laid(mesh, IMAGES, jnp.float32, P("data"))
     labels = _laid(mesh, LABELS, jnp.int32, P("data"))
     if chains == 1 or is_textbook:

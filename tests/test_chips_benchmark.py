@@ -23,7 +23,8 @@ MESH = make_abstract_mesh(data=8)
     [("mnist", "ours", "HMC", 1), ("movielens", "ours", "HMC", 2), ("movielens", "ours", "NUTS", 1),
      ("mnist", "numpyro", "HMC", 1), ("mnist", "numpyro:textbook", "HMC", 1),
      ("movielens", "numpyro", "HMC", 2), ("mnist", "ours:kernel", "HMC", 1),
-     ("movielens", "ours:kernel", "HMC", 2)],
+     ("movielens", "ours:kernel", "HMC", 2), ("ratings", "numpyro", "HMC", 1),
+     ("ratings", "numpyro:textbook", "HMC", 1)],
 )  # fmt: skip
 def test_a_program_of_shapes_is_a_step_of_the_model(model, contender, kernel, chains):
     if not contender.startswith("ours"):
@@ -36,11 +37,29 @@ def test_a_program_of_shapes_is_a_step_of_the_model(model, contender, kernel, ch
     for name, shape in chips_programs.SHAPES[model].items():
         assert lead + shape in shapes, name
     # Rows lie over the devices: no device holds all.
-    rows = {60_000, 6040}
+    rows = {"mnist": 60_000, "movielens": 6040, "ratings": chips_programs.RATINGS}[model]
     leaves = jax.tree.leaves(args)
-    given = [x for x in leaves if x.ndim and x.shape[0] in rows and x.sharding is not None]
+    given = [x for x in leaves if x.ndim and x.shape[0] == rows and x.sharding is not None]
     assert given and all(leaf.sharding.spec[0] == "data" for leaf in given)
     assert all(x.size == 1 or isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+
+
+@pytest.mark.parametrize("contender", ["ours", "ours:index"])
+def test_ratings_lie_over_the_devices_and_with_them_users_by_group(contender):
+    _, kernel, _, state = chips_programs.build("ratings", contender, "HMC", 1)(MESH)
+    leaves = [x for x in jax.tree.leaves(kernel) if np.size(x) > 1]
+    assert leaves and all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+    rows = [x for x in leaves if x.size >= chips_programs.RATINGS]
+    assert len(rows) >= 3 and all(x.sharding.spec[0] in ("data", ("data",)) for x in rows)
+    is_laid = contender == "ours"  # then places of groups are a multiple of the devices, and more
+    assert (state.position["user"].shape[0] > 6040) is is_laid
+
+
+def test_forms_that_a_model_has_not_are_no_cases():
+    options = chips._options([])
+    forms = {(case["model"], case["contender"]) for case in chips._cases(options)}
+    assert ("ratings", "ours:index") in forms and ("mnist", "ours:kernel") in forms
+    assert ("ratings", "ours:kernel") not in forms and ("mnist", "ours:index") not in forms
 
 
 def test_the_leapfrog_is_the_loop_of_that_name_or_else_the_one_that_moves_most():
@@ -62,7 +81,7 @@ def test_the_leapfrog_is_the_loop_of_that_name_or_else_the_one_that_moves_most()
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--models", "mnist,cifar"], "--models: 'cifar' is not one of mnist, movielens"),
+    [(["--models", "mnist,cifar"], "--models: 'cifar' is not one of mnist, movielens, ratings"),
      (["--contenders", "stan"], "--contenders: 'stan' is not one of ours"),
      (["--chips", "8 x TPU v9"], "--chips: on='8 x TPU v9': expected one of"),
      (["--kernels", "Gibbs"], "--kernels: 'Gibbs' is not one of HMC, NUTS")],

@@ -140,34 +140,46 @@ def rating_terms_by_index(params, row):
     return rating_terms(params | {"user": params["user"][row["user"]]}, row)
 
 
+# For each model with groups: the users' latents, their prior, terms of rows, and these by an index.
+GROUPED = {
+    "effect": ("effect", effect_prior, effect_terms, effect_terms_by_index),
+    "ratings": ("user", user_prior, rating_terms, rating_terms_by_index),
+}
+
+
 def groups_effect(task) -> HmcProgram:
     """A random effect of each user."""
-    return _groups(task, "effect", "effect", effect_prior, effect_terms, effect_terms_by_index)
+    return _groups(task, "effect")
 
 
 def groups_ratings(task) -> HmcProgram:
     """Biases and factors of users and films."""
-    return _groups(task, "ratings", "user", user_prior, rating_terms, rating_terms_by_index)
+    return _groups(task, "ratings")
 
 
-def _groups(task, model: str, local: str, prior, terms, terms_by_index) -> HmcProgram:
+def _groups(task, model: str) -> HmcProgram:
     mesh = gm.make_mesh(data=task.devices)
     rated = groups_data.load(task.data_dir)
+    target = groups_target(model, rated, task.form, mesh)
+    kernel = gm.HMC(target, step_size=task.step_size, num_integration_steps=task.leapfrogs)
+    return _program(kernel, replicate(mesh, grouped.STARTS[model](rated, task.chains)), mesh, task)
+
+
+def groups_target(model: str, rated: groups_data.Rated, form: str | None, mesh) -> gm.Posterior:
+    """Return a model of ratings: users with their rows, or whole and read by an index."""
+    local, prior, terms, terms_by_index = GROUPED[model]
     columns = {name: getattr(rated, name) for name in grouped.COLUMNS[model]}
     if "film" in columns:
         columns["film"] = gm.LookupIndex(rated.film, rated.films)
-    if task.form == "index":
+    if form == "index":
         rows = gm.place(columns, mesh, PartitionSpec("data"))
-        target = gm.Posterior(log_normal_prior, gm.Plate(terms_by_index, rows))
-    else:
-        groups = gm.Groups(columns.pop("user"), mesh, PartitionSpec("data"))
-        plates = (
-            gm.Plate(prior, groups.place(), local=local),
-            gm.Plate(terms, groups.place_rows(columns), local=local),
-        )
-        target = gm.Posterior(log_normal_prior, *plates)
-    kernel = gm.HMC(target, step_size=task.step_size, num_integration_steps=task.leapfrogs)
-    return _program(kernel, replicate(mesh, grouped.STARTS[model](rated, task.chains)), mesh, task)
+        return gm.Posterior(log_normal_prior, gm.Plate(terms_by_index, rows))
+    groups = gm.Groups(columns.pop("user"), mesh, PartitionSpec("data"))
+    plates = (
+        gm.Plate(prior, groups.place(), local=local),
+        gm.Plate(terms, groups.place_rows(columns), local=local),
+    )
+    return gm.Posterior(log_normal_prior, *plates)
 
 
 def _program(kernel, position, mesh, task) -> HmcProgram:
