@@ -343,13 +343,33 @@ def test_a_batched_product_written_as_a_convolution_counts_only_what_meets_the_i
 @pytest.mark.parametrize(
     ("line", "is_noted"),
     [('custom-call(%big), custom_call_target="a_library"', True), ("cholesky(%big), lower=true", True),
-     ("negate(%big)", False), (PRODUCTS[4][0].partition("} ")[2], False),
+     ("sort(%big), dimensions={0}", True), ("negate(%big)", False),
+     (PRODUCTS[4][0].partition("} ")[2], False),
      ('custom-call(), custom_call_target="AllocateBuffer"', False)],
 )  # fmt: skip
 def test_arithmetic_that_is_not_counted_is_noted(line, is_noted):
     work = work_of(program_of(f"ROOT %o = f32[1000,64]{{1,0}} {line}"))
     assert bool(work.notes) == is_noted != work.is_counted
     assert not work.notes or "is not counted" in work.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("root", "kind", "is_counted"),
+    [
+        ("scatter(%a, %i, %a), to_apply=%add", "kLoop", False),
+        ("scatter(%a, %i, %a), to_apply=%add", "kInput", False),
+        ("gather(%a, %i), slice_sizes={1,64}", "kCustom", False),
+        ("gather(%a, %i), slice_sizes={1,64}", "kLoop", True),
+        ("negate(%a)", "kCustom", True),
+    ],
+)
+@pytest.mark.parametrize("cycles", ["", ', backend_config={"estimated_cycles":"125"}'])
+def test_what_adds_row_by_row_is_not_counted_unless_the_compiler_estimates_it(
+    root, kind, is_counted, cycles
+):
+    line = f"ROOT %o = f32[1000,64]{{1,0}} fusion(%big, %at), kind={kind}, calls=%fused{cycles}"
+    work = work_of(program_of(line, before=fused(f"%r = f32[1000,64]{{1,0}} {root}")))
+    assert work.is_counted == (is_counted or bool(cycles)) != bool(work.notes)
 
 
 @pytest.mark.parametrize(("stated", "flops"), [("4026531840", 4026531840), ("0", 0)])

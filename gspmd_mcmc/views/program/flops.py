@@ -20,6 +20,11 @@ _SETTING = re.compile(r"(\w+)=([\dx_\-]+)")
 _PRECISION = re.compile(r"operand_precision=\{(\w+),(\w+)\}")
 _ALGORITHM = re.compile(r"algorithm=(\w+)")
 _FACTORIZATIONS = ("cholesky", "triangular-solve", "fft")
+# What goes through its rows one after the other, or many times: bytes and arithmetic say too little. A
+# TPU's compiler has its own programs for these, and for gathers, of which it estimates nothing; a GPU's
+# makes atomic operations of a scatter.
+_ROW_BY_ROW = ("scatter", "sort", "select-and-scatter")
+_UNCOUNTED = _FACTORIZATIONS + _ROW_BY_ROW
 _STATED = re.compile(r'"cost_estimate":\{[^{}]*?"flops":"?(\d+)')
 _PRODUCT_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__triton_gemm", "__onednn$matmul")
 
@@ -73,12 +78,17 @@ def stated_flops(operation: Operation) -> int:
     return int(stated.group(1)) if stated else 0
 
 
-def is_uncounted(operation: Operation) -> bool:
-    """Tell whether nobody counts what an operation computes: factorizations, calls that state none."""
+def is_uncounted(program: Program, operation: Operation) -> bool:
+    """Tell whether nobody counts what an operation computes.
+
+    Factorizations, calls that state nothing, and what goes through its rows one after the other.
+    """
+    inside = {operation.opcode, *(o.opcode for o in fused_operations(program, operation))}
+    is_own = "kind=kCustom" in operation.attributes and "gather" in inside
     is_call = operation.opcode == "custom-call"
     is_product = any(target in operation.attributes for target in _PRODUCT_CALLS)
     is_known = is_product or stated_flops(operation) > 0
-    return operation.opcode in _FACTORIZATIONS or (is_call and not is_known)
+    return is_own or not inside.isdisjoint(_UNCOUNTED) or (is_call and not is_known)
 
 
 def _product(operation: Operation, operands: list[str]) -> Product | None:

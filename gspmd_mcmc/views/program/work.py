@@ -52,8 +52,8 @@ class Kernel:
         The compiler's own estimate, where the text has it (TPU); of a kernel that is no XLA program,
         the instructions that it scheduled.
     is_counted
-        Whether its arithmetic is known: of a kernel that is no XLA program and states none it is not,
-        unless its schedule is known.
+        Whether its arithmetic is known. Of a kernel that is no XLA program and states none it is not,
+        and not of a scatter or a sort, unless the compiler has estimated or scheduled it.
     stated_flops
         Floating-point operations that such a kernel states of itself, products of bfloat16 numbers.
     """
@@ -312,7 +312,7 @@ def _kernel(program: Program, operation: Operation, siblings: Mapping[str, Opera
         other_flops=rest,
         collectives=tuple(_collectives(program, operation, siblings)),
         estimated_cycles=int(cycles.group(1)) if cycles else None,
-        is_counted=cycles is not None or not is_uncounted(operation),
+        is_counted=cycles is not None or not is_uncounted(program, operation),
         stated_flops=stated_flops(operation),
     )
     return Work((kernel,), notes=tuple(_doubts(kernel, operation.opcode)))
