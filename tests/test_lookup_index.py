@@ -13,7 +13,9 @@ from models import check_close, mesh_of
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
+from gspmd_mcmc.placement.group_tiles import Tiles
 from gspmd_mcmc.placement.groups import Groups
+from gspmd_mcmc.placement.lookup_index import rows_by_entry
 from gspmd_mcmc.targets import local, lookup
 
 USERS, FILMS, TAGS = 40, 70, 3
@@ -134,6 +136,27 @@ def test_chains_and_second_derivatives(as_on_a_chip, x64):
         for known in (True, False)
     ]
     check_close(*pushed, 1e-12)
+
+
+@pytest.mark.parametrize("num_pad", [0, 5])
+def test_rows_of_all_entries_are_summed_and_their_copies_are_not(num_pad, x64):
+    """Entries of one row to hundreds, in two blocks of two tiles; the last row of each is real."""
+    rng = np.random.default_rng(3)
+    index = np.repeat(np.arange(40), np.geomspace(1, 400, 40).astype(int))
+    index = rng.permutation(index)[: len(index) // 4 * 4]
+    is_real = np.arange(len(index)) >= num_pad
+    tiles = Tiles(2, 1, ((len(index) // 4, 1),))
+    order = rows_by_entry(index, is_real, 45, tiles, 2)
+    grad = rng.normal(size=(len(index), 3))
+    for block, tile in np.ndindex(2, 2):
+        at = slice((2 * block + tile) * tiles.rows, (2 * block + tile + 1) * tiles.rows)
+        here = jax.tree.map(
+            lambda x, block=block: jnp.asarray(x[block]), order.of_tile(jnp.int32(tile))
+        )
+        expected = np.zeros((45, 3))
+        np.add.at(expected, index[at], grad[at] * is_real[at, None])
+        found = lookup._sums_of_entries(jnp.asarray(grad[at]), here)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
 def test_the_order_of_rows_sends_one_all_reduce(as_on_a_chip):
