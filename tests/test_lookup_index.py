@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from gspmd_mcmc.placement.group_tiles import Tiles
 from gspmd_mcmc.placement.groups import Groups
 from gspmd_mcmc.placement.lookup_index import rows_by_entry
 from gspmd_mcmc.targets import local, lookup
+from gspmd_mcmc.targets.streaming.slots import GroupSlots
 
 USERS, FILMS, TAGS = 40, 70, 3
 RNG = np.random.default_rng(0)
@@ -86,8 +89,14 @@ def expected(position, **index):
     return grad | {"log density": value}
 
 
-def by_entry(target):
-    return target.plates[1].slots.by_entry
+def slots_of(target) -> GroupSlots:
+    slots = target.plates[1].slots
+    assert isinstance(slots, GroupSlots)
+    return slots
+
+
+def by_entry(target) -> tuple:
+    return slots_of(target).by_entry
 
 
 @pytest.mark.parametrize("name", ["none", "1", "7", "8", "2x4"])
@@ -95,7 +104,7 @@ def test_density_and_gradient_are_those_of_an_index(name, as_on_a_chip, x64):
     target = target_on(name)
     assert all(found is not None for found in by_entry(target))
     if name == "none":
-        assert target.plates[1].slots.tiles.count > 1
+        assert slots_of(target).tiles.count > 1
     check_close(jax.jit(seen)(target, start()), expected(start()), 1e-12)
 
 
@@ -121,21 +130,21 @@ def test_chains_and_second_derivatives(as_on_a_chip, x64):
     check_close(got, jax.vmap(expected)(chains), 1e-12)
     order = by_entry(target)[0].of_tile(jnp.zeros((), jnp.int32))
     order = jax.tree.map(lambda x: x[0], order)
-    num = target.plates[1].slots.tiles.rows
+    num = slots_of(target).tiles.rows
     index = target.plates[1].data["film"].index[:num]
 
     def curved(table, known):
         at = lookup._lookup(table, index, order) if known else table[index]
         # A pad row, which is a copy, is in no order: a tile gives it no weight.
-        weight = target.plates[1].slots.is_real[:num, None]
+        weight = slots_of(target).is_real[:num, None]
         return jnp.sum(weight * jnp.sin(at) * jnp.arange(1.0, 4.0)[None])
 
     table = start()["film"]
     pushed = [
-        {"film": jax.jvp(jax.grad(lambda t, known=known: curved(t, known)), (table,), (table,))[1]}
+        {"film": jax.jvp(jax.grad(partial(curved, known=known)), (table,), (table,))[1]}
         for known in (True, False)
     ]
-    check_close(*pushed, 1e-12)
+    check_close(pushed[0], pushed[1], 1e-12)
 
 
 @pytest.mark.parametrize("num_pad", [0, 5])
@@ -200,7 +209,7 @@ def test_a_table_may_lie_over_another_axis(spec, a_row, is_known, request):
     assert got["film"].sharding.is_equivalent_to(film.sharding, 2)
     check_close(local.cut(target, got), grad, 1e-5)
     report = gm.communication(lambda t, x: t.grad(x), target, position)
-    num_rows = target.plates[1].slots.tiles.rows
+    num_rows = slots_of(target).tiles.rows
     sent = {(c.kind, c.axes, c.num_bytes) for c in report.collectives}
     assert sent == {
         ("all-reduce", ("model",), 4 * a_row * num_rows),
@@ -243,6 +252,7 @@ def test_a_product_transposes_every_bit(dtype, x64):
     np.testing.assert_array_equal(lookup._columns_by_product(rows), rows.T)
 
 
+NOT_WHOLE: Any = 70.0
 BAD = [
     (lambda: gm.LookupIndex(FILM * 1.0, FILMS), TypeError, "expected one integer a row, shape [rows]"),
     (lambda: gm.LookupIndex(FILM[:, None], FILMS), TypeError, f"got int32[{NUM}, 1]"),
@@ -253,7 +263,7 @@ BAD = [
     ),
     (lambda: gm.LookupIndex(jnp.array([0, -1]), 3), ValueError, "from 0 to 2; 1 rows have others"),
     (lambda: gm.LookupIndex(FILM, 0), ValueError, "entries: expected an integer of at least 1, got 0"),
-    (lambda: gm.LookupIndex(FILM, 70.0), ValueError, "entries: expected an integer of at least 1"),
+    (lambda: gm.LookupIndex(FILM, NOT_WHOLE), ValueError, "entries: expected an integer of at least 1"),
     (lambda: jax.jit(lambda i: gm.LookupIndex(i, 3))(FILM), TypeError, "Make it outside of jit"),
     (
         lambda: gm.lookup(jnp.zeros((FILMS + 1, 3)), gm.LookupIndex(FILM, FILMS)),

@@ -45,16 +45,16 @@ def lookup(table: jax.Array, index: jax.Array | LookupIndex) -> jax.Array:
         If the index is not one integer a row, or the table is no array of floating numbers, or has
         another number of entries than a `LookupIndex` says.
     """
-    order = None
+    rows, order = index, None
     if isinstance(index, LookupIndex):
         if jnp.shape(table)[:1] != (index.entries,):
             raise ValueError(
                 f"lookup: table: expected {index.entries} entries, as {index} has, got shape "
                 f"{list(jnp.shape(table))}"
             )
-        index, order = index.index, index.order
-    _check("lookup", "table", table, index, ("entries",))
-    return _lookup(table, index, order)
+        rows, order = index.index, index.order
+    _check("lookup", "table", table, rows, ("entries",))
+    return _lookup(table, rows, order)
 
 
 def lookup_within(values: jax.Array, index: jax.Array) -> jax.Array:

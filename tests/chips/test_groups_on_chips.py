@@ -109,11 +109,11 @@ def crossed(mesh, num_films=3706, num_rows=1_000_000, is_known=False):
     """The same, and an effect of each film, which all rows share; the order of films may be known."""
     groups = gm.Groups(keys(6040, num_rows), mesh, P("data"))
     shapes = {"y": ((), jnp.float32), "x": ((200,), jnp.float32), "film": ((), jnp.int32)}
-    shapes = {n: S((num_rows, *s), d) for n, (s, d) in shapes.items()}
+    columns: dict = {n: S((num_rows, *s), d) for n, (s, d) in shapes.items()}
     if is_known:
         often = np.random.default_rng(0).geometric(4 / num_films, num_rows) % num_films
-        shapes["film"] = gm.LookupIndex(often.astype(np.int32), num_films)
-    rows = groups.place_rows(shapes)
+        columns["film"] = gm.LookupIndex(often.astype(np.int32), num_films)
+    rows = groups.place_rows(columns)
     plates = (
         gm.Plate(of_group, groups.place(), local="effect"),
         gm.Plate(of_rating, rows, local="effect"),
