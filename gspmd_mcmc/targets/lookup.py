@@ -45,14 +45,15 @@ def lookup(table: jax.Array, index: jax.Array | LookupIndex) -> jax.Array:
         If the index is not one integer a row, or the table is no array of floating numbers, or has
         another number of entries than a `LookupIndex` says.
     """
-    rows, order = index, None
-    if isinstance(index, LookupIndex):
-        if jnp.shape(table)[:1] != (index.entries,):
-            raise ValueError(
-                f"lookup: table: expected {index.entries} entries, as {index} has, got shape "
-                f"{list(jnp.shape(table))}"
-            )
+    if not isinstance(index, LookupIndex):
+        rows, order = index, None
+    elif jnp.shape(table)[:1] == (index.entries,):
         rows, order = index.index, index.order
+    else:
+        raise ValueError(
+            f"lookup: table: expected {index.entries} entries, as {index} has, got shape "
+            f"{list(jnp.shape(table))}"
+        )
     _check("lookup", "table", table, rows, ("entries",))
     return _lookup(table, rows, order)
 
