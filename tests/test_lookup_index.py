@@ -243,6 +243,28 @@ def test_rows_that_are_read_in_parts_or_placed_without_groups(as_on_a_chip, x64)
     check_close(rows.grad(tags), {"tag": plain}, 1e-12)
 
 
+def test_groups_themselves_may_look_up_what_they_share(as_on_a_chip, x64):
+    """Patients in hospitals: the index is a column of the table of groups."""
+    ward, users = np.arange(USERS) % 3, gm.Groups(USER, mesh_of("8"), P("data"))
+
+    def of_user(x, row):
+        return -0.5 * (x["user"] - gm.lookup(x["ward"], row["ward"])) ** 2
+
+    def of_row(x, row):
+        return -0.5 * (row["stars"] - x["user"]) ** 2
+
+    def dense(x):
+        of_users = -0.5 * (x["user"] - x["ward"][ward]) ** 2
+        return tree.total((-0.5 * x["ward"] ** 2, of_users, -0.5 * (STARS - x["user"][USER]) ** 2))
+
+    table = users.place({"ward": gm.LookupIndex(ward, 3)})
+    rows = gm.Plate(of_row, users.place_rows({"stars": STARS}), local="user")
+    target = gm.Posterior(lambda x: -0.5 * x["ward"] ** 2, gm.Plate(of_user, table, local="user"), rows)
+    position = {"user": jnp.asarray(RNG.normal(size=USERS)), "ward": jnp.asarray(RNG.normal(size=3))}
+    value, grad = jax.value_and_grad(dense)(position)
+    check_close(jax.jit(seen)(target, position), grad | {"log density": value}, 1e-12)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_product_transposes_every_bit(dtype, x64):
     """As a TPU brings gathered rows into columns; numbers of all sizes, and columns that are none."""

@@ -174,7 +174,8 @@ def _columns(rows: jax.Array) -> jax.Array:
 
 
 def _columns_by_product(rows: jax.Array) -> jax.Array:
-    # All bits of a number times one are that number.
+    # All bits of a number times one are that number. Zero times one that is not finite is NaN: such a
+    # row is NaN throughout, and its step rejected as it would be anyway.
     one_each = jnp.eye(rows.shape[1], dtype=rows.dtype)
     return jnp.einsum("jk,rk->jr", one_each, rows, precision=jax.lax.Precision.HIGHEST)
 
