@@ -153,6 +153,21 @@ def test_density_and_gradient_are_those_of_looked_up_effects(name, tile_rows, is
         check_density(target, ward(), 1e-12 if is_double else 1e-5)
 
 
+def test_light_rows_have_few_widths_on_a_gpu_and_heavy_ones_little_pad(monkeypatch):
+    """A width is a kernel there. The shapes of tiles change no density."""
+    patient = ward()[2][0]
+    heavy = {"x": jax.ShapeDtypeStruct((len(patient), 20_000), np.float32)}
+    on_a_cpu = gm.Groups(patient, tile_rows=1500).place_rows(heavy).tiles
+    monkeypatch.setattr(gm.Groups, "_platform", lambda self: "gpu")
+    groups = gm.Groups(patient, tile_rows=1500)
+    light = groups.place_rows({"y": ward()[2][1]["y"]}).tiles
+    assert groups.place_rows(heavy).tiles == on_a_cpu
+    assert len(light.widths) < len(on_a_cpu.widths) / 2
+    assert light.count * light.rows > on_a_cpu.count * on_a_cpu.rows
+    with jax.enable_x64(True):
+        check_density(hospital("8"), ward(), 1e-12)
+
+
 @pytest.mark.parametrize("num_groups", [1, 9])
 def test_fewer_groups_than_devices_leave_some_empty(num_groups):
     """As many, and one more: pads of places lie at the end, on devices of their own."""

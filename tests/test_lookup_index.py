@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Groups")
 @pytest.fixture
 def as_on_a_chip(monkeypatch):
     """CPUs leave rows as they come; here they are put in order, as for a GPU or a TPU."""
-    monkeypatch.setattr(Groups, "_is_on_cpu", lambda self: False)
+    monkeypatch.setattr(Groups, "_platform", lambda self: "tpu")
 
 
 @pytest.fixture

@@ -77,15 +77,27 @@ class LaidRows:
 
 
 def lay_rows(
-    place_of_row: np.ndarray, num_blocks: int, block_groups: int, most: int, step: float = STEP
+    place_of_row: np.ndarray,
+    num_blocks: int,
+    block_groups: int,
+    most: int,
+    steps: tuple[float, ...] = (STEP,),
+    kernel_rows: float = 0.0,
 ) -> LaidRows:
-    """Lay rows by the place of their group; tiles have about as many rows as asked."""
+    """Lay rows by the place of their group; tiles have about as many rows as asked.
+
+    Of several steps the one that costs least is taken: a width costs as much as ``kernel_rows`` rows.
+    """
     sizes = np.bincount(place_of_row, minlength=num_blocks * block_groups)
     starts = np.cumsum(sizes) - sizes
     by_group = np.argsort(place_of_row, kind="stable")
     of_blocks = sizes.reshape(num_blocks, block_groups)
     largest_first = np.argsort(-of_blocks, axis=1, kind="stable")
-    tiles = _choose_tiles(np.take_along_axis(of_blocks, largest_first, 1), most, step)
+    in_order = np.take_along_axis(of_blocks, largest_first, 1)
+    tiles = min(
+        (_choose_tiles(in_order, most, step) for step in steps),
+        key=lambda tiles: tiles.count * (tiles.rows + kernel_rows * len(tiles.widths)),
+    )
     slot_group, is_taken = _fill_slots(largest_first, of_blocks, tiles)
     place = slot_group + block_groups * np.arange(num_blocks)[:, None, None]
     rows, real, first = [], [], 0

@@ -7,6 +7,7 @@ slices, broadcasts and sums: without an index, and in an order that is always th
 """
 
 import hashlib
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from gspmd_mcmc.placement.group_keys import (
     shown,
 )
 from gspmd_mcmc.placement.group_readers import RowReader, read_laid, rows_here
-from gspmd_mcmc.placement.group_tiles import LaidRows, Tiles, laid_order, lay_rows
+from gspmd_mcmc.placement.group_tiles import STEP, LaidRows, Tiles, laid_order, lay_rows
 from gspmd_mcmc.placement.lookup_index import (
     LookupIndex,
     RowsByEntry,
@@ -44,6 +45,10 @@ from gspmd_mcmc.placement.subgroups import Subgroups, number_within
 from gspmd_mcmc.tree import PyTree, path_str, pytree, static
 
 TILE_ROWS_CPU, TILE_ROWS_ELSEWHERE = 1 << 14, 1 << 20
+# A GPU sums the rows of a width by a kernel of its own. While that is launched, it could move so many
+# bytes (2.5 us at 3.35 TB/s). Of a row it moves so many, and the data thrice. Fewer widths pad more.
+KERNEL_BYTES, LEAST_ROW_BYTES, PASSES = 8 << 20, 32, 3
+STEPS_ON_GPUS = (STEP, 1.3, 1.6, 2.0)
 # Above so many times the rows there are, a placement warns.
 WASTE = 1.5
 
@@ -375,7 +380,7 @@ class Groups:
         ValueError
             If leaves and keys differ in length, or a key is not among the labels.
         """
-        laid, index = self._laid_rows(keys)
+        laid, index = self._laid_rows(keys, rows)
         placed = self._lay("rows", rows, laid.row, len(index), "keys, one for each row")
         nodes = jax.tree.leaves(rows, is_leaf=is_lookup_index)
         by_entry = tuple(self._by_entry(x, laid) for x in nodes if is_lookup_index(x))
@@ -462,7 +467,7 @@ class Groups:
         ValueError
             If a leaf has another number of rows than the process is to give.
         """
-        laid, index = self._laid_rows(keys)
+        laid, index = self._laid_rows(keys, rows)
         here = rows_here(laid.row, self._sharding())
         shapes, reader = self._own("rows", rows, here, len(index), "local_rows")
         return self._grouped(read_laid(reader, shapes, laid.row, self._sharding()), laid, index)
@@ -500,7 +505,7 @@ class Groups:
             shapes = {"x": jax.ShapeDtypeStruct(images.shape, np.uint8)}
             groups.place_rows_from_reader(lambda rows: {"x": images[rows]}, shapes)
         """
-        laid, index = self._laid_rows(keys)
+        laid, index = self._laid_rows(keys, shapes)
         _check_shapes(shapes, len(index), "keys, one for each row")
         return self._grouped(read_laid(reader, shapes, laid.row, self._sharding()), laid, index)
 
@@ -525,13 +530,17 @@ class Groups:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype), tree)
         return shapes, reader
 
-    def _laid_rows(self, keys: Any) -> tuple[LaidRows, np.ndarray]:
+    def _laid_rows(self, keys: Any, rows: PyTree = ()) -> tuple[LaidRows, np.ndarray]:
         """Return where rows lie, and the group of each."""
         index = self._index
         if keys is not None:
             index = index_of(checked_keys("keys", keys), self.labels)
         places = self._place_of_group()[index]
-        return lay_rows(places, self._num_blocks, self._block_groups, self._most()), index
+        how = {}
+        if self._platform() == "gpu":
+            kernel_rows = KERNEL_BYTES / (LEAST_ROW_BYTES + PASSES * _row_bytes(rows))
+            how = {"steps": STEPS_ON_GPUS, "kernel_rows": kernel_rows}
+        return lay_rows(places, self._num_blocks, self._block_groups, self._most(), **how), index
 
     def _sharding(self) -> NamedSharding | None:
         """Return where laid rows that are read go; None without a mesh."""
@@ -564,23 +573,24 @@ class Groups:
 
     def _by_entry(self, column: LookupIndex, laid: LaidRows) -> RowsByEntry | None:
         """Find a column's rows by entry; None on a CPU, which adds them up as they come."""
-        if self._is_on_cpu() or isinstance(column.index, jax.ShapeDtypeStruct):
+        if self._platform() == "cpu" or isinstance(column.index, jax.ShapeDtypeStruct):
             return None
         index = _take(column.index, laid.row)
         found = rows_by_entry(index, laid.is_real, column.entries, laid.tiles, self._num_blocks)
         return jax.tree.map(self._place, found)
 
-    def _is_on_cpu(self) -> bool:
-        if isinstance(self.mesh, AbstractMesh):  # of devices that are not there: accelerators
-            return False
+    def _platform(self) -> str:
+        """Return "cpu", "gpu" or "tpu"; of devices that are not there "abstract", unless they say."""
+        if isinstance(self.mesh, AbstractMesh):
+            return getattr(self.mesh.abstract_device, "platform", "abstract")
         device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
-        return device.platform == "cpu"
+        return device.platform
 
     def _most(self) -> int:
         """Return how many rows a tile is to have."""
         if self.tile_rows is not None:
             return self.tile_rows
-        return TILE_ROWS_CPU if self._is_on_cpu() else TILE_ROWS_ELSEWHERE
+        return TILE_ROWS_CPU if self._platform() == "cpu" else TILE_ROWS_ELSEWHERE
 
     def _lay(self, what: str, tree: PyTree, taken: np.ndarray, num: int, of_what: str) -> PyTree:
         """Check the rows of a tree, and lay those that are taken."""
@@ -641,6 +651,13 @@ class Groups:
             SamplingWarning,
             stacklevel=4,
         )
+
+
+def _row_bytes(rows: PyTree) -> int:
+    def of_leaf(x: Any) -> int:
+        return math.prod(np.shape(x)[1:]) * getattr(x, "dtype", np.dtype(float)).itemsize
+
+    return sum(map(of_leaf, jax.tree.leaves(rows)))
 
 
 def _facts(what: str, tree: PyTree) -> dict[str, str]:

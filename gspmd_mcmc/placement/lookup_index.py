@@ -141,7 +141,7 @@ def rows_by_entry(
     """Find the rows of each entry, tile by tile, of laid rows [blocks x tiles x rows of a tile]."""
     real = np.flatnonzero(is_real)
     place = real // tiles.rows * entries + index[real]
-    laid = lay_rows(place, num_blocks * tiles.count, entries, most=len(index), step=STEP)
+    laid = lay_rows(place, num_blocks * tiles.count, entries, most=len(index), steps=(STEP,))
     row = np.where(laid.is_real, real[laid.row] % tiles.rows, tiles.rows).astype(np.int32)
     shape = Tiles(tiles.count, laid.tiles.chunk, laid.tiles.widths)
     return RowsByEntry(row.reshape(num_blocks, -1), laid.group_slot.reshape(num_blocks, -1), shape)
