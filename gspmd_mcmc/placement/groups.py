@@ -48,7 +48,7 @@ TILE_ROWS_CPU, TILE_ROWS_ELSEWHERE = 1 << 14, 1 << 20
 # A GPU sums the rows of a width by a kernel of its own. While that is launched, it could move so many
 # bytes (2.5 us at 3.35 TB/s). Of a row it moves so many, and the data thrice. Fewer widths pad more.
 KERNEL_BYTES, LEAST_ROW_BYTES, PASSES = 8 << 20, 32, 3
-STEPS_ON_GPUS = (STEP, 1.3, 1.6, 2.0)
+STEPS_ON_GPUS = (STEP, 1.3, 1.6)
 # Above so many times the rows there are, a placement warns.
 WASTE = 1.5
 
