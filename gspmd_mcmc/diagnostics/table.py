@@ -13,7 +13,7 @@ import jax
 from rich.console import Group
 from rich.text import Text
 
-from gspmd_mcmc.placement.groups import GroupLabels
+from gspmd_mcmc.placement.laid_groups import GroupLabels
 from gspmd_mcmc.tree import PyTree, unique_names
 
 WIDTH = 100  # of warnings, in characters

@@ -24,6 +24,34 @@ def rows_here(laid_row: np.ndarray, sharding: NamedSharding | None) -> np.ndarra
     return np.unique(np.concatenate([laid_row[a:b] for a, b in parts]))
 
 
+def check_shapes(shapes: PyTree, num: int, of_what: str) -> None:
+    """Check that the shapes of what a reader gives are those of all rows."""
+    for path, like in jax.tree_util.tree_leaves_with_path(shapes):
+        if like.shape[:1] != (num,):
+            raise ValueError(
+                f"shapes {path_str(path)}: expected [{num}, ...], as there are {num} {of_what}, got "
+                f"{like.shape}"
+            )
+
+
+def own_rows(
+    what: str, tree: PyTree, here: np.ndarray, num: int, told_by: str
+) -> tuple[PyTree, RowReader]:
+    """Return the shapes of all rows, of which this process gives its own, and a reader of these."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if np.shape(leaf)[:1] != here.shape:
+            raise ValueError(
+                f"{what} {path_str(path)}: expected shape [{len(here)}, ...], the rows of this "
+                f"process, as groups.{told_by}() has them, got {np.shape(leaf)}"
+            )
+
+    def reader(wanted: np.ndarray) -> PyTree:
+        return jax.tree.map(lambda x: x[np.searchsorted(here, wanted)], tree)
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype), tree)
+    return shapes, reader
+
+
 def read_laid(
     reader: RowReader, shapes: PyTree, laid_row: np.ndarray, sharding: NamedSharding | None
 ) -> PyTree:

@@ -9,7 +9,6 @@ slices, broadcasts and sums: without an index, and in an order that is always th
 import hashlib
 import math
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -29,8 +28,9 @@ from gspmd_mcmc.placement.group_keys import (
     labels_there,
     shown,
 )
-from gspmd_mcmc.placement.group_readers import RowReader, read_laid, rows_here
-from gspmd_mcmc.placement.group_tiles import STEP, LaidRows, Tiles, laid_order, lay_rows
+from gspmd_mcmc.placement.group_readers import RowReader, check_shapes, own_rows, read_laid, rows_here
+from gspmd_mcmc.placement.group_tiles import STEP, LaidRows, laid_order, lay_rows
+from gspmd_mcmc.placement.laid_groups import GroupedRows, GroupLabels, GroupTable, Order
 from gspmd_mcmc.placement.lookup_index import (
     LookupIndex,
     RowsByEntry,
@@ -39,10 +39,10 @@ from gspmd_mcmc.placement.lookup_index import (
 )
 from gspmd_mcmc.placement.mesh import auto_mesh
 from gspmd_mcmc.placement.numbers import check_numbers
-from gspmd_mcmc.placement.padding import LaidByGroups, Padded, is_padded, real_rows
+from gspmd_mcmc.placement.padding import Padded, is_padded, real_rows
 from gspmd_mcmc.placement.place import check_spec, place
 from gspmd_mcmc.placement.subgroups import Subgroups, number_within
-from gspmd_mcmc.tree import PyTree, path_str, pytree, static
+from gspmd_mcmc.tree import PyTree, path_str
 
 TILE_ROWS_CPU, TILE_ROWS_ELSEWHERE = 1 << 14, 1 << 20
 # A GPU sums the rows of a width by a kernel of its own. While that is launched, it could move so many
@@ -51,125 +51,6 @@ KERNEL_BYTES, LEAST_ROW_BYTES, PASSES = 8 << 20, 32, 3
 STEPS_ON_GPUS = (STEP, 1.3, 1.6)
 # Above so many times the rows there are, a placement warns.
 WASTE = 1.5
-
-
-@dataclass(frozen=True, eq=False)
-class GroupLabels:
-    """What groups are called, on the host; metadata of their `Order`, equal by name and digest.
-
-    Attributes
-    ----------
-    name
-        Such as "station"; "" if they have none.
-    labels
-        Integers or strings in the user's order, shape [groups].
-    sizes
-        Rows of each group, shape [groups].
-    digest
-        Equal for equal groups in equal order.
-    """
-
-    name: str
-    labels: np.ndarray
-    sizes: np.ndarray
-    digest: str
-
-    def __eq__(self, other: object) -> bool:
-        is_labels = isinstance(other, GroupLabels)
-        return is_labels and (self.name, self.digest) == (other.name, other.digest)
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-    def __repr__(self) -> str:
-        return f"GroupLabels({self.name!r}, {len(self.labels)} groups)"
-
-
-@pytree
-@dataclass(frozen=True, eq=False)
-class Order:
-    """The order in which groups lie, which the user does not see.
-
-    Attributes
-    ----------
-    to_laid
-        For each place, the group there; places of the pad have the last one. Shape [padded groups].
-    to_seen
-        For each group, its place; shape [padded groups], the last group's repeated.
-    groups
-        What the groups are called, and which they are.
-    """
-
-    to_laid: jax.Array
-    to_seen: jax.Array
-    groups: GroupLabels = static()
-
-    @property
-    def digest(self) -> str:
-        """Equal for equal groups in equal order."""
-        return self.groups.digest
-
-    def lay(self, array: jax.Array) -> jax.Array:
-        """Bring an array [groups, ...] from the user's order into the places; [padded groups, ...]."""
-        return array.at[self.to_laid].get(mode="promise_in_bounds")
-
-    def see(self, array: jax.Array) -> jax.Array:
-        """Undo `lay`; the pad, [padded groups, ...], comes last and copies the last group."""
-        return array.at[self.to_seen].get(mode="promise_in_bounds")
-
-
-@pytree
-@dataclass(frozen=True, eq=False)
-class GroupTable(LaidByGroups):
-    """One row for each group, where the group lies: data of a `Plate` of groups; see `Groups.place`."""
-
-    table: PyTree
-    order: Order
-    num_groups: int = static()
-
-    def __repr__(self) -> str:
-        return f"GroupTable({self.num_groups} groups)"
-
-
-@pytree
-@dataclass(frozen=True, eq=False)
-class GroupedRows(LaidByGroups):
-    """Rows that lie with their groups: data of a `Plate` of rows; see `Groups.place_rows`.
-
-    Attributes
-    ----------
-    rows
-        The tree of arrays [laid rows, ...]: blocks, of tiles, of groups.
-    is_real
-        False for copies that fill a group up to its width; shape [laid rows].
-    slot_group
-        Which of its block's groups each slot of a tile holds, shape [blocks, tiles x slots].
-    group_slot
-        Where a block's groups are among those, -1 without rows; shape [blocks, groups of a block].
-    place_of_row
-        Where each row of the user is among the laid rows.
-    order
-        How the groups lie.
-    by_entry
-        For each `LookupIndex` among the rows, the rows of a tile by entry, or None; () if none is
-        known.
-    tiles, num_rows, num_groups
-        The shape of the tiles; how many rows and groups there are.
-    """
-
-    rows: PyTree
-    is_real: jax.Array
-    slot_group: jax.Array
-    group_slot: jax.Array
-    place_of_row: Any
-    order: Order
-    by_entry: tuple[RowsByEntry | None, ...]
-    tiles: Tiles = static()
-    num_rows: int = static()
-    num_groups: int = static()
-
-    def __repr__(self) -> str:
-        return f"GroupedRows({self.num_rows} rows of {self.num_groups} groups)"
 
 
 class Groups:
@@ -326,7 +207,7 @@ class Groups:
         ValueError
             If shapes are not those of all groups, or the reader returns other rows than asked for.
         """
-        _check_shapes(shapes, len(self), "groups, one row for each")
+        check_shapes(shapes, len(self), "groups, one row for each")
         table = read_laid(reader, shapes, self._places(), self._sharding())
         if spans_processes(self.mesh):
             require_agreement("place_from_reader", _facts("table", table))
@@ -354,7 +235,7 @@ class Groups:
         ValueError
             If a leaf has another number of rows than the process is to give.
         """
-        shapes, reader = self._own("table", table, self.local_groups(), len(self), "local_groups")
+        shapes, reader = own_rows("table", table, self.local_groups(), len(self), "local_groups")
         return self.place_from_reader(reader, shapes)
 
     def place_rows(self, rows: PyTree, keys: Any = None) -> GroupedRows:
@@ -469,7 +350,7 @@ class Groups:
         """
         laid, index = self._laid_rows(keys, rows)
         here = rows_here(laid.row, self._sharding())
-        shapes, reader = self._own("rows", rows, here, len(index), "local_rows")
+        shapes, reader = own_rows("rows", rows, here, len(index), "local_rows")
         return self._grouped(read_laid(reader, shapes, laid.row, self._sharding()), laid, index)
 
     def place_rows_from_reader(
@@ -506,29 +387,12 @@ class Groups:
             groups.place_rows_from_reader(lambda rows: {"x": images[rows]}, shapes)
         """
         laid, index = self._laid_rows(keys, shapes)
-        _check_shapes(shapes, len(index), "keys, one for each row")
+        check_shapes(shapes, len(index), "keys, one for each row")
         return self._grouped(read_laid(reader, shapes, laid.row, self._sharding()), laid, index)
 
     def _table(self, rows: PyTree) -> GroupTable:
         """Return laid rows, one for each group and pad, as a table."""
         return GroupTable(jax.tree.map(lambda x: Padded(x, len(self)), rows), self._order, len(self))
-
-    def _own(
-        self, what: str, tree: PyTree, here: np.ndarray, num: int, told_by: str
-    ) -> tuple[PyTree, RowReader]:
-        """Return the shapes of all rows, of which this process gives its own, and a reader of these."""
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if np.shape(leaf)[:1] != here.shape:
-                raise ValueError(
-                    f"{what} {path_str(path)}: expected shape [{len(here)}, ...], the rows of this "
-                    f"process, as groups.{told_by}() has them, got {np.shape(leaf)}"
-                )
-
-        def reader(wanted: np.ndarray) -> PyTree:
-            return jax.tree.map(lambda x: x[np.searchsorted(here, wanted)], tree)
-
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype), tree)
-        return shapes, reader
 
     def _laid_rows(self, keys: Any, rows: PyTree = ()) -> tuple[LaidRows, np.ndarray]:
         """Return where rows lie, and the group of each."""
@@ -663,15 +527,6 @@ def _row_bytes(rows: PyTree) -> int:
 def _facts(what: str, tree: PyTree) -> dict[str, str]:
     named = jax.tree_util.tree_leaves_with_path(tree)
     return {f"{what} {path_str(path)}": f"{x.dtype}{list(x.shape[1:])}" for path, x in named}
-
-
-def _check_shapes(shapes: PyTree, num: int, of_what: str) -> None:
-    for path, like in jax.tree_util.tree_leaves_with_path(shapes):
-        if like.shape[:1] != (num,):
-            raise ValueError(
-                f"shapes {path_str(path)}: expected [{num}, ...], as there are {num} {of_what}, got "
-                f"{like.shape}"
-            )
 
 
 def _digest(index: np.ndarray) -> str:

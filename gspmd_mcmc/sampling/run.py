@@ -25,7 +25,7 @@ from gspmd_mcmc.functions.function import changes, meanings
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import least
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
-from gspmd_mcmc.placement.groups import GroupLabels
+from gspmd_mcmc.placement.laid_groups import GroupLabels
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.sampling.reporting import Report, marked
 from gspmd_mcmc.sampling.run_state import (

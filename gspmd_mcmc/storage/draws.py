@@ -10,7 +10,7 @@ import numpy as np
 from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarize
 from gspmd_mcmc.kernels.kernel import Kernel
-from gspmd_mcmc.placement.groups import GroupLabels
+from gspmd_mcmc.placement.laid_groups import GroupLabels
 from gspmd_mcmc.storage.datatree import to_datatree
 from gspmd_mcmc.tree import PyTree
 

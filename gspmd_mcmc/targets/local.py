@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc.multihost.processes import to_host
-from gspmd_mcmc.placement.groups import Order
+from gspmd_mcmc.placement.laid_groups import Order
 from gspmd_mcmc.placement.padding import Padded, is_padded, num_real_rows, values_of
 from gspmd_mcmc.targets.streaming.rows import HasLocalRows, Rows
 from gspmd_mcmc.tree import PyTree, is_traced, name_of, path_str, pytree, static

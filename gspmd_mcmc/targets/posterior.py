@@ -13,7 +13,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import whole
-from gspmd_mcmc.placement.groups import Order
+from gspmd_mcmc.placement.laid_groups import Order
 from gspmd_mcmc.placement.numbers import num_nonfinite
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections as bijective

@@ -10,7 +10,7 @@ from jax.tree_util import KeyPath, Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.explicit import SameObject, on_any_mesh, whole
-from gspmd_mcmc.placement.groups import Order
+from gspmd_mcmc.placement.laid_groups import Order
 from gspmd_mcmc.placement.mesh import named_sharding
 from gspmd_mcmc.placement.numbers import nonfinite
 from gspmd_mcmc.placement.padding import is_padded

@@ -10,7 +10,8 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes
-from gspmd_mcmc.placement.groups import GroupedRows, GroupLabels, Groups, GroupTable, Order
+from gspmd_mcmc.placement.groups import Groups
+from gspmd_mcmc.placement.laid_groups import GroupedRows, GroupLabels, GroupTable, Order
 from gspmd_mcmc.placement.lookup_index import with_orders
 from gspmd_mcmc.placement.padding import is_padded, refuse_laid_by_groups
 from gspmd_mcmc.targets import bijections

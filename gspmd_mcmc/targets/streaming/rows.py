@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from gspmd_mcmc.multihost.processes import put
 from gspmd_mcmc.placement import padding
 from gspmd_mcmc.placement.explicit import no_context_mesh
-from gspmd_mcmc.placement.groups import Order
+from gspmd_mcmc.placement.laid_groups import Order
 from gspmd_mcmc.placement.mesh import auto_mesh, axes_of, named_sharding
 from gspmd_mcmc.placement.numbers import as_array
 from gspmd_mcmc.placement.padding import is_padded, num_real_rows, values_of

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc.placement.group_tiles import Tiles
-from gspmd_mcmc.placement.groups import GroupedRows, Order
+from gspmd_mcmc.placement.laid_groups import GroupedRows, Order
 from gspmd_mcmc.placement.lookup_index import RowsByEntry
 from gspmd_mcmc.placement.padding import real_in_blocks, real_rows
 from gspmd_mcmc.targets.streaming.rows import Rows
