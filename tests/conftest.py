@@ -1,11 +1,11 @@
 """The suite runs on 8 virtual CPU devices; rank promotion and warnings are errors.
 
 Compiling is most of what tests take, so LLVM optimises nothing (``jax_disable_most_optimizations``),
-and fusions become machine code by XLA's older way, which takes half the time; so too in processes that
-tests begin, but that LLVM optimises the README's, which run for longer. XLA's passes up to fusion run
-as ever: the collectives that tests count are those that a user gets. Machine code is not, nor is each
-fusion, so tests that ask for equal bits, for sums that a compiler might rewrite or for the text of
-programs are compiled as a user's programs are: whole files by `AS_A_USERS`, single tests by the
+fusions become machine code by XLA's older way, which takes half the time, and by one thread; so too in
+processes that tests begin, but that LLVM optimises the README's, which run for longer. XLA's passes up
+to fusion run as ever: the collectives that tests count are those that a user gets. Machine code is not,
+nor is each fusion, so tests that ask for equal bits, for sums that a compiler might rewrite or for the
+text of programs are compiled as a user's programs are: whole files by `AS_A_USERS`, single tests by the
 fixture ``compiled_as_a_users``.
 """
 
@@ -69,14 +69,14 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"slow files, seconds: {', '.join(slow) or 'none'}")
 
 
-OLDER_FUSIONS = {"xla_cpu_use_fusion_emitters": False}
+QUICKLY = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": "1"}
 
 
 @functools.cache
-def has_older_fusions() -> bool:
-    """Whether this JAX lets them be chosen; XLA may drop them."""
+def has_options() -> bool:
+    """Whether this JAX lets XLA be told `QUICKLY`; XLA may drop an option."""
     try:
-        jax.jit(jnp.sin, compiler_options=OLDER_FUSIONS).lower(0.0).compile()
+        jax.jit(jnp.sin, compiler_options=QUICKLY).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
         return False
     return callable(getattr(compiler, "get_compile_options", None))
@@ -85,24 +85,24 @@ def has_older_fusions() -> bool:
 def pytest_collection_finish():
     """Set processes up that tests begin; what this one holds is left out of garbage collections."""
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
-    if has_older_fusions():  # an unknown flag ends a process; this one has read its own by now
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+    if has_options():  # an unknown flag ends a process; this one has read its own by now
+        flags = (f"--{name}={str(value).lower()}" for name, value in QUICKLY.items())
+        os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *flags))
     gc.collect()
     gc.freeze()  # hundreds of thousands of objects that were imported
     gc.set_threshold(100_000, 50, 100)  # JAX makes many objects as it traces, and few are in cycles
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _older_fusions():
-    """Compile fusions the older way wherever LLVM optimises nothing."""
+def _quick_options():
+    """Give XLA its options wherever LLVM optimises nothing."""
 
     def options(*args, env_options_overrides=None, inner=compiler.get_compile_options, **named):
-        chosen = OLDER_FUSIONS if jax.config.read("jax_disable_most_optimizations") else {}
+        chosen = QUICKLY if jax.config.read("jax_disable_most_optimizations") else {}
         return inner(*args, env_options_overrides=chosen | (env_options_overrides or {}), **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        if has_older_fusions():
+        if has_options():
             patch.setattr(compiler, "get_compile_options", options)
         yield
 
