@@ -127,7 +127,7 @@ def test_a_table_that_rows_look_up_has_no_atomic_on_a_card():
     plans = [gm.plan(build(crossed, is_known=known), on="H100", data=1) for known in (False, True)]
     assert all(plan.report.collectives == plan.atomics() == () for plan in plans)
     each, known = (plan.work("leapfrog").kernels for plan in plans)
-    assert known <= each / 2
+    assert known < each / 3
     print(each, known)
 
 
