@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc.placement.mapped_axes import vmap_over
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.tree import Pad, PyTree, Role, path_str, roles
 
@@ -60,7 +61,7 @@ class Layout:
 
     def vmap(self, function: Callable, in_axes: tuple) -> Callable:
         """Map over chains, each on its part of the mesh."""
-        return jax.vmap(function, in_axes=in_axes, spmd_axis_name=self.chain_axis)
+        return vmap_over(self.chain_axis, function, in_axes)
 
     def pin(self, tree: PyTree, roles: PyTree) -> PyTree:
         """Constrain every leaf of a tree to where its role says that it lies.

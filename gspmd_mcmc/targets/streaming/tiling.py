@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc.placement.mapped_axes import mapped_axes
 from gspmd_mcmc.targets.fused.tracing import has_kernel
 from gspmd_mcmc.targets.streaming.products import with_narrow_factor_first
 from gspmd_mcmc.targets.streaming.rows import Rows
@@ -258,15 +259,28 @@ def stream(
 
 
 def _over_blocks(body: Callable, rows: Rows, has_kernel: bool) -> Callable:
-    """Map over blocks: by the compiler, which cuts operations over devices, or one block a device."""
+    """Map over blocks: one block a device, or by the compiler, which cuts operations over devices.
+
+    The compiler leaves each device an axis of one block, for which a CPU pays; see `_unmapped`. A
+    kernel it cannot cut, along other axes of the mesh neither.
+    """
     if rows.num_blocks == 1:
         return _unmapped(body)
-    if not has_kernel:
+    manual = set() if has_kernel else _manual_axes(rows)
+    if manual is None:
         return jax.vmap(body)
     here = P(rows.axes)
-    return jax.shard_map(
-        _unmapped(body), mesh=rows.mesh, in_specs=here, out_specs=here, check_vma=False
-    )
+    specs = {"in_specs": here, "out_specs": here, "axis_names": manual}
+    return jax.shard_map(_unmapped(body), mesh=rows.mesh, check_vma=False, **specs)
+
+
+def _manual_axes(rows: Rows) -> set[str] | None:
+    """Return the axes that a program without kernels is cut over by hand; None: the compiler cuts all.
+
+    Those that chains are mapped over are among them: `jax.shard_map` takes them for its own.
+    """
+    mapped = mapped_axes() if rows.platform == "cpu" else None
+    return None if mapped is None or mapped & set(rows.axes) else mapped | set(rows.axes)
 
 
 def _unmapped(body: Callable) -> Callable:

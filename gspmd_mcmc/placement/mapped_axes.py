@@ -1,0 +1,39 @@
+"""The mesh axes that maps over chains lie over, told to the functions that are traced inside them."""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+
+import jax
+
+_even: ContextVar[frozenset[str]] = ContextVar("even", default=frozenset())
+
+
+def vmap_over(axis: str | None, function: Callable, in_axes: tuple) -> Callable:
+    """Map a function over chains that lie over a mesh axis, as many on each of its devices."""
+    if axis is None:
+        return jax.vmap(function, in_axes)
+
+    def of_one(*args):
+        token = _even.set(_even.get() | {axis})
+        try:
+            return function(*args)
+        finally:
+            _even.reset(token)
+
+    return jax.vmap(of_one, in_axes, spmd_axis_name=axis)
+
+
+def mapped_axes() -> frozenset[str] | None:
+    """Return the mesh axes of all maps around the function that is being traced.
+
+    None if a user's own map has one, whose chains may be uneven on it; or if something else is already
+    cut by hand, or JAX does not tell: only its internals know.
+    """
+    try:
+        from jax._src.core import get_axis_env
+
+        axes = get_axis_env().spmd_axis_names
+    except (ImportError, AttributeError):
+        return None
+    is_cut = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return None if is_cut or not axes <= _even.get() else axes
