@@ -335,8 +335,9 @@ def num_scatters(target: gm.Posterior) -> int:
     return lowered.as_text().count("stablehlo.scatter")
 
 
-def test_no_gradient_is_scattered():
+def test_no_gradient_is_scattered_on_a_chip(monkeypatch):
     """A plate that is whole has the scatter of ``a[patient]``, one atomic addition a row on a GPU."""
+    monkeypatch.setattr("gspmd_mcmc.targets.streaming.rows.platform_of", lambda array, mesh: "gpu")
     assert num_scatters(target_of("centred")) == 0
     assert num_scatters(target_of("centred", plates={"visits": "data"})) > 0
 

@@ -45,10 +45,10 @@ class Tiles:
         return self.chunk * sum(n * width for n, width in self.widths)
 
     def slot_of_row(self) -> np.ndarray:
-        """Return which of a tile's groups each of its rows belongs to, shape [rows]."""
+        """Return which of a tile's groups each of its rows belongs to, int32 [rows]."""
         parts, first = [], 0
         for n, width in self.widths:
-            parts.append(np.tile(np.arange(first, first + n), width))
+            parts.append(np.tile(np.arange(first, first + n, dtype=np.int32), width))
             first += n
         return np.tile(np.concatenate(parts), self.chunk)
 

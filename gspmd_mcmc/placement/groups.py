@@ -3,7 +3,7 @@
 A device's rows are cut into tiles that all look alike: so many groups of one width, then so many of a
 smaller one. A group has as many rows of its tile as its width says, the last ones copies where it has
 fewer. So a latent of each group is spread over rows, and gradients of rows are summed over groups, by
-slices, broadcasts and sums: without an index, and in an order that is always the same.
+slices, broadcasts and sums: on a chip without an index, and in an order that is always the same.
 """
 
 import hashlib
@@ -37,14 +37,14 @@ from gspmd_mcmc.placement.lookup_index import (
     is_lookup_index,
     rows_by_entry,
 )
-from gspmd_mcmc.placement.mesh import auto_mesh
+from gspmd_mcmc.placement.mesh import auto_mesh, cores_of_device
 from gspmd_mcmc.placement.numbers import check_numbers
 from gspmd_mcmc.placement.padding import Padded, is_padded, real_rows
 from gspmd_mcmc.placement.place import check_spec, place
 from gspmd_mcmc.placement.subgroups import Subgroups, number_within
 from gspmd_mcmc.tree import PyTree, path_str
 
-TILE_ROWS_CPU, TILE_ROWS_ELSEWHERE = 1 << 14, 1 << 20
+TILE_ROWS_A_CORE, TILE_ROWS_ELSEWHERE = 1 << 15, 1 << 20
 # A GPU sums the rows of a width by a kernel of its own. While that is launched, it could move so many
 # bytes (2.5 us at 3.35 TB/s). Of a row it moves so many, and the data thrice. Fewer widths pad more.
 KERNEL_BYTES, LEAST_ROW_BYTES, PASSES = 8 << 20, 32, 3
@@ -72,7 +72,8 @@ class Groups:
         What a group is, such as "station": the coordinate of its latents in `Draws.to_datatree`, and
         for ``draws.summary(groups="station")``. None: the name of the keys, if they have one.
     tile_rows
-        About how many rows a tile has. None: 16,384 on a CPU, whose caches hold them, else 2**20.
+        About how many rows a tile has. None: 32,768 for each core of a CPU device, whose caches
+        hold them, else 2**20.
     allow_empty
         Whether labels may have no rows: latents of such groups have their prior alone. That is an
         error otherwise, as it may be a slip.
@@ -400,7 +401,7 @@ class Groups:
         if keys is not None:
             index = index_of(checked_keys("keys", keys), self.labels)
         places = self._place_of_group()[index]
-        how = {}
+        how = {"steps": (1.0,)} if self._platform() == "cpu" else {}  # whose widths are an index
         if self._platform() == "gpu":
             kernel_rows = KERNEL_BYTES / (LEAST_ROW_BYTES + PASSES * _row_bytes(rows))
             how = {"steps": STEPS_ON_GPUS, "kernel_rows": kernel_rows}
@@ -454,7 +455,9 @@ class Groups:
         """Return how many rows a tile is to have."""
         if self.tile_rows is not None:
             return self.tile_rows
-        return TILE_ROWS_CPU if self._platform() == "cpu" else TILE_ROWS_ELSEWHERE
+        if self._platform() == "cpu":
+            return TILE_ROWS_A_CORE * cores_of_device(self.mesh)
+        return TILE_ROWS_ELSEWHERE
 
     def _lay(self, what: str, tree: PyTree, taken: np.ndarray, num: int, of_what: str) -> PyTree:
         """Check the rows of a tree, and lay those that are taken."""

@@ -1,6 +1,7 @@
 """Meshes of devices, with axes named for what they carry."""
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from gspmd_mcmc.tree import is_traced
+
+MOST_CORES = 2  # what was measured; tiles for more would only take more memory
 
 
 def make_mesh(
@@ -178,6 +181,12 @@ def auto_mesh(what: str, mesh: Any) -> Any:
             "device runs a program of its own. Call this outside; the compiler places the collectives"
         )
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def cores_of_device(mesh: Mesh | AbstractMesh | None) -> int:
+    """Return how many cores of this machine a CPU device of a mesh has; None is a mesh of one."""
+    cores = (os.cpu_count() or 1) // (1 if mesh is None else mesh.size)
+    return max(1, min(cores, MOST_CORES))
 
 
 def named_sharding(x: Any) -> NamedSharding | None:

@@ -6,7 +6,6 @@ of shared parameters is kept per block and summed over blocks after the last til
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.mapped_axes import mapped_axes
+from gspmd_mcmc.placement.mesh import cores_of_device
 from gspmd_mcmc.targets.fused.tracing import has_kernel
 from gspmd_mcmc.targets.streaming.products import with_narrow_factor_first
 from gspmd_mcmc.targets.streaming.rows import Rows
@@ -29,7 +29,6 @@ from gspmd_mcmc.tree import PyTree, path_str
 # where data lie over a second mesh axis: each tile then ends in a sum over it.
 TILE_BYTES_A_CORE = 3 << 20
 TILE_BYTES_ELSEWHERE = 256 << 20
-MOST_CORES = 2  # what was measured; more would only take more memory
 PROBE_ROWS = 127
 # An intermediate that depends on latents exists once per chain, and again as its cotangent, partly in
 # the same place. This is what two chains were measured to take; vmap does not tell how many there are.
@@ -177,8 +176,7 @@ def tile_rows(likelihood: Likelihood, rows: Rows, asked: int | None) -> int:
     """Rows of a tile: as asked, or what the largest intermediate allows; tiles of a block are even."""
     tile_bytes = TILE_BYTES_ELSEWHERE
     if rows.platform == "cpu" and not any(entry for spec in rows.specs for entry in spec):
-        cores = (os.cpu_count() or 1) // (rows.mesh.size if rows.mesh is not None else 1)
-        tile_bytes = TILE_BYTES_A_CORE * max(1, min(cores, MOST_CORES))
+        tile_bytes = TILE_BYTES_A_CORE * cores_of_device(rows.mesh)
     most = asked or max(1, tile_bytes // likelihood.row_bytes)
     num_tiles = -(-rows.block_rows // most)
     return -(-rows.block_rows // num_tiles)
