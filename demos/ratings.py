@@ -37,10 +37,8 @@ import matplotlib.pyplot as plt
 
 DIMENSIONS, HELD_OUT, TOP = 8, 0.1, 8
 # Standard deviations of the prior: biases in stars; products of eight factors have one of 0.4 in all.
-USER_SD = np.array([0.4] + [1.0] * DIMENSIONS, np.float32)
-FILM_SD = np.array([0.6] + [0.15] * DIMENSIONS, np.float32)
-IS_BIAS = np.eye(1, 1 + DIMENSIONS, dtype=np.float32)
-IS_FACTOR = 1 - IS_BIAS
+PRIOR_SD = {"user_bias": 0.4, "user": 1.0, "film_bias": 0.6, "film": 0.15, "log_noise": 1.0}
+ONES = np.ones(DIMENSIONS, np.float32)
 USERS_OF_QUICK = 300
 
 BEGAN = time.perf_counter()
@@ -99,27 +97,33 @@ console.print(
 
 
 # %%
+def log_normal(params, name):
+    """Log density of a latent's prior, element by element, up to a constant."""
+    return -0.5 * (params[name] / PRIOR_SD[name]) ** 2
+
+
 def log_prior(params):
-    """Films, which all users share, and the noise: normal, up to a constant, element by element."""
-    return -0.5 * (params["film"] / FILM_SD) ** 2, -0.5 * params["log_noise"] ** 2
+    """Films, which all users share, and the noise."""
+    return [log_normal(params, name) for name in ("film_bias", "film", "log_noise")]
 
 
 def user_log_prior(params, user):
     """Each user's bias and factors, [users]."""
-    return -0.5 * jnp.sum((params["user"] / USER_SD) ** 2, axis=1)
+    return log_normal(params, "user_bias") + jnp.sum(log_normal(params, "user"), axis=1)
 
 
-def location(user, film):
-    """Stars above the mean: biases, which come first, and the product of factors, [ratings].
+def expected_stars(params, take_user, take_film):
+    """Return the stars above the mean, [ratings], by what takes a rating's user, and its film.
 
-    Written with masks: gradients of ``user[:, 0]`` and ``user[:, 1:]`` would be padded and added.
+    The row sums are a product with ones, which a CPU makes in two thirds of the time of `jnp.sum`.
     """
-    return (user * (film * IS_FACTOR + IS_BIAS) + film * IS_BIAS) @ np.ones_like(IS_BIAS[0])
+    products = take_user(params["user"]) * take_film(params["film"])
+    return take_user(params["user_bias"]) + take_film(params["film_bias"]) + products @ ONES
 
 
 def log_likelihood(params, rating):
     """Log density of each rating, [rows]; ``params["user"]`` is that of the rating's own user."""
-    expected = location(params["user"], gm.lookup(params["film"], rating["film"]))
+    expected = expected_stars(params, lambda x: x, lambda table: gm.lookup(table, rating["film"]))
     z = (rating["stars"] - expected) * jnp.exp(-params["log_noise"])
     return -0.5 * z**2 - params["log_noise"]
 
@@ -135,8 +139,9 @@ axes = {"chains": 2, "data": len(devices) // 2} if is_halved else {"data": len(d
 mesh = gm.make_mesh(**axes, devices=devices)
 groups = gm.Groups(user, mesh, P("data"))
 columns = {"film": gm.LookupIndex(film, num_films), "stars": stars}
-ratings = gm.Plate(log_likelihood, groups.place_rows(columns), local="user")
-target = gm.Posterior(log_prior, gm.Plate(user_log_prior, groups.place(), local="user"), ratings)
+local = ("user_bias", "user")
+ratings = gm.Plate(log_likelihood, groups.place_rows(columns), local=local)
+target = gm.Posterior(log_prior, gm.Plate(user_log_prior, groups.place(), local=local), ratings)
 console.print(f"mesh {dict(mesh.shape)}, {groups}")
 
 # %% [markdown]
@@ -149,8 +154,8 @@ def biases():
     of_user, of_film, noise = np.zeros(num_users), np.zeros(num_films), 0.9
     for _ in range(20):
         for one, number, other, sd in (
-            (of_film, film, of_user[user], FILM_SD[0]),
-            (of_user, user, of_film[film], USER_SD[0]),
+            (of_film, film, of_user[user], PRIOR_SD["film_bias"]),
+            (of_user, user, of_film[film], PRIOR_SD["user_bias"]),
         ):
             sums = np.bincount(number, stars - other, minlength=len(one))
             one[:] = sums / (np.bincount(number, minlength=len(one)) + (noise / sd) ** 2)
@@ -164,8 +169,10 @@ def start(rng_key):
     of_users = 0.5 * jax.random.normal(user_key, (num_users, DIMENSIONS))
     of_films = 0.5 * jax.random.normal(film_key, (num_films, DIMENSIONS))
     return {
-        "user": jnp.concatenate([jnp.float32(user_bias)[:, None], USER_SD[1:] * of_users], axis=1),
-        "film": jnp.concatenate([jnp.float32(film_bias)[:, None], FILM_SD[1:] * of_films], axis=1),
+        "user_bias": jnp.float32(user_bias),
+        "user": PRIOR_SD["user"] * of_users,
+        "film_bias": jnp.float32(film_bias),
+        "film": PRIOR_SD["film"] * of_films,
         "log_noise": jnp.log(jnp.float32(bias_noise)),
     }
 
@@ -173,18 +180,20 @@ def start(rng_key):
 def curvature(position):
     """Return minus the Hessian's diagonal: a rating tells 1 / noise² times the other side's square."""
     users, films = (np.array(position[name], np.float64) for name in ("user", "film"))
-    users[:, 0] = films[:, 0] = 1.0
     precision = np.exp(-2 * float(position["log_noise"]))
 
     def tells(number, size, other):
         sums = [np.bincount(number, column**2, minlength=size) for column in other.T]
         return precision * np.stack(sums, axis=1)
 
-    return {
-        "user": jnp.asarray(USER_SD**-2 + tells(user, num_users, films[film]), jnp.float32),
-        "film": jnp.asarray(FILM_SD**-2 + tells(film, num_films, users[user]), jnp.float32),
-        "log_noise": jnp.float32(1 + 2 * len(stars)),
+    of_data = {
+        "user_bias": precision * np.bincount(user, minlength=num_users),
+        "user": tells(user, num_users, films[film]),
+        "film_bias": precision * np.bincount(film, minlength=num_films),
+        "film": tells(film, num_films, users[user]),
+        "log_noise": 2 * len(stars),
     }
+    return {name: jnp.float32(PRIOR_SD[name] ** -2 + x) for name, x in of_data.items()}
 
 
 user_bias, film_bias, bias_noise = biases()
@@ -204,7 +213,7 @@ console.print(f"mode: log density {float(mode.log_density):.0f} after {mode.num_
 # ## Sampling
 
 # %%
-num_warmup, num_samples = 160, 240
+num_warmup, num_samples = 160, 320
 if options.quick:
     num_warmup, num_samples = 10, 16
 # Many latents on known scales: two gradients a step, but steps of more than twice the leapfrog's.
@@ -233,7 +242,7 @@ with common.Stopwatch() as watch:
 @jax.jit
 def predict(positions, user, film):
     """Return the stars above the mean that each draw expects of pairs, [draws, pairs]."""
-    return jax.lax.map(lambda x: location(x["user"][user], x["film"][film]), positions)
+    return jax.lax.map(lambda x: expected_stars(x, lambda t: t[user], lambda t: t[film]), positions)
 
 
 def gaussian(expected, noise):
@@ -392,10 +401,10 @@ def plot_gain(axis):
 
 def plot_doubt(axis):
     """Draw each user's doubt about their own bias, by ratings."""
-    sd = flat["user"][:, :, 0].std(axis=0)
+    sd = flat["user_bias"].std(axis=0)
     axis.plot(counts, sd, ".", ms=2, color="0.6", label="a user")
     few = np.geomspace(counts.min(), counts.max())
-    alone = 1 / np.sqrt(USER_SD[0] ** -2 + few / np.mean(noises) ** 2)
+    alone = 1 / np.sqrt(PRIOR_SD["user_bias"] ** -2 + few / np.mean(noises) ** 2)
     axis.plot(few, alone, color="black", lw=0.8, label="if films were known")
     axis.set(title="doubt about a user's bias", xscale="log", yscale="log")
     axis.set(xlabel="ratings that the user gave", ylabel="posterior sd (stars)")
