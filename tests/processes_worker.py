@@ -99,6 +99,11 @@ def other_keys(mesh):
     groups.place_rows(model.rows(), keys)
 
 
+def other_tiles(mesh):
+    """Cut rows as machines with other cores would."""
+    gm.Groups(model.GROUP, mesh, P("data"), tile_rows=4 << 4 * process).place_rows(model.rows())
+
+
 def errors(mesh):
     """Give the processes different things."""
     mine = np.zeros((8 + process, 2), np.float32)
@@ -117,6 +122,7 @@ def errors(mesh):
         "position": error_of(gm.sample, jax.random.key(0), target, moved, mesh=mesh),
         "keys": error_of(gm.Groups, [0, 1, process], mesh, P("data")),
         "keys of rows": error_of(other_keys, mesh),
+        "tiles": error_of(other_tiles, mesh),
         "twice": error_of(gm.initialize),
         "room": error_of(model.sampled, mesh, device_bytes=100),
     }

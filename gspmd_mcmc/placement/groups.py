@@ -421,7 +421,8 @@ class Groups:
     ) -> GroupedRows:
         self._warn_of_waste(laid, index)
         if spans_processes(self.mesh):
-            facts = {"keys": _digest(index), "rows by entry": str([x and x.tiles for x in by_entry])}
+            by_entries = str([x and x.tiles for x in by_entry])
+            facts = {"keys": _digest(index), "tiles": str(laid.tiles), "rows by entry": by_entries}
             require_agreement("place_rows", _facts("rows", rows) | facts)
         return GroupedRows(
             rows=rows,

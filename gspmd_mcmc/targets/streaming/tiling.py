@@ -278,7 +278,7 @@ def _manual_axes(rows: Rows) -> set[str] | None:
     Those that chains are mapped over are among them: `jax.shard_map` takes them for its own.
     """
     mapped = mapped_axes() if rows.platform == "cpu" else None
-    return None if mapped is None or mapped & set(rows.axes) else mapped | set(rows.axes)
+    return None if mapped is None or mapped & set(rows.axes) else {*mapped, *rows.axes}
 
 
 def _unmapped(body: Callable) -> Callable:
