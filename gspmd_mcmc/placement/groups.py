@@ -401,11 +401,14 @@ class Groups:
         if keys is not None:
             index = index_of(checked_keys("keys", keys), self.labels)
         places = self._place_of_group()[index]
-        how = {"steps": (1.0,)} if self._platform() == "cpu" else {}  # whose widths are an index
-        if self._platform() == "gpu":
+        steps, kernel_rows = (STEP,), 0.0
+        if self._platform() == "cpu":
+            steps = (1.0,)  # widths are an index there
+        elif self._platform() == "gpu":
+            steps = STEPS_ON_GPUS
             kernel_rows = KERNEL_BYTES / (LEAST_ROW_BYTES + PASSES * _row_bytes(rows))
-            how = {"steps": STEPS_ON_GPUS, "kernel_rows": kernel_rows}
-        return lay_rows(places, self._num_blocks, self._block_groups, self._most(), **how), index
+        shape = self._num_blocks, self._block_groups, self._most()
+        return lay_rows(places, *shape, steps, kernel_rows), index
 
     def _sharding(self) -> NamedSharding | None:
         """Return where laid rows that are read go; None without a mesh."""
