@@ -5,6 +5,8 @@ from contextvars import ContextVar
 
 import jax
 
+# JAX 0.9 has a function that was traced outside of a map run inside one as it was traced.
+TRACES_ARE_APART = jax.__version_info__ >= (0, 10, 2)
 _even: ContextVar[frozenset[str]] = ContextVar("even", default=frozenset())
 
 
@@ -29,6 +31,8 @@ def mapped_axes() -> frozenset[str] | None:
     None if a user's own map has one, whose chains may be uneven on it; or if something else is already
     cut by hand, or JAX does not tell: only its internals know.
     """
+    if not TRACES_ARE_APART:
+        return None
     try:
         from jax._src.core import get_axis_env
 
