@@ -115,7 +115,7 @@ def user_log_prior(params, user):
 def expected_stars(params, take_user, take_film):
     """Return the stars above the mean, [ratings], by what takes a rating's user, and its film.
 
-    The row sums are a product with ones, which a CPU makes in two thirds of the time of `jnp.sum`.
+    Rows are summed by a product with ones, which takes XLA less time on a CPU than `jnp.sum`.
     """
     products = take_user(params["user"]) * take_film(params["film"])
     return take_user(params["user_bias"]) + take_film(params["film_bias"]) + products @ ONES

@@ -183,6 +183,16 @@ def test_fewer_groups_than_devices_leave_some_empty(num_groups):
         check_density(hospital("8", tables), tables, 1e-12, num_groups)
 
 
+@pytest.mark.parametrize(("cores", "devices", "tiles"), [(1, 1, 8), (2, 1, 4), (64, 1, 4), (2, 2, 4)])
+def test_tiles_on_a_cpu_have_rows_for_each_core_of_a_device(monkeypatch, cores, devices, tiles):
+    """2**18 rows, 2**15 of them for a core, of which at most two count."""
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    keys = np.repeat(np.arange(2048), 128)
+    mesh = gm.make_mesh(data=devices, devices=jax.devices()[:devices])
+    laid = gm.Groups(keys, mesh, P("data")).place_rows({"y": np.zeros(len(keys), np.int8)})
+    assert laid.tiles.count == tiles
+
+
 def small():
     return ward(tuple(FEW_SIZES))
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import Accelerator, BudgetExceeded, LayoutView, communication, make_abstract_mesh, plan
+from gspmd_mcmc.targets.streaming import tiling
 from gspmd_mcmc.views.chips import ACCELERATORS
 from gspmd_mcmc.views.plan import extrapolate, predict_report
 from gspmd_mcmc.views.program import aot_compilation
@@ -106,18 +107,9 @@ def compiled(report):
 
 
 def wire(report):
-    """What a report says of the collectives; the axis of one block that CPUs do without left out."""
+    """What a report says of the collectives."""
     return [
-        (
-            c.kind,
-            c.shape.replace("[1,", "["),
-            c.num_bytes,
-            c.operand_bytes,
-            c.axes,
-            c.group_size,
-            c.loops,
-            c.source,
-        )
+        (c.kind, c.shape, c.num_bytes, c.operand_bytes, c.axes, c.group_size, c.loops, c.source)
         for c in report.collectives
     ]
 
@@ -137,7 +129,9 @@ def held(report):
         (over_columns, {"data": 4, "model": 2}),
     ],
 )
-def test_a_step_is_planned_as_it_is_compiled_for_devices(build, axes):
+def test_a_step_is_planned_as_it_is_compiled_for_devices(monkeypatch, build, axes):
+    # A plan is of any devices. CPUs that are there cut blocks by hand, which leaves an axis out.
+    monkeypatch.setattr(tiling, "_manual_axes", lambda rows: None)
     planned = planned_for(build, make_abstract_mesh(**axes))
     function, *args = build(gm.make_mesh(**axes))
     compiled = communication(function, *args)

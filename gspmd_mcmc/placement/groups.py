@@ -403,7 +403,7 @@ class Groups:
         places = self._place_of_group()[index]
         steps, kernel_rows = (STEP,), 0.0
         if self._platform() == "cpu":
-            steps = (1.0,)  # widths are an index there
+            steps = (1.0,)  # one index covers all widths there, so exact ones cost no time
         elif self._platform() == "gpu":
             steps = STEPS_ON_GPUS
             kernel_rows = KERNEL_BYTES / (LEAST_ROW_BYTES + PASSES * _row_bytes(rows))

@@ -5,13 +5,14 @@ from contextvars import ContextVar
 
 import jax
 
-# JAX 0.9 has a function that was traced outside of a map run inside one as it was traced.
+# JAX 0.9 reuses, inside a map, the trace that a jitted function has from outside. 0.10.2 does not; the
+# versions between were not tried.
 TRACES_ARE_APART = jax.__version_info__ >= (0, 10, 2)
 _even: ContextVar[frozenset[str]] = ContextVar("even", default=frozenset())
 
 
 def vmap_over(axis: str | None, function: Callable, in_axes: tuple) -> Callable:
-    """Map a function over chains that lie over a mesh axis, as many on each of its devices."""
+    """Map a function over chains that lie over a mesh axis, equally many on each device."""
     if axis is None:
         return jax.vmap(function, in_axes)
 
@@ -28,8 +29,8 @@ def vmap_over(axis: str | None, function: Callable, in_axes: tuple) -> Callable:
 def mapped_axes() -> frozenset[str] | None:
     """Return the mesh axes of all maps around the function that is being traced.
 
-    None if a user's own map has one, whose chains may be uneven on it; or if something else is already
-    cut by hand, or JAX does not tell: only its internals know.
+    None if that is of no use: an axis of a user's own map may have uneven chains, the caller may be
+    inside `jax.shard_map`, and some versions of JAX, whose internals have the axes, do not tell them.
     """
     if not TRACES_ARE_APART:
         return None

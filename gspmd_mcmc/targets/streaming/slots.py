@@ -2,7 +2,7 @@
 
 Those of groups are repeated, and their gradients summed. On a chip nothing is scattered: the transpose
 of a repetition is a sum, and of the gathers, which are of groups and within a device, the inverse is
-known. A CPU has no atomic operations to fear, and follows an index.
+known. On a CPU, which scatters without atomic operations and in order, an index says whose each row is.
 """
 
 import math
@@ -20,7 +20,7 @@ from gspmd_mcmc.placement.padding import real_in_blocks, real_rows
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.tree import pytree, static
 
-# XLA computes what so few copies are of anew for each of them.
+# So few copies XLA fuses with what they are copies of, and computes that once for each.
 MOST_FUSED = 4
 
 
@@ -189,9 +189,9 @@ class GroupSlots:
         return _repeated(jnp.concatenate(parts), self.tiles.chunk)
 
     def _spread_by_index(self, x: jax.Array) -> jax.Array:
-        """Spread by one gather of as many as there are chunks, whose transpose a CPU adds up in order.
+        """Gather the latents of each chunk, by one index; the transpose adds them up in order.
 
-        A CPU takes longer to begin an operation for each width than to follow an index.
+        On a CPU, one gather takes less time than an operation for each width.
         """
         copies = self.tiles.chunk if self.tiles.chunk > MOST_FUSED else 1
         slot = jnp.asarray(self.tiles.slot_of_row()[: self.tiles.rows // copies])

@@ -259,8 +259,8 @@ def stream(
 def _over_blocks(body: Callable, rows: Rows, has_kernel: bool) -> Callable:
     """Map over blocks: one block a device, or by the compiler, which cuts operations over devices.
 
-    The compiler leaves each device an axis of one block, for which a CPU pays; see `_unmapped`. A
-    kernel it cannot cut, along other axes of the mesh neither.
+    Cut by the compiler, a device's arrays keep an axis of one block, which makes sums slow on a CPU
+    (see `_unmapped`). The compiler cannot cut a kernel along any axis of the mesh.
     """
     if rows.num_blocks == 1:
         return _unmapped(body)
@@ -275,7 +275,7 @@ def _over_blocks(body: Callable, rows: Rows, has_kernel: bool) -> Callable:
 def _manual_axes(rows: Rows) -> set[str] | None:
     """Return the axes that a program without kernels is cut over by hand; None: the compiler cuts all.
 
-    Those that chains are mapped over are among them: `jax.shard_map` takes them for its own.
+    The axes of maps over chains are among them, because `jax.shard_map` counts on that.
     """
     mapped = mapped_axes() if rows.platform == "cpu" else None
     return None if mapped is None or mapped & set(rows.axes) else {*mapped, *rows.axes}
