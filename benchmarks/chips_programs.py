@@ -24,11 +24,11 @@ S = jax.ShapeDtypeStruct
 LEAPFROGS, STEP_SIZE = 20, 1e-3
 IMAGES, LABELS = (60_000, 784), (60_000,)
 WATCHED = (6040, 3706)
-RATINGS, COLUMNS = 1_000_208, 1 + groups_data.DIMENSIONS
+RATINGS = 1_000_208
 SHAPES = {
     "mnist": {"w": (784, 10), "b": (10,)},
     "movielens": {"U": (6040, 20), "V": (3706, 20), "u": (6040,), "v": (3706,)},
-    "ratings": {"user": (6040, COLUMNS), "film": (3706, COLUMNS)},
+    "ratings": groups_data.ratings_shapes(users=6040, films=3706),
 }
 # Latents of users that a contender keeps with their rows; of `ratings` the peers keep them whole.
 LOCAL = {"mnist": (), "movielens": ("U", "u"), "ratings": ()}

@@ -52,16 +52,20 @@ def load(data_dir: str | Path) -> Rated:
     return Rated(user, film, stars.astype(np.float32), mean_of_film.astype(np.float32))
 
 
-def location(user, film):
-    """Biases, which come first, and products of factors, [rows]; slices would have padded gradients."""
-    is_bias = np.eye(1, user.shape[1], dtype=user.dtype)
-    return (user * (film * (1 - is_bias) + is_bias) + film * is_bias) @ np.ones_like(is_bias[0])
+def products(user, film):
+    """Inner products of the factors of rows, [rows]; XLA's sums along short rows are slow on CPUs."""
+    return (user * film) @ np.ones(DIMENSIONS, np.float32)
 
 
 def ratings_start(rated: Rated, chains: int) -> dict[str, np.ndarray]:
     """Return the start of all contenders; leaves have an axis of chains if there are several."""
-    shapes = {"user": (rated.users, 1 + DIMENSIONS), "film": (rated.films, 1 + DIMENSIONS)}
-    return _start(shapes, chains)
+    return _start(ratings_shapes(rated.users, rated.films), chains)
+
+
+def ratings_shapes(users: int, films: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of factors and biases."""
+    factors = {"user": (users, DIMENSIONS), "film": (films, DIMENSIONS)}
+    return factors | {"user_bias": (users,), "film_bias": (films,)}
 
 
 def effect_start(rated: Rated, chains: int) -> dict[str, np.ndarray]:
@@ -78,17 +82,19 @@ def _start(shapes: dict[str, tuple], chains: int) -> dict[str, np.ndarray]:
 
 def ratings_reference(rated: Rated, at: dict[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
     """Return the log density at one position and its gradients, in float64."""
-    user, film = (at[name].astype(np.float64) for name in ("user", "film"))
-    of_user, of_film = user[rated.user], film[rated.film]
-    product = np.einsum("rk,rk->r", of_user[:, 1:], of_film[:, 1:])
-    residual = rated.stars - (of_user[:, 0] + of_film[:, 0] + product)
-    of_user[:, 0] = of_film[:, 0] = 1.0
+    at = {name: leaf.astype(np.float64) for name, leaf in at.items()}
+    user, film = at["user"][rated.user], at["film"][rated.film]
+    biases = at["user_bias"][rated.user] + at["film_bias"][rated.film]
+    residual = rated.stars - biases - np.einsum("rk,rk->r", user, film)
     tells = residual[:, None] / NOISE**2
-    grads = {
-        "user": _summed(tells * of_film, rated.user, rated.users) - user,
-        "film": _summed(tells * of_user, rated.film, rated.films) - film,
+    of_rows = {
+        "user": _summed(tells * film, rated.user, rated.users),
+        "film": _summed(tells * user, rated.film, rated.films),
+        "user_bias": _summed(tells, rated.user, rated.users)[:, 0],
+        "film_bias": _summed(tells, rated.film, rated.films)[:, 0],
     }
-    return _log_normal(user, 1) + _log_normal(film, 1) + _log_normal(residual, NOISE), grads
+    log_prior = sum(_log_normal(leaf, 1) for leaf in at.values())
+    return log_prior + _log_normal(residual, NOISE), {n: of_rows[n] - x for n, x in at.items()}
 
 
 def effect_reference(rated: Rated, at: dict[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:

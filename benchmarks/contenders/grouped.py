@@ -5,8 +5,8 @@
 - `textbook`: plain indexing, as one writes it first, on the same rows.
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def load(task, model: str, mesh: Mesh) -> tuple[Params, Params]:
 
 def log_likelihood(task, model: str) -> Callable[[Params, Params], jax.Array]:
     """Return ``log_likelihood(params, rows)``, in the task's form."""
-    return functools.partial(LIKELIHOODS[model], _index if task.form == "textbook" else _segments)
+    return partial(LIKELIHOODS[model], _index if task.form == "textbook" else _segments)
 
 
 def effect(take: Callable, params: Params, rows: Params) -> jax.Array:
@@ -45,14 +45,12 @@ def effect(take: Callable, params: Params, rows: Params) -> jax.Array:
 
 def ratings(take: Callable, params: Params, rows: Params) -> jax.Array:
     """Biases and factors of users and films."""
-    user, film = take(params["user"], rows["user"], True), take(params["film"], rows["film"], False)
-    location = _sliced if take is _index else groups_data.location
-    return norm.logpdf(rows["stars"], location(user, film), groups_data.NOISE).sum()
-
-
-def _sliced(user: jax.Array, film: jax.Array) -> jax.Array:
-    """Return what `groups_data.location` does, as one writes it first."""
-    return user[:, 0] + film[:, 0] + jnp.einsum("rk,rk->r", user[:, 1:], film[:, 1:])
+    user, user_bias = (take(params[n], rows["user"], True) for n in ("user", "user_bias"))
+    film, film_bias = (take(params[n], rows["film"], False) for n in ("film", "film_bias"))
+    is_textbook = take is _index
+    products = partial(jnp.einsum, "rk,rk->r") if is_textbook else groups_data.products
+    location = user_bias + film_bias + products(user, film)
+    return norm.logpdf(rows["stars"], location, groups_data.NOISE).sum()
 
 
 LIKELIHOODS = {"effect": effect, "ratings": ratings}
@@ -62,7 +60,7 @@ def _index(table: jax.Array, index: jax.Array, is_sorted: bool) -> jax.Array:
     return table[index]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _segments(table: jax.Array, index: jax.Array, is_sorted: bool) -> jax.Array:
     """Rows of a table, whose gradient is a sum over segments."""
     return table.at[index].get(mode="promise_in_bounds", indices_are_sorted=is_sorted)

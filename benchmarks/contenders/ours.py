@@ -115,7 +115,7 @@ def log_normal_prior(params):
 
 
 def user_prior(params, user):
-    return norm.logpdf(params["user"]).sum(axis=1)
+    return norm.logpdf(params["user"]).sum(axis=1) + norm.logpdf(params["user_bias"])
 
 
 def effect_prior(params, user):
@@ -132,18 +132,20 @@ def effect_terms_by_index(params, row):
 
 
 def rating_terms(params, row):
-    user, film = params["user"], gm.lookup(params["film"], row["film"])
-    return norm.logpdf(row["stars"], groups_data.location(user, film), groups_data.NOISE)
+    film, film_bias = (gm.lookup(params[n], row["film"]) for n in ("film", "film_bias"))
+    location = params["user_bias"] + film_bias + groups_data.products(params["user"], film)
+    return norm.logpdf(row["stars"], location, groups_data.NOISE)
 
 
 def rating_terms_by_index(params, row):
-    return rating_terms(params | {"user": params["user"][row["user"]]}, row)
+    of_user = {name: params[name][row["user"]] for name in ("user", "user_bias")}
+    return rating_terms(params | of_user, row)
 
 
 # For each model with groups: the users' latents, their prior, terms of rows, and these by an index.
 GROUPED = {
     "effect": ("effect", effect_prior, effect_terms, effect_terms_by_index),
-    "ratings": ("user", user_prior, rating_terms, rating_terms_by_index),
+    "ratings": (("user", "user_bias"), user_prior, rating_terms, rating_terms_by_index),
 }
 
 
