@@ -7,6 +7,8 @@ the same. Where the order is known from placing, the rows of an entry are gather
 width, and summed as rows of groups are.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -21,9 +23,9 @@ LANES = 128
 def lookup(table: jax.Array, index: jax.Array | LookupIndex) -> jax.Array:
     """Return for each row the entry of a table that its index names: ``table[index]``.
 
-    For tables that all rows share (a latent per film, item or teacher), in a log likelihood. An index
-    outside of the table gives NaN, which `sample` reports with the row, where ``table[index]`` would
-    take the nearest entry.
+    For tables that all rows share (a latent per film, item or teacher), in a log likelihood. A plain
+    index outside of the table gives NaN, which `sample` reports with the row, where ``table[index]``
+    would take the nearest entry; a `LookupIndex` refuses it when it is made.
 
     Parameters
     ----------
@@ -45,7 +47,8 @@ def lookup(table: jax.Array, index: jax.Array | LookupIndex) -> jax.Array:
         If the index is not one integer a row, or the table is no array of floating numbers, or has
         another number of entries than a `LookupIndex` says.
     """
-    if not isinstance(index, LookupIndex):
+    is_checked = isinstance(index, LookupIndex)
+    if not is_checked:
         rows, order = index, None
     elif jnp.shape(table)[:1] == (index.entries,):
         rows, order = index.index, index.order
@@ -55,7 +58,7 @@ def lookup(table: jax.Array, index: jax.Array | LookupIndex) -> jax.Array:
             f"{list(jnp.shape(table))}"
         )
     _check("lookup", "table", table, rows, ("entries",))
-    return _lookup(table, rows, order)
+    return _lookup(table, rows, order, is_checked)
 
 
 def lookup_within(values: jax.Array, index: jax.Array) -> jax.Array:
@@ -114,18 +117,32 @@ def _check(
         )
 
 
-@jax.custom_vjp
-def _lookup(table: jax.Array, index: jax.Array, order: RowsByEntry | None) -> jax.Array:
-    return _at(table, index, order)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _lookup(
+    table: jax.Array, index: jax.Array, order: RowsByEntry | None, is_checked: bool
+) -> jax.Array:
+    return _at(table, index, order, is_checked)
 
 
-def _at(table: jax.Array, index: jax.Array, order: RowsByEntry | None) -> jax.Array:
-    if order is None:
+def _at(
+    table: jax.Array, index: jax.Array, order: RowsByEntry | None, is_checked: bool
+) -> jax.Array:
+    if not is_checked:
         return table.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-    return _columns(_rows_at(table, index)).T.reshape(len(index), *table.shape[1:])
+    rows = _rows_at(table, index)
+    if order is not None:
+        rows = _columns(rows).T
+    return rows.reshape(len(index), *table.shape[1:])
 
 
-def _bwd(saved: tuple[jax.Array, jax.Array, RowsByEntry | None], grad: jax.Array) -> tuple:
+def _fwd(
+    table: jax.Array, index: jax.Array, order: RowsByEntry | None, is_checked: bool
+) -> tuple[jax.Array, tuple]:
+    # Of the table only the number of entries is needed: a column of no width keeps that.
+    return _at(table, index, order, is_checked), (table[:, None][:, :0], index, order)
+
+
+def _bwd(is_checked: bool, saved: tuple, grad: jax.Array) -> tuple:
     like, index, order = saved
     num = len(like)
     if order is not None:
@@ -139,8 +156,7 @@ def _bwd(saved: tuple[jax.Array, jax.Array, RowsByEntry | None], grad: jax.Array
     return of_table, None, None
 
 
-# Of the table only the number of entries is needed: a column of no width keeps that.
-_lookup.defvjp(lambda table, *known: (_at(table, *known), (table[:, None][:, :0], *known)), _bwd)
+_lookup.defvjp(_fwd, _bwd)
 
 
 def _sums_of_entries(rows: jax.Array, order: RowsByEntry) -> jax.Array:
