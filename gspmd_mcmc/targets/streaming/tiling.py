@@ -24,10 +24,13 @@ from gspmd_mcmc.targets.streaming.slots import GroupSlots, RowSlots
 from gspmd_mcmc.targets.streaming.two_float import two_float_sum
 from gspmd_mcmc.tree import PyTree, path_str
 
-# Bytes of a tile's largest intermediate. On a CPU a tile fits the caches of the cores that work on it;
-# elsewhere tiles are large, as each costs a few kernel launches, and only bound the memory. So they are
-# where data lie over a second mesh axis: each tile then ends in a sum over it.
+# Bytes of a tile's largest intermediate. On a CPU device of several cores a tile fits the caches that
+# they share. On one of a single core it fits that core's own, and operations are so small that XLA does
+# not split them over threads, which would wait for the cores of other devices; but products of few rows
+# are slow. Elsewhere tiles are large, as each costs a few kernel launches, and only bound the memory. So
+# they are where data lie over a second mesh axis: each tile then ends in a sum over it.
 TILE_BYTES_A_CORE = 3 << 20
+TILE_BYTES_OF_ONE_CORE, ENOUGH_ROWS = 5 << 15, 256
 TILE_BYTES_ELSEWHERE = 256 << 20
 PROBE_ROWS = 127
 # An intermediate that depends on latents exists once per chain, and again as its cotangent, partly in
@@ -174,12 +177,17 @@ def _check_terms(name: str, out: PyTree, num: int, params: PyTree) -> None:
 
 def tile_rows(likelihood: Likelihood, rows: Rows, asked: int | None) -> int:
     """Rows of a tile: as asked, or what the largest intermediate allows; tiles of a block are even."""
-    tile_bytes = TILE_BYTES_ELSEWHERE
-    if rows.platform == "cpu" and not any(entry for spec in rows.specs for entry in spec):
-        tile_bytes = TILE_BYTES_A_CORE * cores_of_device(rows.mesh)
-    most = asked or max(1, tile_bytes // likelihood.row_bytes)
+    most = asked or max(1, _most_rows(likelihood.row_bytes, rows))
     num_tiles = -(-rows.block_rows // most)
     return -(-rows.block_rows // num_tiles)
+
+
+def _most_rows(row_bytes: int, rows: Rows) -> int:
+    if rows.platform != "cpu" or any(entry for spec in rows.specs for entry in spec):
+        return TILE_BYTES_ELSEWHERE // row_bytes
+    cores = cores_of_device(rows.mesh)
+    most = TILE_BYTES_A_CORE * cores // row_bytes
+    return most if cores > 1 else min(most, max(ENOUGH_ROWS, TILE_BYTES_OF_ONE_CORE // row_bytes))
 
 
 def stream(
