@@ -339,6 +339,7 @@ def num_scatters(target: gm.Posterior) -> int:
 def test_no_gradient_is_scattered_on_a_chip(monkeypatch):
     """A plate that is whole has the scatter of ``a[patient]``, one atomic addition a row on a GPU."""
     monkeypatch.setattr("gspmd_mcmc.targets.streaming.rows.platform_of", lambda array, mesh: "gpu")
+    monkeypatch.setattr(gm.Groups, "_platform", lambda self: "gpu")
     assert num_scatters(target_of("centred")) == 0
     assert num_scatters(target_of("centred", plates={"visits": "data"})) > 0
 

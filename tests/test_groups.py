@@ -17,12 +17,11 @@ from seeds import seed, within
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels.metrics import metric as metrics
-from gspmd_mcmc.placement.group_tiles import laid_order
+from gspmd_mcmc.placement.group_tiles import Runs, Tiles, laid_order, lay_runs
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.targets import local
-from gspmd_mcmc.targets.streaming.slots import GroupSlots
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.program.hlo import KINDS
 
@@ -154,18 +153,18 @@ def test_density_and_gradient_are_those_of_looked_up_effects(name, tile_rows, is
 
 
 def test_light_rows_have_few_widths_on_a_gpu_and_heavy_ones_little_pad(monkeypatch):
-    """A width is a kernel there, and on a CPU costs nothing. The shapes of tiles change no density."""
+    """A width is a kernel there. The shapes of tiles change no density."""
     patient = ward()[2][0]
     heavy = {"x": jax.ShapeDtypeStruct((len(patient), 20_000), np.float32)}
-    exact = gm.Groups(patient, tile_rows=1500).place_rows(heavy).tiles
     monkeypatch.setattr(gm.Groups, "_platform", lambda self: "tpu")
     on_a_tpu = gm.Groups(patient, tile_rows=1500).place_rows(heavy).tiles
     monkeypatch.setattr(gm.Groups, "_platform", lambda self: "gpu")
     groups = gm.Groups(patient, tile_rows=1500)
     light = groups.place_rows({"y": ward()[2][1]["y"]}).tiles
+    assert isinstance(light, Tiles) and isinstance(on_a_tpu, Tiles)
     assert groups.place_rows(heavy).tiles == on_a_tpu
-    assert len(light.widths) < len(on_a_tpu.widths) / 2 < len(exact.widths) / 2
-    assert light.count * light.rows > on_a_tpu.count * on_a_tpu.rows > exact.count * exact.rows
+    assert len(light.widths) < len(on_a_tpu.widths) / 2
+    assert light.count * light.rows > on_a_tpu.count * on_a_tpu.rows
     # And as chips do it, latents are spread by slices, and the compiler cuts blocks over devices.
     monkeypatch.setattr("gspmd_mcmc.targets.streaming.rows.platform_of", lambda array, mesh: "gpu")
     with jax.enable_x64(True):
@@ -183,14 +182,45 @@ def test_fewer_groups_than_devices_leave_some_empty(num_groups):
         check_density(hospital("8", tables), tables, 1e-12, num_groups)
 
 
-@pytest.mark.parametrize(("cores", "devices", "tiles"), [(1, 1, 8), (2, 1, 4), (64, 1, 4), (2, 2, 4)])
-def test_tiles_on_a_cpu_have_rows_for_each_core_of_a_device(monkeypatch, cores, devices, tiles):
-    """2**18 rows, 2**15 of them for a core, of which at most two count."""
+@pytest.mark.parametrize(
+    ("cores", "devices", "of_groups", "plain"),
+    [(1, 1, 32, 23), (2, 1, 1, 1), (64, 1, 1, 1), (2, 2, 16, 12), (8, 2, 1, 1)],
+)
+def test_tiles_of_a_cpu_device_of_one_core_are_small(monkeypatch, cores, devices, of_groups, plain):
+    """2**18 rows of one number each, in groups, whose tiles are of 1, 2, 4, ... runs, and plain."""
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     keys = np.repeat(np.arange(2048), 128)
     mesh = gm.make_mesh(data=devices, devices=jax.devices()[:devices])
-    laid = gm.Groups(keys, mesh, P("data")).place_rows({"y": np.zeros(len(keys), np.int8)})
-    assert laid.tiles.count == tiles
+    groups = gm.Groups(keys, mesh, P("data"))
+    plate = gm.Plate(of_row, groups.place_rows({"y": np.zeros(len(keys), np.float32)}), local="theta")
+    position = {"mu": jnp.zeros(()), "theta": jnp.zeros(2048 + devices)}
+    assert plate.rows.block_rows / plate.rows_of_tile(position) == of_groups
+    rows = gm.Plate(of_row, gm.place({"y": np.zeros(len(keys), np.float32)}, mesh, P("data")))
+    position["theta"] = jnp.zeros(())
+    assert -(-rows.rows.block_rows // rows.rows_of_tile(position)) == plain
+
+
+def test_runs_hold_each_row_once_and_a_group_s_chunks_together():
+    rng = np.random.default_rng(0)
+    for sizes, chunk in (([3, 0, 1, 4], 1), ([160, 33, 0, 95, 400, 17], 16), ([0, 0, 0, 640], 64)):
+        place = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
+        for num_blocks in (1, 2):
+            block_groups = len(sizes) // num_blocks
+            laid = lay_runs(place, num_blocks, block_groups, 64)
+            runs = laid.tiles
+            assert isinstance(runs, Runs) and runs.chunk == chunk and runs.rows <= max(64, chunk)
+            assert runs.count & (runs.count - 1) == 0
+            assert len(laid.row) == num_blocks * runs.count * runs.rows
+            np.testing.assert_array_equal(laid.row[laid.place_of_row], np.arange(len(place)))
+            assert laid.is_real.sum() == len(place) == len(set(laid.place_of_row.tolist()))
+            group = laid.slot_group.reshape(num_blocks, runs.count, 1, runs.chunks)
+            group = np.broadcast_to(group, (num_blocks, runs.count, chunk, runs.chunks))
+            group = group + block_groups * np.arange(num_blocks)[:, None, None, None]
+            is_own = (group.ravel() == place[laid.row]) | (np.asarray(sizes)[group.ravel()] == 0)
+            assert is_own.all() and (group.ravel() == place[laid.row])[laid.is_real].all()
+            assert runs.has_bare_block is not all(
+                sum(sizes[i : i + block_groups]) for i in range(0, len(sizes), block_groups)
+            )
 
 
 def small():
@@ -207,8 +237,8 @@ def test_several_tiles_and_rows_of_a_wrong_group_which_are_rejected():
     assert patient[5] != patient[6]
     with jax.enable_x64(True):
         target = hospital("2", tables, tile_rows=100)
-        slots = target.plates[1].slots
-        assert isinstance(slots, GroupSlots) and slots.tiles.count > 1
+        rated = target.plates[1]
+        assert rated.rows.block_rows > rated.rows_of_tile(start(SMALL))
         check_density(target, tables, 1e-12, SMALL)
         target = hospital("2", (names, age, (wrong, visits), rest), tile_rows=100)
         with pytest.raises(AssertionError, match="differs by"):

@@ -1,4 +1,8 @@
-"""Where rows of groups lie, as indices on the host: whole groups in a block, in tiles of one shape."""
+"""Where rows of groups lie, as indices on the host: whole groups in a block.
+
+For chips in tiles of one shape, whose groups are slices of one width after the other. For CPUs in runs
+of chunks, one group after the other, of which a tile takes as many as it likes.
+"""
 
 from dataclasses import dataclass
 
@@ -12,6 +16,11 @@ MOST_CHUNK = 64
 # What larger chunks, and again what smaller tiles, may cost in padding.
 MOST_PADDING = 1.06
 GOLDEN = (5**0.5 - 1) / 2
+# Most rows of a run: a tile of fewer is never faster.
+RUN_ROWS = 2048
+# Fewer copies of a chunk's latents XLA fuses with what reads them, and computes for each row. So chunks
+# of a run have as many rows, and may be padded more for it, or they have one.
+FEWEST_COPIES, MOST_PADDING_FOR_COPIES = 16, 1.12
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,35 @@ class Tiles:
         return np.tile(np.concatenate(parts), self.chunk)
 
 
+@dataclass(frozen=True)
+class Runs:
+    """What all runs of rows of groups have in common; hashable.
+
+    A run's rows are [rows of a chunk, chunks]: each chunk belongs to one group.
+
+    Attributes
+    ----------
+    count
+        Runs of a block: a power of two, as tiles of all powers then leave none over.
+    chunk
+        Rows of a chunk.
+    chunks
+        Chunks of a run.
+    has_bare_block
+        Whether a block has no rows.
+    """
+
+    count: int
+    chunk: int
+    chunks: int
+    has_bare_block: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of a run."""
+        return self.chunk * self.chunks
+
+
 def laid_order(sizes: np.ndarray) -> np.ndarray:
     """Return which group lies at each place: any run of places has large and small ones alike.
 
@@ -74,6 +112,56 @@ class LaidRows:
     slot_group: np.ndarray
     group_slot: np.ndarray
     place_of_row: np.ndarray
+
+
+@dataclass(frozen=True)
+class LaidRuns:
+    """Rows laid with their groups in runs, as indices on the host; see `GroupedRows`."""
+
+    tiles: Runs
+    row: np.ndarray
+    is_real: np.ndarray
+    slot_group: np.ndarray
+    place_of_row: np.ndarray
+
+
+def lay_runs(
+    place_of_row: np.ndarray, num_blocks: int, block_groups: int, run_rows: int = RUN_ROWS
+) -> LaidRuns:
+    """Lay rows by the place of their group, in runs of at most so many rows."""
+    sizes = np.bincount(place_of_row, minlength=num_blocks * block_groups)
+    starts = np.cumsum(sizes) - sizes
+    by_group = np.argsort(place_of_row, kind="stable")
+    chunk = _choose_chunk(sizes)
+    if chunk < FEWEST_COPIES:
+        chunk = FEWEST_COPIES if _padding(sizes, FEWEST_COPIES) <= MOST_PADDING_FOR_COPIES else 1
+    chunks_of = -(-sizes // chunk).reshape(num_blocks, block_groups)
+    num_chunks = max(1, int(chunks_of.sum(axis=1).max()))
+    count = 1 << (-(-num_chunks * chunk // run_rows) - 1).bit_length()
+    has_bare_block = not chunks_of.any(axis=1).all()
+    runs = Runs(count, chunk, -(-num_chunks // count), has_bare_block)
+    slot_group = np.zeros((num_blocks, runs.count * runs.chunks), np.int32)
+    first_row = np.zeros(slot_group.shape, np.int64)  # of the chunk, within its group
+    is_taken = np.zeros(slot_group.shape, bool)
+    for block, chunks in enumerate(chunks_of):
+        num = int(chunks.sum())
+        # A chunk that is left over copies rows of the block's last group that has some.
+        groups = np.repeat(np.arange(block_groups), chunks) if num else np.zeros(1, int)
+        slot_group[block] = np.pad(groups, (0, slot_group.shape[1] - len(groups)), mode="edge")
+        before = np.cumsum(chunks) - chunks
+        first_row[block, :num] = chunk * (np.arange(num) - before[groups][:num])
+        is_taken[block, :num] = True
+    place = slot_group + block_groups * np.arange(num_blocks)[:, None]
+    nth = first_row[..., None] + np.arange(chunk)
+    row = starts[place][..., None] + np.minimum(nth, np.maximum(sizes[place] - 1, 0)[..., None])
+    real = (nth < sizes[place][..., None]) & is_taken[..., None]
+    # From [blocks, runs x chunks, rows of a chunk] to the order of rows in a run.
+    row, is_real = (
+        x.reshape(num_blocks, runs.count, runs.chunks, chunk).swapaxes(2, 3).ravel()
+        for x in (row, real)
+    )
+    row = by_group[np.minimum(row, len(by_group) - 1)]
+    return LaidRuns(runs, row, is_real, slot_group, _where(row, is_real))
 
 
 def lay_rows(
@@ -115,20 +203,37 @@ def lay_rows(
         np.concatenate([x.reshape(*lead, -1) for x in parts], axis=3).ravel() for parts in (rows, real)
     )
     row = by_group[np.minimum(row, len(by_group) - 1)]
-    where = np.empty(len(by_group), np.int64)
-    where[row[is_real]] = np.flatnonzero(is_real)
     group_slot = np.full((num_blocks, block_groups), -1)
     block, slot = np.nonzero(is_taken.reshape(num_blocks, -1))
     slots = slot_group.reshape(num_blocks, -1)
     group_slot[block, slots[block, slot]] = slot
-    return LaidRows(tiles, row, is_real, slots.astype(np.int32), group_slot.astype(np.int32), where)
+    slot_group, group_slot = slots.astype(np.int32), group_slot.astype(np.int32)
+    return LaidRows(tiles, row, is_real, slot_group, group_slot, _where(row, is_real))
+
+
+def _where(row: np.ndarray, is_real: np.ndarray) -> np.ndarray:
+    """Return where each row lies."""
+    where = np.empty(np.count_nonzero(is_real), np.int64)
+    where[row[is_real]] = np.flatnonzero(is_real)
+    return where
+
+
+def _choose_chunk(sizes: np.ndarray) -> int:
+    """Choose the rows of a chunk: as many as pad little."""
+    chunk = MOST_CHUNK
+    while chunk > 1 and _padding(sizes, chunk) > MOST_PADDING:
+        chunk //= 2
+    return chunk
+
+
+def _padding(sizes: np.ndarray, chunk: int) -> float:
+    """Return how many times the rows there are their chunks hold."""
+    return float((-(-sizes // chunk) * chunk).sum() / max(1, sizes.sum()))
 
 
 def _choose_tiles(sizes: np.ndarray, most: int, step: float) -> Tiles:
     """Cut blocks of groups, sizes [blocks, groups] with the largest first, into tiles of one shape."""
-    chunk, num_rows = MOST_CHUNK, sizes.sum()
-    while chunk > 1 and (-(-sizes // chunk) * chunk).sum() > MOST_PADDING * num_rows:
-        chunk //= 2
+    chunk = _choose_chunk(sizes)
     whole = _tiles_of(sizes, 1, chunk, step)
     count = max(1, int(sizes.sum(axis=1).max()) // most)
     while count > 1:

@@ -29,7 +29,15 @@ from gspmd_mcmc.placement.group_keys import (
     shown,
 )
 from gspmd_mcmc.placement.group_readers import RowReader, check_shapes, own_rows, read_laid, rows_here
-from gspmd_mcmc.placement.group_tiles import STEP, LaidRows, laid_order, lay_rows
+from gspmd_mcmc.placement.group_tiles import (
+    RUN_ROWS,
+    STEP,
+    LaidRows,
+    LaidRuns,
+    laid_order,
+    lay_rows,
+    lay_runs,
+)
 from gspmd_mcmc.placement.laid_groups import GroupedRows, GroupLabels, GroupTable, Order
 from gspmd_mcmc.placement.lookup_index import (
     LookupIndex,
@@ -44,7 +52,7 @@ from gspmd_mcmc.placement.place import check_spec, place
 from gspmd_mcmc.placement.subgroups import Subgroups, number_within
 from gspmd_mcmc.tree import PyTree, path_str
 
-TILE_ROWS_A_CORE, TILE_ROWS_ELSEWHERE = 1 << 15, 1 << 20
+TILE_ROWS = 1 << 20  # of chips; a CPU's tiles are chosen by a plate
 # A GPU sums the rows of a width by a kernel of its own. While that is launched, it could move so many
 # bytes (2.5 us at 3.35 TB/s). Of a row it moves so many, and the data thrice. Fewer widths pad more.
 KERNEL_BYTES, LEAST_ROW_BYTES, PASSES = 8 << 20, 32, 3
@@ -72,8 +80,7 @@ class Groups:
         What a group is, such as "station": the coordinate of its latents in `Draws.to_datatree`, and
         for ``draws.summary(groups="station")``. None: the name of the keys, if they have one.
     tile_rows
-        About how many rows a tile has. None: 32,768 for each core of a CPU device, whose caches
-        hold them, else 2**20.
+        About how many rows a tile has. None: 2**20; on CPUs as in a `Plate`.
     allow_empty
         Whether labels may have no rows: latents of such groups have their prior alone. That is an
         error otherwise, as it may be a slip.
@@ -395,20 +402,19 @@ class Groups:
         """Return laid rows, one for each group and pad, as a table."""
         return GroupTable(jax.tree.map(lambda x: Padded(x, len(self)), rows), self._order, len(self))
 
-    def _laid_rows(self, keys: Any, rows: PyTree = ()) -> tuple[LaidRows, np.ndarray]:
+    def _laid_rows(self, keys: Any, rows: PyTree = ()) -> tuple[LaidRows | LaidRuns, np.ndarray]:
         """Return where rows lie, and the group of each."""
         index = self._index
         if keys is not None:
             index = index_of(checked_keys("keys", keys), self.labels)
-        places = self._place_of_group()[index]
-        steps, kernel_rows = (STEP,), 0.0
+        places, shape = self._place_of_group()[index], (self._num_blocks, self._block_groups)
         if self._platform() == "cpu":
-            steps = (1.0,)  # one index covers all widths there, so exact ones cost no time
-        elif self._platform() == "gpu":
+            return lay_runs(places, *shape, min(self.tile_rows or RUN_ROWS, RUN_ROWS)), index
+        steps, kernel_rows = (STEP,), 0.0
+        if self._platform() == "gpu":
             steps = STEPS_ON_GPUS
             kernel_rows = KERNEL_BYTES / (LEAST_ROW_BYTES + PASSES * _row_bytes(rows))
-        shape = self._num_blocks, self._block_groups, self._most()
-        return lay_rows(places, *shape, steps, kernel_rows), index
+        return lay_rows(places, *shape, self.tile_rows or TILE_ROWS, steps, kernel_rows), index
 
     def _sharding(self) -> NamedSharding | None:
         """Return where laid rows that are read go; None without a mesh."""
@@ -420,29 +426,32 @@ class Groups:
         return None if self.mesh is None else NamedSharding(self.mesh, P(*self.spec[:1]))
 
     def _grouped(
-        self, rows: PyTree, laid: LaidRows, index: np.ndarray, by_entry: tuple = ()
+        self, rows: PyTree, laid: LaidRows | LaidRuns, index: np.ndarray, by_entry: tuple = ()
     ) -> GroupedRows:
         self._warn_of_waste(laid, index)
         if spans_processes(self.mesh):
             by_entries = str([x and x.tiles for x in by_entry])
-            facts = {"keys": _digest(index), "tiles": str(laid.tiles), "rows by entry": by_entries}
+            # On CPUs, tiles follow from a machine's cores.
+            tiles = str((laid.tiles, self.tile_rows, cores_of_device(self.mesh)))
+            facts = {"keys": _digest(index), "tiles": tiles, "rows by entry": by_entries}
             require_agreement("place_rows", _facts("rows", rows) | facts)
         return GroupedRows(
             rows=rows,
             is_real=self._place(laid.is_real),
             slot_group=self._place(laid.slot_group),
-            group_slot=self._place(laid.group_slot),
+            group_slot=self._place(laid.group_slot) if isinstance(laid, LaidRows) else None,
             place_of_row=self._place(laid.place_of_row),
             order=self._order,
             by_entry=by_entry,
             tiles=laid.tiles,
             num_rows=len(index),
             num_groups=len(self),
+            tile_rows=self.tile_rows,
         )
 
-    def _by_entry(self, column: LookupIndex, laid: LaidRows) -> RowsByEntry | None:
+    def _by_entry(self, column: LookupIndex, laid: LaidRows | LaidRuns) -> RowsByEntry | None:
         """Find a column's rows by entry; None on a CPU, which adds them up as they come."""
-        if self._platform() == "cpu" or isinstance(column.index, jax.ShapeDtypeStruct):
+        if isinstance(laid, LaidRuns) or isinstance(column.index, jax.ShapeDtypeStruct):
             return None
         index = _take(column.index, laid.row)
         found = rows_by_entry(index, laid.is_real, column.entries, laid.tiles, self._num_blocks)
@@ -454,14 +463,6 @@ class Groups:
             return getattr(self.mesh.abstract_device, "platform", "abstract")
         device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
         return device.platform
-
-    def _most(self) -> int:
-        """Return how many rows a tile is to have."""
-        if self.tile_rows is not None:
-            return self.tile_rows
-        if self._platform() == "cpu":
-            return TILE_ROWS_A_CORE * cores_of_device(self.mesh)
-        return TILE_ROWS_ELSEWHERE
 
     def _lay(self, what: str, tree: PyTree, taken: np.ndarray, num: int, of_what: str) -> PyTree:
         """Check the rows of a tree, and lay those that are taken."""
@@ -509,7 +510,7 @@ class Groups:
             *whole, groups=GroupLabels(self.name, self.labels, self.sizes, facts.hexdigest()[:16])
         )
 
-    def _warn_of_waste(self, laid: LaidRows, index: np.ndarray) -> None:
+    def _warn_of_waste(self, laid: LaidRows | LaidRuns, index: np.ndarray) -> None:
         if len(laid.row) <= WASTE * len(index) + self._num_blocks:
             return
         sizes = np.bincount(index, minlength=len(self))

@@ -22,7 +22,7 @@ from gspmd_mcmc.multihost.processes import is_local, to_host
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.sampling.run import Plan
 from gspmd_mcmc.targets.streaming.rows import Rows
-from gspmd_mcmc.targets.streaming.slots import GroupSlots, RowSlots
+from gspmd_mcmc.targets.streaming.slots import Slots
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import Role, path_str, roles
 
@@ -157,7 +157,7 @@ def _walk(node: Any, path: str, array: Callable[[Any], str], *, has_values: bool
         children = {f"{path}.args": node.args, f"{path}.keywords": node.keywords}
     elif isinstance(node, Rows):
         pass  # How they are cut depends on the mesh.
-    elif isinstance(node, RowSlots | GroupSlots):
+    elif isinstance(node, Slots):
         facts[path] = "" if node.order is None else node.order.digest
     elif dataclasses.is_dataclass(node) and not isinstance(node, type):
         facts[path] = _kind(node)

@@ -124,9 +124,7 @@ def _lookup(
     return _at(table, index, order, is_checked)
 
 
-def _at(
-    table: jax.Array, index: jax.Array, order: RowsByEntry | None, is_checked: bool
-) -> jax.Array:
+def _at(table: jax.Array, index: jax.Array, order: RowsByEntry | None, is_checked: bool) -> jax.Array:
     if not is_checked:
         return table.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     rows = _rows_at(table, index)

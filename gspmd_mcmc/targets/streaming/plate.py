@@ -20,7 +20,7 @@ from gspmd_mcmc.targets.fused.tracing import kernels_where
 from gspmd_mcmc.targets.local import Local, lay_out, without
 from gspmd_mcmc.targets.streaming import tiling
 from gspmd_mcmc.targets.streaming.rows import Rows, read_rows
-from gspmd_mcmc.targets.streaming.slots import GroupSlots, RowSlots
+from gspmd_mcmc.targets.streaming.slots import RowSlots, Slots, group_slots
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
 
@@ -65,7 +65,7 @@ class Plate:
     tile_rows: int | None = static()
     bijections: PyTree  # of local leaves; the `Posterior` that holds the plate sets them
     jacobians_elsewhere: tuple[Local, ...] = static()  # of local leaves, too: counted by other plates
-    slots: RowSlots | GroupSlots  # how rows lie with their local latents
+    slots: Slots  # how rows lie with their local latents
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Plate:
                     f"Groups(..., tile_rows={tile_rows})"
                 )
             arrays, laid = read_rows(data.rows)
-            rows, slots = replace(laid, num_rows=data.num_rows), GroupSlots.of(data, laid)
+            rows, slots = replace(laid, num_rows=data.num_rows), group_slots(data, laid)
         else:
             _refuse_groups_inside(data)
             arrays, rows = read_rows(data)
@@ -113,9 +113,10 @@ class Plate:
         """
         split, tile, _ = self._plan(params, hidden)
 
-        def body(carry, read, block_tile, is_counted):
-            terms = self._tile_terms(split, read, *block_tile)
-            return carry, (), tiling.tile_sum(terms, is_counted)
+        def body(carry, sums, read, block_tile, is_counted):
+            data, local, known = block_tile
+            terms = self._tile_terms(split, read, data, self.slots.take(local, known), known)
+            return carry, sums, tiling.tile_sum(terms, is_counted)
 
         blocks = self.rows.blocks(self.data), self.slots.fill(split.local)
         _, _, out = tiling.stream(body, (), (), split.read, blocks, self.rows, tile, self.slots)
@@ -171,7 +172,7 @@ class Plate:
     @property
     def has_group_latents(self) -> bool:
         """Whether local latents are those of groups of rows."""
-        return isinstance(self.slots, GroupSlots)
+        return not isinstance(self.slots, RowSlots)
 
     def _split(self, params: PyTree, hidden: Sequence[bool] | None) -> "_Split":
         is_local = [rows is not None for rows in self.local_rows(params)]
@@ -199,10 +200,11 @@ class Plate:
         return split.less_unread(traced.is_read), tile, traced.has_kernel
 
     def _tile_terms(
-        self, split: "_Split", read: list, data: PyTree, local: list, by_entry: tuple
+        self, split: "_Split", read: list, data: PyTree, taken: list, known: Any
     ) -> jax.Array:
-        """Terms of the rows of a tile, of local latents one to each row or slot."""
-        return self._terms(split, read, with_orders(data, by_entry), self.slots.spread(local))
+        """Terms of the rows of a tile, of the local latents that were taken for it."""
+        data = with_orders(data, self.slots.orders(known))
+        return self._terms(split, read, data, self.slots.spread(taken))
 
     def _terms(self, split: "_Split", read: list, data: PyTree, local: list) -> jax.Array:
         """Terms of rows, with the Jacobians of their latents that no other plate counts."""
@@ -225,21 +227,21 @@ class Plate:
         split, tile, has_kernel = self._plan(params, hidden, kernels)
         has_local_pad = bool(split.local) and self.rows.num_rows != self.rows.num_padded
 
-        def body(carry, read, block_tile, is_counted):
-            fills = has_local_pad and self.slots.has_stale_pad
-            data, local, by_entry = block_tile
-            if fills:
+        def body(carry, sums, read, block_tile, is_counted):
+            data, local, known = block_tile
+            if has_local_pad and self.slots.has_stale_pad:
                 data, local = _without_pad((data, local), is_counted)
             with kernels_where(kernels):
                 terms, pullback = jax.vjp(
-                    lambda read, local: self._tile_terms(split, read, data, local, by_entry),
+                    lambda read, taken: self._tile_terms(split, read, data, taken, known),
                     read,
-                    local,
+                    self.slots.take(local, known),
                 )
             grads = pullback(is_counted.astype(terms.dtype))
-            if has_local_pad:  # A tile may be all pad. Elsewhere the gradient of pad is zero already.
+            if has_local_pad and self.slots.has_tiles_of_pad:  # Elsewhere that of pad is zero already.
                 grads = tree.where(jnp.any(is_counted), grads, jax.tree.map(jnp.zeros_like, grads))
-            return tree.add(carry, grads[0]), grads[1], tile_out(terms, is_counted)
+            sums = self.slots.add(sums, grads[1], known)
+            return tree.add(carry, grads[0]), sums, tile_out(terms, is_counted)
 
         zeros = [jnp.zeros((self.rows.num_blocks, *leaf.shape), leaf.dtype) for leaf in split.read]
         blocks = self.rows.blocks(self.data), self.slots.fill(split.local)

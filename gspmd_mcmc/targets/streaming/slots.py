@@ -2,10 +2,9 @@
 
 Those of groups are repeated, and their gradients summed. On a chip nothing is scattered: the transpose
 of a repetition is a sum, and of the gathers, which are of groups and within a device, the inverse is
-known. On a CPU, which scatters without atomic operations and in order, an index says whose each row is.
+known. A CPU scatters without atomic operations and in order: see `RunSlots`.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.placement.group_tiles import Tiles
+from gspmd_mcmc import tree
+from gspmd_mcmc.placement.group_tiles import Runs, Tiles
 from gspmd_mcmc.placement.laid_groups import GroupedRows, Order
 from gspmd_mcmc.placement.lookup_index import RowsByEntry
 from gspmd_mcmc.placement.padding import real_in_blocks, real_rows
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.tree import pytree, static
-
-# So few copies XLA fuses with what they are copies of, and computes that once for each.
-MOST_FUSED = 4
 
 
 @dataclass(frozen=True)
@@ -33,17 +30,20 @@ class Tile:
     row, num_rows
         The first row of the tile, and how many it has.
     latent, num_latents
-        The first of its latents, and how many it has.
+        The first of the latents that it is given, and how many they are.
     is_counted
         False on rows of the pad, and on those that an earlier tile has counted; broadcasts to
         [blocks, rows].
+    known
+        What else is known of its rows; leaves [blocks, ...].
     """
 
     row: jax.Array
     num_rows: int
-    latent: jax.Array
+    latent: jax.Array | int
     num_latents: int
     is_counted: jax.Array
+    known: Any = ()
 
 
 @pytree
@@ -62,7 +62,7 @@ class RowSlots:
     latents: Rows = static()
     order: Order | None
     # Of rows of the pad, latents may have values for which the likelihood is undefined.
-    has_stale_pad = True
+    has_stale_pad = has_tiles_of_pad = True
 
     def tile_rows(self, choose: Callable[[], int]) -> int:
         """Return how many rows a tile has; ``choose`` takes as many as memory allows."""
@@ -84,9 +84,17 @@ class RowSlots:
         """Undo `fill`."""
         return [self.latents.join(x) for x in by_row]
 
-    def spread(self, of_tile: list[jax.Array]) -> list[jax.Array]:
+    def take(self, latents: list[jax.Array], known: Any) -> list[jax.Array]:
+        """Take from the latents that a tile is given those that its rows are to share."""
+        return latents
+
+    def add(self, sums: list[jax.Array], grads: list[jax.Array], known: Any) -> list[jax.Array]:
+        """Add gradients of what `take` took."""
+        return tree.add(sums, grads)
+
+    def spread(self, taken: list[jax.Array]) -> list[jax.Array]:
         """Give each row of a tile its latents."""
-        return of_tile
+        return taken
 
     def spread_all(self, latents: list[jax.Array]) -> list[jax.Array]:
         """Give all laid rows their latents."""
@@ -105,15 +113,51 @@ class RowSlots:
         """Return the place of the latent of laid rows."""
         return row
 
-    def by_entry_of(self, index: jax.Array) -> tuple:
+    def orders(self, known: Any) -> tuple:
         """Return the rows of a tile by the entries of a table that they read: not known."""
         return ()
 
 
+class _OfGroups:
+    """What slots of groups have in common."""
+
+    place_of_row: Any
+    # Pad copies a row of the group, whose likelihood is defined.
+    has_stale_pad = False
+    has_tiles_of_pad = True  # a block without groups has rows of another's
+
+    def see(self, of_rows: jax.Array) -> jax.Array:
+        """Bring what laid rows have into the user's order, without pad: [rows, ...]."""
+        return of_rows[self.place_of_row]
+
+    def laid_row(self, row: Any) -> Any:
+        """Return where rows of the user's are among the laid ones."""
+        return self.place_of_row[row]
+
+
+def group_slots(data: GroupedRows, rows: Rows) -> "Slots":
+    """Read how rows lie with their groups; ``rows`` are the laid ones."""
+    groups = Rows(
+        num_rows=data.num_groups,
+        num_padded=len(data.order.to_laid),
+        mesh=rows.mesh,
+        axes=rows.axes,
+        specs=(),
+        platform=rows.platform,
+        order=data.order.digest,
+    )
+    known = {"place_of_row": real_rows(data.place_of_row), "order": data.order, "latents": groups}
+    if isinstance(data.tiles, Runs):
+        of_runs = {"runs": data.tiles, "asked": data.tile_rows}
+        return RunSlots(data.is_real, data.slot_group, **known, **of_runs)
+    arrays = data.is_real, data.slot_group, data.group_slot
+    return GroupSlots(*arrays, **known, by_entry=data.by_entry, tiles=data.tiles)
+
+
 @pytree
 @dataclass(frozen=True, eq=False)
-class GroupSlots:
-    """Each row has the latents of its group; the arrays are those of `GroupedRows`.
+class GroupSlots(_OfGroups):
+    """Each row has the latents of its group, which are slices; the arrays are those of `GroupedRows`.
 
     Attributes
     ----------
@@ -131,24 +175,6 @@ class GroupSlots:
     by_entry: tuple[RowsByEntry | None, ...]
     latents: Rows = static()
     tiles: Tiles = static()
-    # Pad copies a row of the group, whose likelihood is defined.
-    has_stale_pad = False
-
-    @classmethod
-    def of(cls, data: GroupedRows, rows: Rows) -> "GroupSlots":
-        """Read how rows lie with their groups; ``rows`` are the laid ones."""
-        groups = Rows(
-            num_rows=data.num_groups,
-            num_padded=math.prod(data.group_slot.shape),
-            mesh=rows.mesh,
-            axes=rows.axes,
-            specs=(),
-            platform=rows.platform,
-            order=data.order.digest,
-        )
-        arrays = data.is_real, data.slot_group, data.group_slot, real_rows(data.place_of_row)
-        known = {"order": data.order, "by_entry": data.by_entry, "tiles": data.tiles}
-        return cls(*arrays, latents=groups, **known)
 
     def tile_rows(self, choose: Callable[[], int]) -> int:
         """Return how many rows a tile has: they were cut when they were placed."""
@@ -159,7 +185,8 @@ class GroupSlots:
         first = index * num
         is_real = rows.per_block(self.is_real.reshape(rows.num_blocks, -1))
         is_counted = jax.lax.dynamic_slice_in_dim(is_real, first, num, axis=1)
-        return Tile(first, num, index * self.tiles.slots, self.tiles.slots, is_counted)
+        known = tuple(None if x is None else x.of_tile(index) for x in self.by_entry)
+        return Tile(first, num, index * self.tiles.slots, self.tiles.slots, is_counted, known)
 
     def fill(self, latents: list[jax.Array]) -> list[jax.Array]:
         """Give each slot its group's latents: [groups, ...] to [blocks, tiles x slots, ...]."""
@@ -175,27 +202,24 @@ class GroupSlots:
             grads.append(self.latents.join(jnp.where(has_slot, found, jnp.zeros((), x.dtype))))
         return grads
 
-    def spread(self, of_slots: list[jax.Array]) -> list[jax.Array]:
+    def take(self, latents: list[jax.Array], known: Any) -> list[jax.Array]:
+        """Take from the latents that a tile is given those that its rows are to share."""
+        return latents
+
+    def add(self, sums: list[jax.Array], grads: list[jax.Array], known: Any) -> list[jax.Array]:
+        """Add gradients of what `take` took."""
+        return tree.add(sums, grads)
+
+    def spread(self, taken: list[jax.Array]) -> list[jax.Array]:
         """Give each row of a tile the latents of its group: [slots, ...] to [rows, ...]."""
-        return [self._spread(x) for x in of_slots]
+        return [self._spread(x) for x in taken]
 
     def _spread(self, x: jax.Array) -> jax.Array:
-        if self.latents.platform == "cpu":
-            return self._spread_by_index(x)
         parts, first = [], 0
         for n, width in self.tiles.widths:
             parts.append(_repeated(x[first : first + n], width))
             first += n
         return _repeated(jnp.concatenate(parts), self.tiles.chunk)
-
-    def _spread_by_index(self, x: jax.Array) -> jax.Array:
-        """Gather the latents of each chunk, by one index; the transpose adds them up in order.
-
-        On a CPU, one gather takes less time than an operation for each width.
-        """
-        copies = self.tiles.chunk if self.tiles.chunk > MOST_FUSED else 1
-        slot = jnp.asarray(self.tiles.slot_of_row()[: self.tiles.rows // copies])
-        return _copied(x.at[slot].get(mode="promise_in_bounds"), copies)
 
     def spread_all(self, latents: list[jax.Array]) -> list[jax.Array]:
         """Give all laid rows the latents of their groups: [groups, ...] to [laid rows, ...]."""
@@ -206,14 +230,6 @@ class GroupSlots:
             spread.append(rows.reshape(-1, *x.shape[2:]))
         return spread
 
-    def see(self, of_rows: jax.Array) -> jax.Array:
-        """Bring what laid rows have into the user's order, without pad: [rows, ...]."""
-        return of_rows[self.place_of_row]
-
-    def laid_row(self, row: Any) -> Any:
-        """Return where rows of the user's are among the laid ones."""
-        return self.place_of_row[row]
-
     def latent_of(self, row: jax.Array) -> jax.Array:
         """Return the place of the group of laid rows."""
         tile, within = jnp.divmod(row, self.tiles.rows)
@@ -222,23 +238,114 @@ class GroupSlots:
         slot = tile * self.tiles.slots + slot_of_row[within]
         return block * self.latents.block_rows + self.slot_group[block, slot]
 
-    def by_entry_of(self, index: jax.Array) -> tuple:
+    def orders(self, known: Any) -> tuple:
         """Return the rows of a tile by the entries of a table that they read, as far as known."""
-        return tuple(None if x is None else x.of_tile(index) for x in self.by_entry)
+        return known
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class RunSlots(_OfGroups):
+    """Each row has the latents of its group, by the index of its chunk: for CPUs.
+
+    A tile is given the latents of its block, gathers those of its chunks, and copies them for the rows
+    of each. Their gradients are sums of slices, scattered in order.
+
+    Attributes
+    ----------
+    is_real
+        As of `GroupedRows`.
+    group
+        The group of each chunk, shape [blocks, runs x chunks].
+    latents
+        How the groups lie, and with them their latents.
+    runs
+        What all runs have in common.
+    asked
+        About how many rows a tile is to have; None: as many as its memory allows.
+    """
+
+    is_real: jax.Array
+    group: jax.Array
+    place_of_row: Any
+    order: Order
+    latents: Rows = static()
+    runs: Runs = static()
+    asked: int | None = static()
+
+    @property
+    def has_tiles_of_pad(self) -> bool:
+        """Whether a tile may have rows of pad alone, for whose latents no row may be defined."""
+        return self.runs.has_bare_block
+
+    def tile_rows(self, choose: Callable[[], int]) -> int:
+        """Return how many rows a tile has: those of 1, 2, 4, ... runs."""
+        runs = max(1, (self.asked or choose()) // self.runs.rows)
+        return min(self.runs.count, 1 << (runs.bit_length() - 1)) * self.runs.rows
+
+    def tile(self, index: jax.Array, num: int, rows: Rows) -> Tile:
+        """Say where a tile of ``num`` rows lies."""
+
+        def cut(array: jax.Array, num: int) -> jax.Array:
+            array = rows.per_block(array.reshape(rows.num_blocks, -1))
+            return jax.lax.dynamic_slice_in_dim(array, index * num, num, axis=1)
+
+        is_counted, group = cut(self.is_real, num), cut(self.group, num // self.runs.chunk)
+        return Tile(index * num, num, 0, self.latents.block_rows, is_counted, group)
+
+    def fill(self, latents: list[jax.Array]) -> list[jax.Array]:
+        """Cut latents into the blocks of their groups: [groups, ...] to [blocks, groups, ...]."""
+        return self.latents.local_blocks(latents)
+
+    def gather_grads(self, by_group: list[jax.Array]) -> list[jax.Array]:
+        """Undo `fill`."""
+        return [self.latents.join(x) for x in by_group]
+
+    def take(self, latents: list[jax.Array], known: jax.Array) -> list[jax.Array]:
+        """Take those of each chunk: [groups, ...] to [chunks, ...]."""
+        return [x.at[known].get(mode="promise_in_bounds") for x in latents]
+
+    def add(self, sums: list[jax.Array], grads: list[jax.Array], known: Any) -> list[jax.Array]:
+        """Add gradients of each chunk to those of its group."""
+        pairs = zip(sums, grads, strict=True)
+        return [x.at[known].add(grad, mode="promise_in_bounds") for x, grad in pairs]
+
+    def spread(self, taken: list[jax.Array]) -> list[jax.Array]:
+        """Copy the latents of chunks for their rows: [chunks, ...] to [rows, ...].
+
+        The gradient is a sum of slices: XLA 0.10 leaves the sum that is the transpose of a broadcast to
+        a library (YNNPACK), in which it takes several times as long.
+        """
+
+        def copied(x: jax.Array) -> jax.Array:
+            of_runs = x.reshape(-1, self.runs.chunks, *x.shape[1:])
+            return jnp.concatenate([of_runs] * self.runs.chunk, axis=1).reshape(-1, *x.shape[1:])
+
+        return [copied(x) for x in taken]
+
+    def spread_all(self, latents: list[jax.Array]) -> list[jax.Array]:
+        """Give all laid rows the latents of their groups: [groups, ...] to [laid rows, ...]."""
+        of_chunks = [_take(x, self.group) for x in self.fill(latents)]
+        return self.spread([x.reshape(-1, *x.shape[2:]) for x in of_chunks])
+
+    def latent_of(self, row: jax.Array) -> jax.Array:
+        """Return the place of the group of laid rows."""
+        run, within = jnp.divmod(row, self.runs.rows)
+        block = run // self.runs.count
+        chunk = run % self.runs.count * self.runs.chunks + within % self.runs.chunks
+        return block * self.latents.block_rows + self.group[block, chunk]
+
+    def orders(self, known: Any) -> tuple:
+        """Return the rows of a tile by the entries of a table that they read: not known."""
+        return ()
+
+
+Slots = RowSlots | GroupSlots | RunSlots
 
 
 def _repeated(x: jax.Array, num: int) -> jax.Array:
     """Repeat an array [n, ...] as a whole: [num x n, ...]."""
     return jnp.broadcast_to(x[None], (num, *x.shape)).reshape(num * len(x), *x.shape[1:])
-
-
-def _copied(x: jax.Array, num: int) -> jax.Array:
-    """Repeat as `_repeated` does; the gradient is a sum of slices.
-
-    On a CPU, XLA 0.10 leaves the sum that is the transpose of a broadcast to a library (YNNPACK), in
-    which it takes several times as long.
-    """
-    return jnp.concatenate([x] * num)
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -20,17 +20,18 @@ from gspmd_mcmc.placement.mesh import cores_of_device
 from gspmd_mcmc.targets.fused.tracing import has_kernel
 from gspmd_mcmc.targets.streaming.products import with_narrow_factor_first
 from gspmd_mcmc.targets.streaming.rows import Rows
-from gspmd_mcmc.targets.streaming.slots import GroupSlots, RowSlots
+from gspmd_mcmc.targets.streaming.slots import Slots
 from gspmd_mcmc.targets.streaming.two_float import two_float_sum
 from gspmd_mcmc.tree import PyTree, path_str
 
 # Bytes of a tile's largest intermediate. On a CPU device of several cores a tile fits the caches that
-# they share. On one of a single core it fits that core's own, and operations are so small that XLA does
-# not split them over threads, which would wait for the cores of other devices; but products of few rows
-# are slow. Elsewhere tiles are large, as each costs a few kernel launches, and only bound the memory. So
-# they are where data lie over a second mesh axis: each tile then ends in a sum over it.
+# they share. On a device of one core it fits that core's own, and operations are so small that XLA does
+# not split them over threads, which would wait for the cores of other devices. But products of few rows
+# are slow, and each tile adds up a gradient of what all rows share. Elsewhere tiles are large, as each
+# costs a few kernel launches, and only bound the memory. So they are where data lie over a second mesh
+# axis: each tile then ends in a sum over it.
 TILE_BYTES_A_CORE = 3 << 20
-TILE_BYTES_OF_ONE_CORE, ENOUGH_ROWS = 5 << 15, 256
+TILE_BYTES_OF_ONE_CORE, SHARED_BYTES_TIMES, ENOUGH_ROWS = 5 << 15, 4, 256
 TILE_BYTES_ELSEWHERE = 256 << 20
 PROBE_ROWS = 127
 # An intermediate that depends on latents exists once per chain, and again as its cotangent, partly in
@@ -51,12 +52,15 @@ class Likelihood:
         For each leaf of the parameters, whether the likelihood reads it.
     row_bytes
         Bytes of the largest intermediate, a row, what depends on latents counted `COPIES` times.
+    shared_bytes
+        Bytes of the parameters that it reads and all rows share.
     has_kernel
         Whether it holds a kernel, which the compiler cannot cut over devices.
     """
 
     is_read: tuple[bool, ...]
     row_bytes: int
+    shared_bytes: int
     has_kernel: bool
 
 
@@ -99,9 +103,14 @@ def probe(
     _check_terms(name, out, num, block_of(num)[0])
     num_leaves = len(is_local)
     is_read = tuple(is_live(jaxpr.jaxpr)[:num_leaves])
+    shared = [
+        math.prod(leaf.shape) * leaf.dtype.itemsize
+        for leaf, reads, local in zip(jax.tree.leaves(params), is_read, is_local, strict=True)
+        if reads and not local
+    ]
     is_latent = [i < num_leaves for i in range(len(jaxpr.jaxpr.invars))]
     row_bytes = _row_bytes(jaxpr.jaxpr, is_latent, num, rows.platform)
-    return Likelihood(is_read, row_bytes, has_kernel(jaxpr.jaxpr))
+    return Likelihood(is_read, row_bytes, sum(shared), has_kernel(jaxpr.jaxpr))
 
 
 def _row_bytes(jaxpr: Any, is_latent: Sequence[bool], num: int, platform: str) -> int:
@@ -177,17 +186,20 @@ def _check_terms(name: str, out: PyTree, num: int, params: PyTree) -> None:
 
 def tile_rows(likelihood: Likelihood, rows: Rows, asked: int | None) -> int:
     """Rows of a tile: as asked, or what the largest intermediate allows; tiles of a block are even."""
-    most = asked or max(1, _most_rows(likelihood.row_bytes, rows))
+    most = asked or max(1, _most_rows(likelihood, rows))
     num_tiles = -(-rows.block_rows // most)
     return -(-rows.block_rows // num_tiles)
 
 
-def _most_rows(row_bytes: int, rows: Rows) -> int:
+def _most_rows(likelihood: Likelihood, rows: Rows) -> int:
     if rows.platform != "cpu" or any(entry for spec in rows.specs for entry in spec):
-        return TILE_BYTES_ELSEWHERE // row_bytes
+        return TILE_BYTES_ELSEWHERE // likelihood.row_bytes
     cores = cores_of_device(rows.mesh)
-    most = TILE_BYTES_A_CORE * cores // row_bytes
-    return most if cores > 1 else min(most, max(ENOUGH_ROWS, TILE_BYTES_OF_ONE_CORE // row_bytes))
+    most = TILE_BYTES_A_CORE * cores // likelihood.row_bytes
+    if cores > 1:
+        return most
+    own = max(TILE_BYTES_OF_ONE_CORE, SHARED_BYTES_TIMES * likelihood.shared_bytes)
+    return min(most, max(ENOUGH_ROWS, own // likelihood.row_bytes))
 
 
 def stream(
@@ -198,7 +210,7 @@ def stream(
     blocks: tuple[PyTree, PyTree],
     rows: Rows,
     num_rows: int,
-    slots: RowSlots | GroupSlots,
+    slots: Slots,
     has_kernel: bool = False,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Scan the tiles of all blocks at once.
@@ -206,9 +218,10 @@ def stream(
     Parameters
     ----------
     body
-        ``body(carry, shared, block_tile, is_counted) -> carry, by_local, out`` for one tile of one
-        block, its data, latents and rows by entry: ``is_counted`` [tile] is False on padding and on
-        rows that an earlier tile has counted.
+        ``body(carry, sums, shared, block_tile, is_counted) -> carry, sums, out`` for one tile of one
+        block: its data, its latents and what is ``known`` of its rows. ``sums`` is the tile's part of
+        ``by_local``; ``is_counted`` [tile] is False on padding and on rows that an earlier tile has
+        counted.
     init
         What each block's carry starts from; leaves [blocks, ...].
     by_local
@@ -245,16 +258,13 @@ def stream(
     def step(carries, index):
         carry, by_local = carries
         tile = slots.tile(index, num_rows, rows)
-        data = cut(blocks[0], tile.row, tile.num_rows)
-        latents = cut(blocks[1], tile.latent, tile.num_latents)
-        block_tile = data, latents, slots.by_entry_of(index)
-        carry, added, out = each_block(carry, shared, block_tile, tile.is_counted)
-        by_local = jax.tree.map(
-            lambda a, b, t: jax.lax.dynamic_update_slice_in_dim(a, t + b, tile.latent, axis=1),
-            by_local,
-            added,
-            cut(by_local, tile.latent, tile.num_latents),
-        )
+        of_latents = (tile.latent, tile.num_latents)
+        data, latents = cut(blocks[0], tile.row, tile.num_rows), cut(blocks[1], *of_latents)
+        block_tile = data, latents, tile.known
+        sums = cut(by_local, *of_latents)
+        carry, sums, out = each_block(carry, sums, shared, block_tile, tile.is_counted)
+        paste = partial(jax.lax.dynamic_update_slice_in_dim, start_index=tile.latent, axis=1)
+        by_local = jax.tree.map(paste, by_local, sums)
         return (rows.per_block(carry), rows.per_block(by_local)), rows.per_block(out)
 
     num_tiles = -(-rows.block_rows // num_rows)
