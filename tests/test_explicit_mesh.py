@@ -20,7 +20,7 @@ import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics import energy, streaming, streaming_ess
 from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.placement.explicit import on_any_mesh
-from gspmd_mcmc.sampling.reporting import warn_of_small_data
+from gspmd_mcmc.sampling.reporting import warn_of_devices
 
 AUTO = gm.make_mesh(chains=2, data=4)
 EXPLICIT = jax.make_mesh((2, 4), ("chains", "data"))
@@ -335,7 +335,7 @@ def test_a_numpyro_model():
     assert_same(state.log_density, expected.log_density)
 
 
-# Small data.
+# Small data, and large.
 
 
 def test_small_data_on_many_devices_are_warned_of_once_a_run(auto):
@@ -356,11 +356,32 @@ def test_enough_data_or_one_device_are_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for target in (plates(large), plates(large, small), plates(Y), plates(gm.place(Y, AUTO, P()))):
-            warn_of_small_data(target)
+            warn_of_devices(target)
         with pytest.raises(gm.SamplingWarning, match=r"LogDensity\(.*0.00 MB of rows on 4 devices"):
-            warn_of_small_data(gm.LogDensity(rows_with_effects, gm.place(Y[:40], AUTO, P("data"))))
+            warn_of_devices(gm.LogDensity(rows_with_effects, gm.place(Y[:40], AUTO, P("data"))))
         with pytest.raises(gm.SamplingWarning, match="small data on many devices"):
-            warn_of_small_data(plates(small))
+            warn_of_devices(plates(small))
+
+
+def test_large_data_on_the_only_device_of_a_cpu_of_many_cores_are_warned_of(monkeypatch):
+    def target(num_rows):
+        rows = gm.Plate(rows_with_effects, np.zeros(num_rows, np.float32))
+        return gm.Posterior(prior_of_mean, rows)
+
+    large, small = target(1 << 21), target((1 << 21) - 1)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    said = r"large data on one CPU device: Plate\(.*, 8 MB of rows, on a machine of 4 cores"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setattr("os.cpu_count", lambda: 4)
+        with pytest.raises(gm.SamplingWarning, match=said + r".*num_cpu_devices\", 4\)"):
+            warn_of_devices(large)
+        warn_of_devices(small)
+        monkeypatch.setattr("os.cpu_count", lambda: 1)
+        warn_of_devices(large)
+        monkeypatch.setattr("os.cpu_count", lambda: 4)
+        monkeypatch.setattr(jax, "device_count", lambda: 2)  # the user's choice
+        warn_of_devices(large)
 
 
 # Views and diagnostics.

@@ -270,6 +270,7 @@ class Groups:
             If leaves and keys differ in length, or a key is not among the labels.
         """
         laid, index = self._laid_rows(keys, rows)
+        self._check_laid(laid, index)
         placed = self._lay("rows", rows, laid.row, len(index), "keys, one for each row")
         nodes = jax.tree.leaves(rows, is_leaf=is_lookup_index)
         by_entry = tuple(self._by_entry(x, laid) for x in nodes if is_lookup_index(x))
@@ -357,6 +358,7 @@ class Groups:
             If a leaf has another number of rows than the process is to give.
         """
         laid, index = self._laid_rows(keys, rows)
+        self._check_laid(laid, index)
         here = rows_here(laid.row, self._sharding())
         shapes, reader = own_rows("rows", rows, here, len(index), "local_rows")
         return self._grouped(read_laid(reader, shapes, laid.row, self._sharding()), laid, index)
@@ -396,6 +398,7 @@ class Groups:
         """
         laid, index = self._laid_rows(keys, shapes)
         check_shapes(shapes, len(index), "keys, one for each row")
+        self._check_laid(laid, index)
         return self._grouped(read_laid(reader, shapes, laid.row, self._sharding()), laid, index)
 
     def _table(self, rows: PyTree) -> GroupTable:
@@ -428,13 +431,9 @@ class Groups:
     def _grouped(
         self, rows: PyTree, laid: LaidRows | LaidRuns, index: np.ndarray, by_entry: tuple = ()
     ) -> GroupedRows:
-        self._warn_of_waste(laid, index)
         if spans_processes(self.mesh):
-            by_entries = str([x and x.tiles for x in by_entry])
-            # On CPUs, tiles follow from a machine's cores.
-            tiles = str((laid.tiles, self.tile_rows, cores_of_device(self.mesh)))
-            facts = {"keys": _digest(index), "tiles": tiles, "rows by entry": by_entries}
-            require_agreement("place_rows", _facts("rows", rows) | facts)
+            by_entries = {"rows by entry": str([x and x.tiles for x in by_entry])}
+            require_agreement("place_rows", _facts("rows", rows) | by_entries)
         return GroupedRows(
             rows=rows,
             is_real=self._place(laid.is_real),
@@ -448,6 +447,14 @@ class Groups:
             num_groups=len(self),
             tile_rows=self.tile_rows,
         )
+
+    def _check_laid(self, laid: LaidRows | LaidRuns, index: np.ndarray) -> None:
+        """Warn of rows that take much room; make sure that processes lay and cut them alike."""
+        self._warn_of_waste(laid, index)
+        if spans_processes(self.mesh):
+            tiles = {"tiles": str(laid.tiles), "tile_rows": str(self.tile_rows)}
+            cores = {"cores of a device": str(cores_of_device(self.mesh))}  # tiles of CPUs follow them
+            require_agreement("place_rows", {"keys": _digest(index)} | tiles | cores)
 
     def _by_entry(self, column: LookupIndex, laid: LaidRows | LaidRuns) -> RowsByEntry | None:
         """Find a column's rows by entry; None on a CPU, which adds them up as they come."""

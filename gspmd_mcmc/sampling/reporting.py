@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.errors import CALLER_OF_SAMPLE, SamplingWarning
 from gspmd_mcmc.storage.draws import Draws
-from gspmd_mcmc.targets.checks import on_small_data
+from gspmd_mcmc.targets.checks import on_idle_cores, on_small_data
 from gspmd_mcmc.targets.resolution import on_coarse_terms, on_rounded_bijections
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.views.roofline import on_launches
@@ -220,9 +220,9 @@ class Report:
             )
 
 
-def warn_of_small_data(target: Target) -> None:
-    """Warn where one device would be faster than the many that the data lie on."""
-    if message := on_small_data(target):
+def warn_of_devices(target: Target) -> None:
+    """Warn where fewer devices than the data lie on would be faster, or more."""
+    if message := on_small_data(target) or on_idle_cores(target):
         warnings.warn(message, SamplingWarning, stacklevel=CALLER_OF_SAMPLE)
 
 

@@ -27,9 +27,9 @@ from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.sampling.reporting import (
     ChunkReport,
     Report,
+    warn_of_devices,
     warn_of_launches,
     warn_of_run,
-    warn_of_small_data,
 )
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.run_state import keep_position
@@ -244,7 +244,7 @@ def sample(
         settings["there is such a folder"] = checkpoint is not None and Path(checkpoint).is_dir()
         given["collect"] = collect
         identity.require_same_on_processes("sample", mesh, target, given, settings)
-    warn_of_small_data(target)
+    warn_of_devices(target)
     with (
         jax.numpy_dtype_promotion("standard"),  # ours rely on it; a user's may be strict
         traced_with(kernel, adaptation),

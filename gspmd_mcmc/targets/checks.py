@@ -1,5 +1,6 @@
 """What a kernel asks before it starts: is the position one, are data arguments, is the start finite."""
 
+import os
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ CONSTANT_BYTES = 1 << 20
 # A logistic regression of 0.8 MB took 2.1 times as long on 2 virtual CPU devices as on one, and 2.5 on
 # 8; of 8 MB as long, of 8 kB 3.6 and 14.5 times.
 LEAST_BYTES = 1 << 20
+# From so many bytes on, two virtual devices on two cores took 0.3 to 0.8 of the time of one.
+MANY_BYTES = 8 << 20
 # What there is instead of calls that cannot be traced.
 IN_PROGRAMS = {
     "sample": "num_chains= makes chains, and a loop goes over data sets. A program of your own takes "
@@ -203,6 +206,20 @@ def on_small_data(target: Target) -> str | None:
         "devices. If their terms are as cheap as a regression's, each gradient waits for the devices "
         "longer than one of them takes for all rows. Lay chains over the mesh, make_mesh(chains=...), "
         "or take one device"
+    )
+
+
+def on_idle_cores(target: Target) -> str | None:
+    """Say that the cores of a CPU would be faster as devices than as the one there is, or None."""
+    cores, num_devices = os.cpu_count() or 1, jax.device_count()
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves([p.data for p in target.plates]))
+    if target.platform != "cpu" or num_devices > 1 or cores == 1 or num_bytes < MANY_BYTES:
+        return None
+    return (
+        f"large data on one CPU device: {' and '.join(map(str, target.plates))}, "
+        f"{num_bytes / 1e6:.0f} MB of rows, on a machine of {cores} cores. XLA uses them better as "
+        f'devices: jax.config.update("jax_num_cpu_devices", {cores}) before JAX is first used, and '
+        f"rows placed on make_mesh(data={cores})"
     )
 
 
