@@ -18,10 +18,10 @@ from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, is_staging, is_traced, path_str
 
 CONSTANT_BYTES = 1 << 20
-# A logistic regression of 0.8 MB took 2.1 times as long on 2 virtual CPU devices as on one, and 2.5 on
-# 8; of 8 MB as long, of 8 kB 3.6 and 14.5 times.
+# A logistic regression of 0.8 MB took as long on 2 virtual CPU devices as on one, and 1.4 times on 8; of
+# 8 kB 10 and 50 times.
 LEAST_BYTES = 1 << 20
-# From so many bytes on, two virtual devices on two cores took 0.3 to 0.8 of the time of one.
+# Of so many, two virtual devices on two cores took half of the time of one.
 MANY_BYTES = 8 << 20
 # What there is instead of calls that cannot be traced.
 IN_PROGRAMS = {
