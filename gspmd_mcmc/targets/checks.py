@@ -18,8 +18,8 @@ from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, is_staging, is_traced, path_str
 
 CONSTANT_BYTES = 1 << 20
-# A logistic regression of 0.8 MB took as long on 2 virtual CPU devices as on one, and 1.4 times on 8; of
-# 8 kB 10 and 50 times.
+# A logistic regression of 0.8 MB took as long on 2 virtual CPU devices as on one, 1.4 times on 8; of 8
+# kB 10 and 50 times.
 LEAST_BYTES = 1 << 20
 # Of so many, two virtual devices on two cores took half of the time of one.
 MANY_BYTES = 8 << 20
