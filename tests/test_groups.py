@@ -208,8 +208,11 @@ def test_runs_hold_each_row_once_and_a_group_s_chunks_together():
             block_groups = len(sizes) // num_blocks
             laid = lay_runs(place, num_blocks, block_groups, 64)
             runs = laid.tiles
-            assert isinstance(runs, Runs) and runs.chunk == chunk and runs.rows <= max(64, chunk)
+            assert isinstance(runs, Runs) and runs.chunk == chunk
+            assert runs.rows <= max(64, 16 * chunk)
             assert runs.count & (runs.count - 1) == 0
+            needed = -(-np.asarray(sizes) // chunk).reshape(num_blocks, -1)
+            assert runs.count * runs.chunks < needed.sum(axis=1).max() + runs.count
             assert len(laid.row) == num_blocks * runs.count * runs.rows
             np.testing.assert_array_equal(laid.row[laid.place_of_row], np.arange(len(place)))
             assert laid.is_real.sum() == len(place) == len(set(laid.place_of_row.tolist()))

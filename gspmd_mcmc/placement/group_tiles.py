@@ -16,8 +16,8 @@ MOST_CHUNK = 64
 # What larger chunks, and again what smaller tiles, may cost in padding.
 MOST_PADDING = 1.06
 GOLDEN = (5**0.5 - 1) / 2
-# Most rows of a run: a tile of fewer is never faster.
-RUN_ROWS = 2048
+# Most rows of a run: a tile of fewer is never faster. Of fewer chunks, runs are padded much.
+RUN_ROWS, FEWEST_CHUNKS = 2048, 16
 # Fewer copies of a chunk's latents XLA fuses with what reads them, and computes for each row. So chunks
 # of a run have as many rows, and may be padded more for it, or they have one.
 FEWEST_COPIES, MOST_PADDING_FOR_COPIES = 16, 1.12
@@ -128,7 +128,7 @@ class LaidRuns:
 def lay_runs(
     place_of_row: np.ndarray, num_blocks: int, block_groups: int, run_rows: int = RUN_ROWS
 ) -> LaidRuns:
-    """Lay rows by the place of their group, in runs of at most so many rows."""
+    """Lay rows by the place of their group, in runs of at most so many rows, or of few chunks."""
     sizes = np.bincount(place_of_row, minlength=num_blocks * block_groups)
     starts = np.cumsum(sizes) - sizes
     by_group = np.argsort(place_of_row, kind="stable")
@@ -137,7 +137,8 @@ def lay_runs(
         chunk = FEWEST_COPIES if _padding(sizes, FEWEST_COPIES) <= MOST_PADDING_FOR_COPIES else 1
     chunks_of = -(-sizes // chunk).reshape(num_blocks, block_groups)
     num_chunks = max(1, int(chunks_of.sum(axis=1).max()))
-    count = 1 << (-(-num_chunks * chunk // run_rows) - 1).bit_length()
+    most_chunks = max(FEWEST_CHUNKS, run_rows // chunk)
+    count = 1 << (-(-num_chunks // most_chunks) - 1).bit_length()
     has_bare_block = not chunks_of.any(axis=1).all()
     runs = Runs(count, chunk, -(-num_chunks // count), has_bare_block)
     slot_group = np.zeros((num_blocks, runs.count * runs.chunks), np.int32)
