@@ -200,6 +200,23 @@ def test_tiles_of_a_cpu_device_of_one_core_are_small(monkeypatch, cores, devices
     assert -(-rows.rows.block_rows // rows.rows_of_tile(position)) == plain
 
 
+def test_a_block_without_rows_tells_nothing_where_its_latents_are_undefined():
+    """Only group 0 has rows; the square root is NaN for the latents of all others."""
+    rows = {"lower": np.zeros(5, np.float32)}
+    groups = gm.Groups(np.zeros(5, int), mesh_of("8"), P("data"), labels=np.arange(9), allow_empty=True)
+
+    def of_row(x, row):
+        return -jnp.sqrt(x["theta"] - row["lower"])
+
+    plate = gm.Plate(of_row, groups.place_rows(rows), local="theta")
+    target = gm.Posterior(
+        None, gm.Plate(lambda x, row: -x["theta"], groups.place(), local="theta"), plate
+    )
+    position = {"theta": jnp.full(9, -5.0).at[0].set(4.0)}
+    grad = local.cut(target, target.grad(local.lay_out(target, position)))
+    np.testing.assert_allclose(grad["theta"], [-1 - 5 / 4, *[-1.0] * 8])
+
+
 def test_runs_hold_each_row_once_and_a_group_s_chunks_together():
     rng = np.random.default_rng(0)
     for sizes, chunk in (([3, 0, 1, 4], 1), ([160, 33, 0, 95, 400, 17], 16), ([0, 0, 0, 640], 64)):
