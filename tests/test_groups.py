@@ -217,9 +217,17 @@ def test_a_block_without_rows_tells_nothing_where_its_latents_are_undefined():
     np.testing.assert_allclose(grad["theta"], [-1 - 5 / 4, *[-1.0] * 8])
 
 
+SIZES_AND_CHUNK = (
+    ([3, 0, 1, 4], 1),
+    ([24, 7, 0, 15, 40, 33], 8),
+    ([160, 33, 0, 95, 400, 17], 16),
+    ([0, 0, 0, 640], 64),
+)
+
+
 def test_runs_hold_each_row_once_and_a_group_s_chunks_together():
     rng = np.random.default_rng(0)
-    for sizes, chunk in (([3, 0, 1, 4], 1), ([160, 33, 0, 95, 400, 17], 16), ([0, 0, 0, 640], 64)):
+    for sizes, chunk in SIZES_AND_CHUNK:
         place = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
         for num_blocks in (1, 2):
             block_groups = len(sizes) // num_blocks

@@ -18,9 +18,9 @@ MOST_PADDING = 1.06
 GOLDEN = (5**0.5 - 1) / 2
 # Most rows of a run: a tile of fewer is never faster. Of fewer chunks, runs are padded much.
 RUN_ROWS, FEWEST_CHUNKS = 2048, 16
-# Fewer copies of a chunk's latents XLA fuses with what reads them, and computes for each row. So chunks
-# of a run have as many rows, and may be padded more for it, or they have one.
-FEWEST_COPIES, MOST_PADDING_FOR_COPIES = 16, 1.12
+# Rows of a run's chunks, if they are not more, and what they may cost in padding. The latents of fewer
+# rows are not worth copying: XLA computes them for each row again. Each row is then a chunk.
+COPIES, MOST_PADDING_FOR_COPIES = (16, 8), 1.12
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,9 @@ def lay_runs(
     starts = np.cumsum(sizes) - sizes
     by_group = np.argsort(place_of_row, kind="stable")
     chunk = _choose_chunk(sizes)
-    if chunk < FEWEST_COPIES:
-        chunk = FEWEST_COPIES if _padding(sizes, FEWEST_COPIES) <= MOST_PADDING_FOR_COPIES else 1
+    if chunk < max(COPIES):
+        padding_allows = (n for n in COPIES if _padding(sizes, n) <= MOST_PADDING_FOR_COPIES)
+        chunk = next(padding_allows, 1)
     chunks_of = -(-sizes // chunk).reshape(num_blocks, block_groups)
     num_chunks = max(1, int(chunks_of.sum(axis=1).max()))
     most_chunks = max(FEWEST_CHUNKS, run_rows // chunk)
