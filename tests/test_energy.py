@@ -19,6 +19,7 @@ import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.metrics import metric as metrics
+from gspmd_mcmc.targets.streaming import two_float
 from gspmd_mcmc.targets.streaming.two_float import two_float_sum, two_sum
 
 NUM_ROWS = 2_900_001
@@ -314,9 +315,14 @@ def check_sum(two_float_sum, x):
     assert wrong < 1e-10, f"wrong by {wrong}"
 
 
+# On a CPU it is a tree of pairs, on chips a reduction.
+FORMS = [two_float_sum, two_float._by_reduction]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("values", [log_likelihood_terms, terms_of_many_sizes])
-def test_two_float_sum_of_many_terms(values):
-    check_sum(two_float_sum, values())
+def test_two_float_sum_of_many_terms(values, form):
+    check_sum(form, values())
 
 
 @pytest.mark.parametrize("broken", [plain_sum, pair_sum_without_lows])
@@ -326,22 +332,37 @@ def test_a_plain_sum_is_rejected(values, broken):
         check_sum(broken, values())
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 31, 33, 1001])
-def test_two_float_sum_of_any_length(length):
+def test_two_float_sum_of_any_length(length, form):
     x = (1e4 * np.random.default_rng(length).normal(size=length)).astype(np.float32)
-    check_sum(two_float_sum, x)
-    hi, lo = two_float_sum(jnp.asarray(x))
+    check_sum(form, x)
+    hi, lo = form(jnp.asarray(x))
     assert hi == hi + lo
+
+
+def test_two_float_sums_of_chains_are_those_of_each():
+    """As chips make them, by a map over a reduction."""
+    x = np.stack([log_likelihood_terms(), terms_of_many_sizes()])
+    for each, total in zip(x, jax.jit(jax.vmap(two_float._by_reduction))(x), strict=True):
+        check_sum(lambda _, total=total: total, each)
+
+
+def test_the_derivative_of_a_two_float_sum_is_that_of_the_sum():
+    x, tangent = jnp.arange(5.0), jnp.arange(5.0) - 1
+    np.testing.assert_array_equal(jax.jvp(two_float_sum, (x,), (tangent,))[1], [5.0, 0.0])
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(two_float_sum(x)))(x), jnp.ones(5))
 
 
 # Terms that are not finite
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("length", [1, 2, 5, 64])
-def test_a_term_that_is_not_finite_shows_in_the_sum(bad, length):
+def test_a_term_that_is_not_finite_shows_in_the_sum(bad, length, form):
     for at in (0, length - 1):
         x = np.ones(length, np.float32)
         x[at] = bad
-        hi, _ = two_float_sum(jnp.asarray(x))
+        hi, _ = form(jnp.asarray(x))
         assert not np.isfinite(hi)

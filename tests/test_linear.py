@@ -98,6 +98,20 @@ def test_unsigned_bytes_as_signed_ones_are_mended(form):
     assert error(got, exact(np.asarray(x, np.float64))) < 2e-5
 
 
+@pytest.mark.parametrize(("form", "axis"), [("forward", 1), ("in blocks", 0)])
+def test_unsigned_bytes_as_signed_ones_are_right_to_the_last_bits(form, axis):
+    """Also where few bytes are not zero, and the sum of all parameters is far larger than theirs."""
+    function, y, _ = FORMS[form]
+    sparse = np.where(BYTES.cumsum(axis=axis) < 600, BYTES, 0).astype(np.uint8)
+    y, exact = 1 + jnp.abs(y), np.float64(sparse) @ np.float64(1 + np.abs(W))
+    if form == "in blocks":
+        exact = sparse.T @ np.float64(1 + np.abs(GRAD))
+    own = error(function(sparse.astype(np.int32), y, 3), exact)
+    assert error(linear_module._with_signed_bytes(function, jnp.asarray(sparse), y, 3), exact) < 4e-7
+    mended = function(sparse.astype(np.int32) - 128, y, 3) + 128 * jnp.sum(y, axis=0)[None]
+    assert error(mended, exact) > 10 * own
+
+
 def test_terms_follow_the_precision_that_is_asked_for():
     found = []
     for precision in (None, "highest", "float32", "high", "bfloat16"):
@@ -505,6 +519,26 @@ def test_a_kernel_is_there_for_chips_alone(model):
         with kernels_where(platform):
             traced = jax.make_jaxpr(lambda p, d: ours(p, d))(position, jax.tree.map(jnp.asarray, data))
         assert has_kernel(traced.jaxpr) == expected
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_alone_have_a_kernel_and_with_terms_they_have_it_on_gpus(model, monkeypatch):
+    """Terms that no gradient goes with, the Metropolis test's, have none anywhere."""
+    ours, _, data, position, local = MODELS[model]
+    found = {}
+    for platform in ("cpu", "gpu", "tpu"):
+        monkeypatch.setattr(
+            "gspmd_mcmc.targets.streaming.rows.platform_of", lambda array, mesh, of=platform: of
+        )
+        plate = gm.Plate(ours, gm.place(data, gm.make_mesh(data=8), P("data")), local=local)
+        methods = (type(plate).grad, type(plate).terms_and_grad, type(plate).terms)
+        traced = [str(jax.make_jaxpr(method)(plate, position)) for method in methods]
+        found[platform] = ["pallas_call" in text for text in traced]
+    assert found == {
+        "cpu": [False, False, False],
+        "gpu": [True, True, False],
+        "tpu": [True, False, False],
+    }
 
 
 @pytest.mark.parametrize(("width", "is_kept"), [(14_000, True), (15_000, False)])

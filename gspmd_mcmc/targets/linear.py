@@ -127,14 +127,17 @@ def _backward_in_blocks(x: jax.Array, grad: jax.Array, terms: int) -> jax.Array:
 
 
 def _with_signed_bytes(product: Callable, x: jax.Array, y: jax.Array, terms: int) -> jax.Array:
-    """Multiply unsigned bytes less 128, as a GPU converts signed ones inside a product; mend the sum.
+    """Multiply unsigned bytes as signed ones, which a GPU's compiler converts inside a product.
 
-    Not where float32's last bits count: the two parts may nearly cancel.
+    They are signed bytes plus 128, or, where float32's last bits count, plus 256 where these are
+    negative: a sum of all parameters could nearly cancel the rest of the product.
     """
-    if x.dtype != jnp.uint8 or terms == NUM_FULL:
+    if x.dtype != jnp.uint8:
         return product(x, y, terms)
-    signed = jax.lax.bitcast_convert_type(x, jnp.int8) + jnp.int8(-128)
-    return product(signed, y, terms) + 128 * jnp.sum(y, axis=0)[None]
+    signed = jax.lax.bitcast_convert_type(x, jnp.int8)
+    if terms == NUM_FULL:
+        return product(signed, y, terms) + 256 * product(signed < 0, y, terms)
+    return product(signed + jnp.int8(-128), y, terms) + 128 * jnp.sum(y, axis=0)[None]
 
 
 def _dot(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:

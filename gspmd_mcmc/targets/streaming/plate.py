@@ -132,7 +132,9 @@ class Plate:
         self, params: PyTree, hidden: Sequence[bool] | None = None
     ) -> tuple[jax.Array, PyTree]:
         """Return `terms` and `grad` from one pass."""
-        grad, out = self._with_grad(params, hidden, tiling.tile_sum)
+        # A TPU's kernels at full precision take longer than the compiler's own products.
+        kernels = "" if self.rows.platform == "tpu" else self.rows.platform
+        grad, out = self._with_grad(params, hidden, tiling.tile_sum, kernels)
         return jnp.swapaxes(out, 0, 1), grad
 
     @on_any_mesh
