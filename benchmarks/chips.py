@@ -35,6 +35,7 @@ CHIPS = ("8 x TPU v3", "8 x TPU v5e", "1 x H100", "8 x H100")
 MODELS = {"mnist": (1, 4), "movielens": (1, 2), "ratings": (1,)}  # with how many chains
 PEERS = ("blackjax", "blackjax:textbook", "numpyro", "numpyro:textbook")
 CONTENDERS = ("ours", "ours:kernel", "ours:index", *PEERS)
+OF_ALL_KERNELS = ("ours", "ours:kernel")  # of the others HMC alone
 # Forms of ours that not every model has.
 FORMS = {"ours:kernel": ("mnist", "movielens"), "ours:index": ("ratings",)}
 # Leapfrogs a second on 8 TPU v3 cores, measured by it: of one chain, of two.
@@ -119,7 +120,7 @@ def _cases(options: argparse.Namespace) -> list[dict[str, Any]]:
         for chains in MODELS[model]
         for contender in options.contenders
         if model in FORMS.get(contender, MODELS)
-        for kernel in (options.kernels if contender == "ours" else ("HMC",))
+        for kernel in (options.kernels if contender in OF_ALL_KERNELS else ("HMC",))
     ]
 
 

@@ -8,6 +8,7 @@ import pytest
 from programs import build
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.targets.streaming.two_float import two_float_sum
 
 S = jax.ShapeDtypeStruct
 ROWS, COLUMNS = 1 << 14, 1 << 10
@@ -87,3 +88,35 @@ def test_a_leapfrog_moves_the_data_and_not_more_than_it_did(model, chip, devices
     assert work.count("all-reduce") == (devices > 1) and work.count("all-gather") == 0
     said = str(plan)
     assert "as its compiler has it (facts)" in said and "at best" in said
+
+
+# NUTS by likelihoods whose gradients are kernels, of one chain on one card: terms are the compiler's.
+NUTS_IN_KERNELS = [("mnist in a kernel", 1.05 * 194e6, 45), ("movielens in kernels", 1.05 * 286e6, 76)]
+
+
+@pytest.mark.parametrize(("model", "most", "kernels"), NUTS_IN_KERNELS)
+def test_a_leapfrog_of_nuts_has_the_gradient_s_kernels(model, most, kernels):
+    plan = gm.plan(build(model, "NUTS", num_chains=1), data=1, on="H100")
+    work = plan.work("leapfrog")
+    assert plan.data_bytes < work.bytes_moved <= most
+    assert work.kernels <= kernels
+    assert plan.atomics() == ()
+
+
+# Sums of terms: what rounding loses is there in the machine code, in a reduction of few kernels.
+MANY = 60_000
+
+
+@pytest.mark.parametrize(("total", "is_kept"), [(two_float_sum, True), (jnp.sum, False)])
+def test_a_two_float_sum_on_a_card_subtracts_what_it_rounds(total, is_kept):
+    """TwoSum subtracts four times; a compiler that knew better would not subtract at all."""
+
+    def build_sum(mesh):
+        return total, gm.place(S((MANY,), jnp.float32), mesh, jax.P())
+
+    plan = gm.plan(build_sum, data=1, on="H100")
+    assembly = "\n".join(plan.compiled.assembly)
+    assert 1 <= assembly.count(".visible .entry") <= 3
+    subtractions = assembly.count("sub.rn.f32")
+    print("subtractions", subtractions)
+    assert subtractions >= 40 if is_kept else subtractions == 0
