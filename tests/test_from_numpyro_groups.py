@@ -445,7 +445,7 @@ def radon_data() -> dict[str, np.ndarray]:
 
 
 def radon(county, floor, uranium, log_radon):
-    """Not centred, as tau may be small: chains that sample its funnel ill underestimate their errors."""
+    """Not centred, as tau may be small: of its funnel, chains underestimate their errors."""
     g = numpyro.sample("g", dist.Normal(0, 2).expand([2]).to_event(1))
     b = numpyro.sample("b", dist.Normal(0, 2))
     tau, s = (numpyro.sample(name, dist.HalfNormal(1)) for name in ("tau", "s"))
