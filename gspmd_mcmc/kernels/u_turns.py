@@ -34,9 +34,9 @@ class Marks:
     at one leaf then begin at consecutive marks. The last place takes leaves that are not marked.
     """
 
-    first: PyTree  # the velocity of the subtree's first leaf
-    before: PyTree  # the velocity of the leaf before
-    sum_before: PyTree  # the sum of momenta from the doubling's start to the leaf before
+    # Leaves [marks + 1, 3, ...], one array to write: the velocities of the subtree's first leaf and of
+    # the leaf before, and the sum of momenta from the doubling's start to the leaf before.
+    vectors: PyTree
     product_before: jax.Array  # p·v of the leaf before
 
 
@@ -56,13 +56,13 @@ class Path:
 def begin(velocity: PyTree, zero: jax.Array, max_doublings: int) -> Path:
     """Return the path without leaves, after a leaf of that velocity."""
     num_marks = max(max_doublings - 1, 1)
-    none = jax.tree.map(lambda v: jnp.zeros((num_marks + 1, *v.shape), v.dtype), velocity)
+    none = jax.tree.map(lambda v: jnp.zeros((num_marks + 1, 3, *v.shape), v.dtype), velocity)
     return Path(
         velocity=velocity,
         product=zero,
         first_product=zero,
         momentum_sum=jax.tree.map(jnp.zeros_like, velocity),
-        marks=Marks(none, none, none, jnp.zeros((num_marks + 1,), zero.dtype)),
+        marks=Marks(none, jnp.zeros((num_marks + 1,), zero.dtype)),
         num_leaves=jnp.zeros((), jnp.int32),
     )
 
@@ -71,7 +71,8 @@ def add(path: Path, momentum: PyTree, velocity: PyTree) -> Path:
     """Add a leaf, and mark it if it is even, because subtrees may begin there."""
     leaf, nowhere = path.num_leaves, len(path.marks.product_before) - 1
     place = jnp.where(leaf % 2 == 0, _newest_mark(leaf), nowhere)
-    here = Marks(velocity, path.velocity, path.momentum_sum, path.product)
+    vectors = jax.tree.map(lambda *x: jnp.stack(x), velocity, path.velocity, path.momentum_sum)
+    here = Marks(vectors, path.product)
     product = dot(momentum, velocity)
     return Path(
         velocity=velocity,
@@ -117,12 +118,13 @@ def _turns(path: Path, momentum: PyTree, places: jax.Array, marks: Marks) -> jax
     All products are taken at once: where momenta are sharded, one reduction serves all of them.
     (ρ + p)·v of the leaf before is ρ·v + p·v, and at the newest leaf p·M⁻¹p′ = v·p′.
     """
+    first, before, sum_before = (jax.tree.map(lambda x, i=i: x[:, i], marks.vectors) for i in range(3))
     total = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(places), *x.shape)), path.momentum_sum)
-    rho = tree.sub(total, marks.sum_before)
+    rho = tree.sub(total, sum_before)
     at_last = _dots(rho, path.velocity)
-    spans = (_dots_each(rho, marks.first) > 0) & (at_last > 0)
-    at_before = _dots_each(rho, marks.before) + marks.product_before
-    spans_from_before = (at_before > 0) & (at_last + _dots(marks.before, momentum) > 0)
+    spans = (_dots_each(rho, first) > 0) & (at_last > 0)
+    at_before = _dots_each(rho, before) + marks.product_before
+    spans_from_before = (at_before > 0) & (at_last + _dots(before, momentum) > 0)
     of_spans, of_spans_from_before = marks_to_check(path.num_leaves - 1, places)
     return jnp.any((of_spans & ~spans) | (of_spans_from_before & ~spans_from_before))
 
@@ -145,7 +147,7 @@ def whole_turns(
         M⁻¹ of a momentum.
     """
     far_velocity, near_velocity = velocity(far), velocity(near)
-    first, last = jax.tree.map(lambda array: array[0], path.marks.first), path.velocity
+    first, last = jax.tree.map(lambda array: array[0, 0], path.marks.vectors), path.velocity
     whole, across = tree.add(momentum_sum, path.momentum_sum), tree.add(near, path.momentum_sum)
     products = [
         *(dot(whole, far_velocity), dot(whole, last)),
