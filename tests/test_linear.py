@@ -103,9 +103,8 @@ def test_unsigned_bytes_as_signed_ones_are_right_to_the_last_bits(form, axis):
     """Also where few bytes are not zero, and the sum of all parameters is far larger than theirs."""
     function, y, _ = FORMS[form]
     sparse = np.where(BYTES.cumsum(axis=axis) < 600, BYTES, 0).astype(np.uint8)
-    y, exact = 1 + jnp.abs(y), np.float64(sparse) @ np.float64(1 + np.abs(W))
-    if form == "in blocks":
-        exact = sparse.T @ np.float64(1 + np.abs(GRAD))
+    y = 1 + jnp.abs(y)
+    exact = (sparse if form == "forward" else sparse.T) @ np.asarray(y, np.float64)
     own = error(function(sparse.astype(np.int32), y, 3), exact)
     assert error(linear_module._with_signed_bytes(function, jnp.asarray(sparse), y, 3), exact) < 4e-7
     mended = function(sparse.astype(np.int32) - 128, y, 3) + 128 * jnp.sum(y, axis=0)[None]

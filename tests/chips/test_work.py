@@ -91,7 +91,7 @@ def test_a_leapfrog_moves_the_data_and_not_more_than_it_did(model, chip, devices
 
 
 # NUTS by likelihoods whose gradients are kernels, of one chain on one card: terms are the compiler's.
-NUTS_IN_KERNELS = [("mnist in a kernel", 1.05 * 194e6, 45), ("movielens in kernels", 1.05 * 286e6, 76)]
+NUTS_IN_KERNELS = [("mnist in a kernel", 1.05 * 194e6, 42), ("movielens in kernels", 1.05 * 286e6, 69)]
 
 
 @pytest.mark.parametrize(("model", "most", "kernels"), NUTS_IN_KERNELS)
@@ -115,6 +115,7 @@ def test_a_two_float_sum_on_a_card_subtracts_what_it_rounds(total, is_kept):
         return total, gm.place(S((MANY,), jnp.float32), mesh, jax.P())
 
     plan = gm.plan(build_sum, data=1, on="H100")
+    assert plan.compiled is not None
     assembly = "\n".join(plan.compiled.assembly)
     assert 1 <= assembly.count(".visible .entry") <= 3
     subtractions = assembly.count("sub.rn.f32")
