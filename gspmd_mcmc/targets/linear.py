@@ -136,7 +136,9 @@ def _with_signed_bytes(product: Callable, x: jax.Array, y: jax.Array, terms: int
         return product(x, y, terms)
     signed = jax.lax.bitcast_convert_type(x, jnp.int8)
     if terms == NUM_FULL:
-        return product(signed, y, terms) + 256 * product(signed < 0, y, terms)
+        # XLA makes one product of two that share a factor, and the other factors in memory for it.
+        apart = jax.lax.optimization_barrier(y)
+        return product(signed, y, terms) + 256 * product(signed < 0, apart, terms)
     return product(signed + jnp.int8(-128), y, terms) + 128 * jnp.sum(y, axis=0)[None]
 
 
