@@ -152,6 +152,17 @@ def test_density_and_gradient_are_those_of_looked_up_effects(name, tile_rows, is
         check_density(target, ward(), 1e-12 if is_double else 1e-5)
 
 
+@pytest.mark.parametrize("cores", [1, 64])
+def test_a_tile_of_several_runs_sums_the_gradients_of_each(monkeypatch, cores):
+    """Run by run on CPU devices of one core, and all at once on those of more."""
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    with jax.enable_x64(True):
+        target = hospital("2", tile_rows=20_000)
+        plate = target.plates[1]
+        assert plate.rows_of_tile(start()) == 16 * plate.slots.runs.rows
+        check_density(target, ward(), 1e-12)
+
+
 def test_light_rows_have_few_widths_on_a_gpu_and_heavy_ones_little_pad(monkeypatch):
     """A width is a kernel there. The shapes of tiles change no density."""
     patient = ward()[2][0]

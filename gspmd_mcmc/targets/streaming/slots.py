@@ -16,6 +16,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.placement.group_tiles import Runs, Tiles
 from gspmd_mcmc.placement.laid_groups import GroupedRows, Order
 from gspmd_mcmc.placement.lookup_index import RowsByEntry
+from gspmd_mcmc.placement.mesh import cores_of_device
 from gspmd_mcmc.placement.padding import real_in_blocks, real_rows
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.tree import pytree, static
@@ -314,12 +315,20 @@ class RunSlots(_OfGroups):
         """Copy the latents of chunks for their rows: [chunks, ...] to [rows, ...].
 
         The gradient is a sum of slices: XLA 0.10 leaves the sum that is the transpose of a broadcast to
-        a library (YNNPACK), in which it takes several times as long.
+        a library (YNNPACK), where it takes several times as long. A core adds slices of one dimension
+        with vector instructions, in a third of the time, but each run is then a kernel of its own: too
+        small to be split over the cores of a device that has several.
         """
+        has_one_core = cores_of_device(self.latents.mesh) == 1
 
         def copied(x: jax.Array) -> jax.Array:
-            of_runs = x.reshape(-1, self.runs.chunks, *x.shape[1:])
-            return jnp.concatenate([of_runs] * self.runs.chunk, axis=1).reshape(-1, *x.shape[1:])
+            num_runs = len(x) // self.runs.chunks
+            if has_one_core:
+                runs = jnp.split(x.reshape(-1), num_runs)
+                copies = jnp.concatenate([run for run in runs for _ in range(self.runs.chunk)])
+            else:
+                copies = jnp.concatenate([x.reshape(num_runs, -1)] * self.runs.chunk, axis=1)
+            return copies.reshape(-1, *x.shape[1:])
 
         return [copied(x) for x in taken]
 
