@@ -22,6 +22,7 @@ from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.targets import local
+from gspmd_mcmc.targets.streaming.slots import RunSlots
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.program.hlo import KINDS
 
@@ -159,6 +160,7 @@ def test_a_tile_of_several_runs_sums_the_gradients_of_each(monkeypatch, cores):
     with jax.enable_x64(True):
         target = hospital("2", tile_rows=20_000)
         plate = target.plates[1]
+        assert isinstance(plate.slots, RunSlots)
         assert plate.rows_of_tile(start()) == 16 * plate.slots.runs.rows
         check_density(target, ward(), 1e-12)
 
