@@ -317,17 +317,20 @@ class RunSlots(_OfGroups):
         The gradient is a sum of slices: XLA 0.10 leaves the sum that is the transpose of a broadcast to
         a library (YNNPACK), where it takes several times as long. A core adds slices of one dimension
         with vector instructions, in a third of the time, but each run is then a kernel of its own: too
-        small to be split over the cores of a device that has several.
+        small to be split over the cores of a device that has several. Nor could the compiler lay the
+        latents' other axes over a mesh axis that is not the rows'.
         """
-        has_one_core = cores_of_device(self.latents.mesh) == 1
+        mesh, chunk = self.latents.mesh, self.runs.chunk
+        others = 1 if mesh is None else mesh.size // self.latents.num_blocks
+        is_flat = cores_of_device(mesh) == others == 1
 
         def copied(x: jax.Array) -> jax.Array:
-            num_runs = len(x) // self.runs.chunks
-            if has_one_core:
-                runs = jnp.split(x.reshape(-1), num_runs)
-                copies = jnp.concatenate([run for run in runs for _ in range(self.runs.chunk)])
+            if is_flat:
+                runs = jnp.split(x.reshape(-1), len(x) // self.runs.chunks)
+                copies = jnp.concatenate([run for run in runs for _ in range(chunk)])
             else:
-                copies = jnp.concatenate([x.reshape(num_runs, -1)] * self.runs.chunk, axis=1)
+                of_runs = x.reshape(-1, self.runs.chunks, *x.shape[1:])
+                copies = jnp.concatenate([of_runs] * chunk, axis=1)
             return copies.reshape(-1, *x.shape[1:])
 
         return [copied(x) for x in taken]
