@@ -22,7 +22,6 @@ from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.targets import local
-from gspmd_mcmc.targets.streaming.slots import RunSlots
 from gspmd_mcmc.views.communication import communication
 from gspmd_mcmc.views.program.hlo import KINDS
 
@@ -151,18 +150,6 @@ def test_density_and_gradient_are_those_of_looked_up_effects(name, tile_rows, is
     with jax.enable_x64(is_double):
         target = hospital(name, tile_rows=tile_rows, as_numbers=name == "7")
         check_density(target, ward(), 1e-12 if is_double else 1e-5)
-
-
-@pytest.mark.parametrize("cores", [1, 64])
-def test_a_tile_of_several_runs_sums_the_gradients_of_each(monkeypatch, cores):
-    """Run by run on CPU devices of one core, and all at once on those of more."""
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
-    with jax.enable_x64(True):
-        target = hospital("2", tile_rows=20_000)
-        plate = target.plates[1]
-        assert isinstance(plate.slots, RunSlots)
-        assert plate.rows_of_tile(start()) == 16 * plate.slots.runs.rows
-        check_density(target, ward(), 1e-12)
 
 
 def test_light_rows_have_few_widths_on_a_gpu_and_heavy_ones_little_pad(monkeypatch):

@@ -16,7 +16,6 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.placement.group_tiles import Runs, Tiles
 from gspmd_mcmc.placement.laid_groups import GroupedRows, Order
 from gspmd_mcmc.placement.lookup_index import RowsByEntry
-from gspmd_mcmc.placement.mesh import cores_of_device
 from gspmd_mcmc.placement.padding import real_in_blocks, real_rows
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.tree import pytree, static
@@ -315,23 +314,12 @@ class RunSlots(_OfGroups):
         """Copy the latents of chunks for their rows: [chunks, ...] to [rows, ...].
 
         The gradient is a sum of slices: XLA 0.10 leaves the sum that is the transpose of a broadcast to
-        a library (YNNPACK), where it takes several times as long. A core adds slices of one dimension
-        with vector instructions, in a third of the time, but each run is then a kernel of its own: too
-        small to be split over the cores of a device that has several. Nor could the compiler lay the
-        latents' other axes over a mesh axis that is not the rows'.
+        a library (YNNPACK), in which it takes several times as long.
         """
-        mesh, chunk = self.latents.mesh, self.runs.chunk
-        others = 1 if mesh is None else mesh.size // self.latents.num_blocks
-        is_flat = cores_of_device(mesh) == others == 1
 
         def copied(x: jax.Array) -> jax.Array:
-            if is_flat:
-                runs = jnp.split(x.reshape(-1), len(x) // self.runs.chunks)
-                copies = jnp.concatenate([run for run in runs for _ in range(chunk)])
-            else:
-                of_runs = x.reshape(-1, self.runs.chunks, *x.shape[1:])
-                copies = jnp.concatenate([of_runs] * chunk, axis=1)
-            return copies.reshape(-1, *x.shape[1:])
+            of_runs = x.reshape(-1, self.runs.chunks, *x.shape[1:])
+            return jnp.concatenate([of_runs] * self.runs.chunk, axis=1).reshape(-1, *x.shape[1:])
 
         return [copied(x) for x in taken]
 
