@@ -161,34 +161,35 @@ def test_the_kernel_of_a_categorical_is_right(chip, precision, most, dtype, feat
         assert error(one, truth) < most
 
 
-# By how many chains there are, how many share a tile of a TPU's matrix unit, of two terms and of three.
-TOGETHER = {1: (1, 1), 3: (3, 1), 4: (4, 2), 6: (3, 2), 8: (4, 2)}
+# By how many chains there are, how many share a tile of a TPU's matrix unit, of two terms and of three,
+# and of a GPU.
+TOGETHER = {1: (1, 1, 1), 3: (3, 1, 3), 4: (4, 2, 4), 6: (3, 2, 6), 8: (4, 2, 8), 10: (2, 2, 5)}
 
 
+@pytest.mark.parametrize("chip", [categorical_linear_gpu, categorical_linear_tpu])
 @pytest.mark.parametrize(("precision", "most"), [("full", 1e-6), ("two terms", 2e-5)])
 @pytest.mark.parametrize("chains", TOGETHER)
-def test_chains_share_the_tiles_of_a_kernel(chains, precision, most, monkeypatch):
+def test_chains_share_the_tiles_of_a_kernel(chip, chains, precision, most, monkeypatch):
     sizes = []
-    kernel = categorical_linear_tpu._gradients
+    kernel = chip._gradients
 
     def counted(*args):
         sizes.append(len(args[4][0]))
         return kernel(*args)
 
-    monkeypatch.setattr(categorical_linear_tpu, "_gradients", counted)
-    check_chains(chains, precision, most)
-    assert sizes[-1] == TOGETHER[chains][precision == "full"]
+    monkeypatch.setattr(chip, "_gradients", counted)
+    check_chains(chip, chains, precision, most)
+    of_tpu = TOGETHER[chains][precision == "full"]
+    assert sizes[-1] == (of_tpu if chip is categorical_linear_tpu else TOGETHER[chains][2])
 
 
-def check_chains(chains, precision, most):
+def check_chains(chip, chains, precision, most):
     """Compare each chain with its own gradient in float64; the cotangent is every chain's."""
     x, scales = jnp.asarray(DTYPES["uint8"]), np.linspace(1, -1, chains).astype(np.float32)
     w, bias = scales[:, None, None] * W, scales[:, None] * BIAS
 
     def of_chain(parameters):
-        return categorical_linear_tpu.gradients(
-            x, jnp.asarray(LABELS), parameters, jnp.asarray(WEIGHTS), interpret=True
-        )
+        return chip.gradients(x, jnp.asarray(LABELS), parameters, jnp.asarray(WEIGHTS), interpret=True)
 
     with jax.default_matmul_precision(PRODUCTS[precision]):
         got = jax.vmap(of_chain)((jnp.asarray(w), jnp.asarray(bias)))
@@ -198,21 +199,23 @@ def check_chains(chains, precision, most):
             assert error(one[chain], truth) < most
 
 
-def test_chains_that_are_interchanged_would_be_seen(monkeypatch):
-    kernel = categorical_linear_tpu._gradients
+@pytest.mark.parametrize("chip", [categorical_linear_gpu, categorical_linear_tpu])
+def test_chains_that_are_interchanged_would_be_seen(chip, monkeypatch):
+    kernel = chip._gradients
 
     def interchanged(*args):
         return jax.tree.map(lambda a: a[::-1], kernel(*args))
 
-    monkeypatch.setattr(categorical_linear_tpu, "_gradients", interchanged)
+    monkeypatch.setattr(chip, "_gradients", interchanged)
     with pytest.raises(AssertionError):
-        check_chains(4, "two terms", 2e-5)
+        check_chains(chip, 4, "two terms", 2e-5)
 
 
-def test_chains_with_rows_of_their_own_are_right():
+@pytest.mark.parametrize("chip", [categorical_linear_gpu, categorical_linear_tpu])
+def test_chains_with_rows_of_their_own_are_right(chip):
     x = jnp.asarray(DTYPES["uint8"])
     rows = jnp.stack([x, x[::-1]])
-    kernel = functools.partial(categorical_linear_tpu.gradients, interpret=True)
+    kernel = functools.partial(chip.gradients, interpret=True)
     args = (jnp.asarray(LABELS), (jnp.asarray(W), jnp.asarray(BIAS)), jnp.asarray(WEIGHTS))
     got = jax.vmap(kernel, (0, None, None, None))(rows, *args)
     for i in range(2):
@@ -248,6 +251,7 @@ FULL, HIGH = 1e-6, 2e-5  # what derivatives may be off by, and where factors hav
     ("chip", "precision", "most"),
     [
         (inner_products_gpu, "highest", FULL),
+        (inner_products_gpu, "high", HIGH),
         (inner_products_tpu, "highest", FULL),
         (inner_products_tpu, "high", 3e-3),  # residuals have 8 bits
     ],

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 
 from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms, sum_of_terms
 from gspmd_mcmc.targets.fused import tpu_cost, tpu_numbers
+from gspmd_mcmc.targets.fused.chains import largest_part, of_chains_together
 
 TILE_BYTES = (
     2 << 20
@@ -32,36 +33,10 @@ def gradients(
     which takes no longer than one of them.
     """
     terms = num_terms()
-    of_chains = partial(_gradients, terms, interpret)
-
-    def of_one(x, labels, *chain):
-        return jax.tree.map(
-            lambda a: a[0], of_chains(x, labels, *jax.tree.map(lambda a: a[None], chain))
-        )
-
-    def of_many(chains, is_batched, x, labels, *each):
-        of_data, of_each = is_batched[:2], tuple(is_batched[2:])
-        each = jax.tree.map(
-            lambda a, is_batched: a if is_batched else jnp.broadcast_to(a, (chains, *a.shape)),
-            *(each, of_each),
-        )
-        if any(of_data):  # chains that have rows of their own
-            axes = (0 if is_batched else None for is_batched in of_data)
-            return jax.vmap(of_one, (*axes, 0, 0))(x, labels, *each), (True, True)
-        together = _together(chains, terms * _padded(each[0][0].shape[-1]))
-        parts = jax.tree.map(lambda a: a.reshape(-1, together, *a.shape[1:]), each)
-        found = jax.vmap(of_chains, (None, None, 0, 0))(x, labels, *parts)
-        return jax.tree.map(lambda a: a.reshape(chains, *a.shape[2:]), found), (True, True)
-
-    of_chain = jax.custom_batching.custom_vmap(of_one)
-    of_chain.def_vmap(of_many)
+    # As many chains share a tile as the matrix unit holds.
+    most = tpu_cost.SIDE // (terms * _padded(parameters[0].shape[-1]))
+    of_chain = of_chains_together(partial(_gradients, terms, interpret), lambda n: largest_part(n, most))
     return of_chain(x, labels, parameters, cotangent)
-
-
-def _together(chains: int, height: int) -> int:
-    """Return how many chains share a tile: as many, of equal parts, as the matrix unit holds."""
-    most = max(1, tpu_cost.SIDE // height)
-    return next(n for n in range(min(most, chains), 0, -1) if chains % n == 0)
 
 
 def _padded(classes: int) -> int:

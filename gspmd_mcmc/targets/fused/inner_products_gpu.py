@@ -1,8 +1,9 @@
 """The gradient of a factor model's terms as two kernels of a GPU.
 
 One goes over the columns of a few rows, the other over the rows of a few columns. Each makes the logits
-anew, which costs less than to write and read them, and no two programs add to the same number: there
-are no atomics, and results are the same each time.
+anew, which costs less than to write and read them. Programs that go over parts of the same columns or
+rows keep sums of their own, which are added up at the end: there are no atomics, and results are the
+same each time.
 """
 
 from collections.abc import Callable
@@ -14,12 +15,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms
 from gspmd_mcmc.targets.fused.tracing import slope_of_cells
 
-# Rows and columns of a tile, of the kernel by rows and of that by columns: a program owns few, so that
-# there are enough programs for all cores.
-BY_ROWS, BY_COLUMNS = (32, 128), (128, 32)
-MULTIPLE = 128  # factors are padded to it, so that only cells need masks
+# Rows and columns of a tile, of so few numbers that a program needs few registers and a core runs many.
+# Rows and columns are padded to it, so that only cells need masks.
+SIDE = 64
+PROGRAMS = 768  # at least, where there are as many tiles: enough for the cores of a large GPU
+LEAST_RANK = 16  # that a product of a tile takes
+SETTINGS = triton.CompilerParams(num_warps=4, num_stages=3)
 
 
 def gradients(
@@ -31,72 +35,76 @@ def gradients(
 ) -> tuple:
     """Return the derivatives of ``cotangent · terms`` in rows, columns and their biases."""
     rows, columns, row_bias, column_bias = factors
-    (num, rank), width = rows.shape, len(columns)
-    padded_rank = max(16, 1 << (rank - 1).bit_length())
-    x, w = (_pad(_pad(a, 1, padded_rank), 0, MULTIPLE) for a in (rows, columns))
-    u, c, v = (_pad(a, 0, MULTIPLE) for a in (row_bias, cotangent, column_bias))
+    num, width, rank = len(rows), len(columns), rows.shape[1]
+    padded = max(LEAST_RANK, 1 << (rank - 1).bit_length())
+    x, w = (
+        jnp.stack(bfloat16_terms(_pad(_pad(a, 1, padded), 0, SIDE), num_terms()))
+        for a in (rows, columns)
+    )
+    u, c, v = (_pad(a, 0, SIDE) for a in (row_bias, cotangent, column_bias))
+    slope: Any = slope_of_cells(term, rows, cells, (SIDE, SIDE))
 
-    def run(kernel, tile, count, own):
-        slope: Any = slope_of_cells(term, rows, cells, tile)
-        shapes = ((count, padded_rank), (count,))
-        return pl.pallas_call(
-            partial(kernel, partial(_residuals, slope, (num, width), tile, len(cells)), tile),
-            grid=(count // own,),
+    def run(axis, own, along):
+        own, along = -(-own // SIDE), -(-along // SIDE)  # in tiles
+        parts = min(along, -(-PROGRAMS // own))
+        shapes = (parts, own * SIDE, padded), (parts, own * SIDE)
+        of_factors, of_bias = pl.pallas_call(
+            partial(_kernel, slope, (num, width), len(cells), axis, along),
+            grid=(own, parts),
             out_shape=[jax.ShapeDtypeStruct(shape, rows.dtype) for shape in shapes],
-            compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+            compiler_params=SETTINGS,
             interpret=interpret,
-        )(*cells, x, u, c, w, v)
+            name=("by_rows", "by_columns")[axis],
+        )(*cells, x, w, u, v, c)
+        return jnp.sum(of_factors, axis=0)[:, :rank], jnp.sum(of_bias, axis=0)
 
-    by_rows, by_row_bias = run(partial(_by_rows, width), BY_ROWS, len(x), BY_ROWS[0])
-    by_columns, by_column_bias = run(partial(_by_columns, num), BY_COLUMNS, len(w), BY_COLUMNS[1])
-    return (
-        *(by_rows[:num, :rank], by_columns[:width, :rank]),
-        *(by_row_bias[:num], by_column_bias[:width]),
-    )
-
-
-def _by_rows(width: int, residuals_at: Callable, tile: tuple, *refs: Any) -> None:
-    *inputs, by_rows, by_bias = refs
-    start = pl.program_id(0) * tile[0]
-
-    def add(step, sums):
-        residuals, _, w = residuals_at(inputs, start, step * tile[1])
-        return sums[0] + jnp.dot(residuals, w), sums[1] + jnp.sum(residuals, axis=1)
-
-    zeros = jnp.zeros((tile[0], by_rows.shape[1])), jnp.zeros(tile[0])
-    here = pl.ds(start, tile[0])
-    by_rows[here, :], by_bias[here] = jax.lax.fori_loop(0, -(-width // tile[1]), add, zeros)
+    by_rows, by_row_bias = run(0, num, width)
+    by_columns, by_column_bias = run(1, width, num)
+    return by_rows[:num], by_columns[:width], by_row_bias[:num], by_column_bias[:width]
 
 
-def _by_columns(num: int, residuals_at: Callable, tile: tuple, *refs: Any) -> None:
-    *inputs, by_columns, by_bias = refs
-    start = pl.program_id(0) * tile[1]
+def _kernel(
+    slope: Callable, shape: tuple[int, int], num_cells: int, axis: int, tiles: int, *refs: Any
+) -> None:
+    """Add up the residuals of a tile's own rows (axis 0) or columns (1) over a part of the others.
+
+    The own ones come first in all that is computed, whichever they are.
+    """
+    cells, (x, w, u, v, cotangent, of_factors, of_bias) = refs[:num_cells], refs[num_cells:]
+    own, part, parts = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+    here, (terms, _, padded) = pl.ds(own * SIDE, SIDE), x.shape
+    (of_own, own_biases), (of_others, other_biases) = ((x, u), (w, v))[:: 1 - 2 * axis]
+    factors, bias = [of_own[i, here, :] for i in range(terms)], own_biases[here]
+
+    is_own = own * SIDE + jnp.arange(SIDE, dtype=jnp.int32) < shape[axis]
 
     def add(step, sums):
-        residuals, x, _ = residuals_at(inputs, step * tile[0], start)
-        return sums[0] + jnp.dot(residuals.T, x), sums[1] + jnp.sum(residuals, axis=0)
+        other = part + step * parts
+        there = pl.ds(other * SIDE, SIDE)
+        is_other = other * SIDE + jnp.arange(SIDE, dtype=jnp.int32) < shape[1 - axis]
+        others = [of_others[i, there, :] for i in range(terms)]
+        logits = _product(factors, [a.T for a in others])
+        logits += bias[:, None] + other_biases[there][None, :]
+        if axis == 0:
+            is_cell, weights = is_own[:, None] & is_other[None, :], cotangent[here][:, None]
+            values = [triton.load(ref.at[here, there], mask=is_cell, other=0) for ref in cells]
+        else:
+            is_cell, weights = is_other[:, None] & is_own[None, :], cotangent[there][None, :]
+            values = [triton.load(ref.at[there, here], mask=is_cell, other=0).T for ref in cells]
+        is_cell = is_own[:, None] & is_other[None, :]
+        residuals = jnp.where(is_cell, slope(logits, *values) * weights, 0.0)
+        split = bfloat16_terms(residuals, terms, in_kernel=True)
+        return sums[0] + _product(split, others), sums[1] + jnp.sum(residuals, axis=1)
 
-    zeros = jnp.zeros((tile[1], by_columns.shape[1])), jnp.zeros(tile[1])
-    here = pl.ds(start, tile[1])
-    by_columns[here, :], by_bias[here] = jax.lax.fori_loop(0, -(-num // tile[0]), add, zeros)
+    steps = (tiles - part + parts - 1) // parts
+    zeros = jnp.zeros((SIDE, padded)), jnp.zeros(SIDE)
+    of_factors[part, here, :], of_bias[part, here] = jax.lax.fori_loop(0, steps, add, zeros)
 
 
-def _residuals(
-    slope: Callable, shape: tuple, tile: tuple, num_cells: int, inputs: list, row: Any, column: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the residuals of the tile that begins at a row and a column, and its factors."""
-    cells, (rows, row_bias, cotangent, columns, column_bias) = inputs[:num_cells], inputs[num_cells:]
-    at = pl.ds(row, tile[0]), pl.ds(column, tile[1])
-    is_row, is_column = (
-        start + jnp.arange(size, dtype=jnp.int32) < end
-        for start, size, end in zip((row, column), tile, shape, strict=True)
-    )
-    is_cell = is_row[:, None] & is_column[None, :]
-    x, w = rows[at[0], :], columns[at[1], :]
-    logits = jnp.dot(x, w.T) + row_bias[at[0]][:, None] + column_bias[at[1]][None, :]
-    values = [triton.load(ref.at[at], mask=is_cell, other=0) for ref in cells]
-    residuals = slope(logits, *values) * cotangent[at[0]][:, None]
-    return jnp.where(is_cell, residuals, 0.0), x, w
+def _product(left: list[jax.Array], right: list[jax.Array]) -> jax.Array:
+    """Multiply sums of terms, without what is less than the last of them."""
+    pairs = [(a, b) for i, a in enumerate(left) for b in right[: len(right) - i]]
+    return sum(jnp.dot(a, b, preferred_element_type=jnp.float32) for a, b in reversed(pairs))  # pyright: ignore[reportReturnType]
 
 
 def _pad(array: jax.Array, axis: int, multiple: int) -> jax.Array:

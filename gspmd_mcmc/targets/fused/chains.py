@@ -1,0 +1,48 @@
+"""Kernels that read the data once for several chains."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+def of_chains_together(
+    of_chains: Callable, together: Callable[[int], int]
+) -> Callable[[jax.Array, jax.Array, tuple, jax.Array], tuple]:
+    """Return the gradients of one chain, which under ``vmap`` are computed for several at a time.
+
+    Parameters
+    ----------
+    of_chains
+        ``of_chains(x, labels, parameters, cotangent)``, where parameters and cotangents begin with an
+        axis of chains, as its results do.
+    together
+        How many of so many chains it is called with; a divisor of their number.
+    """
+
+    def of_one(x, labels, *chain):
+        return jax.tree.map(
+            lambda a: a[0], of_chains(x, labels, *jax.tree.map(lambda a: a[None], chain))
+        )
+
+    def of_many(chains, is_batched, x, labels, *each):
+        of_data, of_each = is_batched[:2], tuple(is_batched[2:])
+        each = jax.tree.map(
+            lambda a, is_batched: a if is_batched else jnp.broadcast_to(a, (chains, *a.shape)),
+            *(each, of_each),
+        )
+        if any(of_data):  # chains that have rows of their own
+            axes = (0 if is_batched else None for is_batched in of_data)
+            return jax.vmap(of_one, (*axes, 0, 0))(x, labels, *each), (True, True)
+        parts = jax.tree.map(lambda a: a.reshape(-1, together(chains), *a.shape[1:]), each)
+        found = jax.vmap(of_chains, (None, None, 0, 0))(x, labels, *parts)
+        return jax.tree.map(lambda a: a.reshape(chains, *a.shape[2:]), found), (True, True)
+
+    of_chain = jax.custom_batching.custom_vmap(of_one)
+    of_chain.def_vmap(of_many)
+    return of_chain
+
+
+def largest_part(chains: int, most: int) -> int:
+    """Return into how large parts chains are cut: the largest divisor of their number up to ``most``."""
+    return next(n for n in range(max(1, min(most, chains)), 0, -1) if chains % n == 0)
