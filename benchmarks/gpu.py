@@ -28,6 +28,7 @@ from benchmarks import environment, ess, mnist_data, movielens_data
 from benchmarks.chips import leapfrog_of
 from benchmarks.harness import Entrant, interpreter, launch, stopwatch
 from benchmarks.results import spread
+from gspmd_mcmc.sampling.run_state import LOOPS_IN_GRAPHS
 from gspmd_mcmc.views.program.hlo import read_program
 from gspmd_mcmc.views.roofline import Roofline, roofline
 from gspmd_mcmc.views.throughput import THROUGHPUTS, Throughput, measure_throughput
@@ -39,6 +40,8 @@ LEAPFROGS, STEP_SIZES = 20, {"mnist": 1e-3, "movielens": 2e-3}
 ENOUGH_S = 360.0  # after so long no further plan begins: the effective draws come last
 ALL_S, LEAST_S = 570.0, 45.0  # of the whole command; that a contender of the effective draws has
 IMAGES, USERS, MOVIES = 60_000, 6040, 3706
+# Loops are CUDA graphs, of every contender, as `sample` has its own.
+GRAPHS = " ".join(f"--{name}={value}" for name, value in LOOPS_IN_GRAPHS.items())
 PREDICTIONS = ("by_data_sheet", "by_measured_throughput")
 CARDS = {  # in the names of JAX's devices
     **{"H100": "H100 80GB", "H200": "H200", "B200": "B200", "A100-SXM4-80GB": "A100 80GB"},
@@ -51,6 +54,7 @@ def main(argv: list[str]) -> int:
     options = _options(argv)
     # Processes share the card: none may take three quarters of its memory at its start.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {GRAPHS}".strip()
     console = Console(width=None if sys.stdout.isatty() else 170)
     took, rows = stopwatch(), []
     device = jax.devices()[0]

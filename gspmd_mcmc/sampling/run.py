@@ -37,6 +37,7 @@ from gspmd_mcmc.sampling.run_state import (
     Fixed,
     RunState,
     advance,
+    advance_in_graphs,
     begin_window,
     empty_buffers,
     end_stage,
@@ -199,7 +200,7 @@ class Run:
     def chunk(self, count: int, *, slot: int = 0, thin: int = 1) -> None:
         """Take ``count`` steps of warm-up, or of ``thin`` steps a draw, and report them."""
         is_warmup, steps = not self.is_warm, count * thin
-        self.state, told = advance(
+        self.state, told = self._advance(
             self.state, self.adaptation, self.fixed, self.draw, is_warmup, slot, steps, thin
         )
         self.done, told = to_host((self.state.counters, told))
@@ -214,7 +215,11 @@ class Run:
     def program(self) -> str:
         """Return the text of the program of the steps; what has run is not compiled again."""
         args = (self.state, self.adaptation, self.fixed, self.draw, not self.is_warm, 0, 1, 1)
-        return advance.lower(*args).compile().as_text() or ""
+        return self._advance.lower(*args).compile().as_text() or ""
+
+    @property
+    def _advance(self) -> Any:
+        return advance_in_graphs if self.fixed.target.platform == "gpu" else advance
 
     @property
     def groups(self) -> dict[str, GroupLabels]:

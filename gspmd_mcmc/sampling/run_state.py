@@ -206,8 +206,7 @@ def set_up(
     return fixed.moved(first, run)
 
 
-@partial(jax.jit, donate_argnames="run")
-def advance(
+def _advance(
     run: RunState,
     adaptation: Adaptation,
     fixed: Fixed,
@@ -266,6 +265,17 @@ def advance(
         "divergent": divergent,
         "step_size": jnp.mean(run.kernel.step_size),
     }
+
+
+# On a GPU the loops of the steps are CUDA graphs. By default only what is between loops is one: the host
+# starts the kernels of each leapfrog, and waits for each loop's condition. Loops with collectives, which
+# nobody has tried so, stay as they are.
+LOOPS_IN_GRAPHS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
+    "CONDITIONAL,WHILE"
+}
+advance = jax.jit(_advance, donate_argnames="run")
+advance_in_graphs = jax.jit(_advance, donate_argnames="run", compiler_options=LOOPS_IN_GRAPHS)
 
 
 @partial(jax.jit, donate_argnames="run")
