@@ -211,6 +211,9 @@ def test_a_refusal_reaches_the_parent_and_an_assembly_too(monkeypatch, tmp_path)
     options = {"axes": {"data": 8}, "donated": [], "topology": CHIPS["TPU v3"].topology(8)}
     with pytest.raises(aot_compilation.Refused, match=r"^Ran out of memory on HBM\.$"):
         aot_compilation._compile(b"", options)
+    written = {"text": "", "assembly": []}
+    with pytest.raises(RuntimeError, match="left no assembly, without which no atomic operation"):
+        aot_compilation._compile(b"", options | {"topology": CHIPS["H100"].topology(8)})
     written = {"text": "", "assembly": ["atom"]}
     assert aot_compilation._compile(b"", options | {"topology": None})["assembly"] == ["atom"]
 

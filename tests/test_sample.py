@@ -974,3 +974,26 @@ def test_an_axis_of_one_device_cuts_nothing():
     options = {"num_chains": 2, "num_warmup": 0, "num_samples": 3, "progress": False}
     draws = gm.sample(jax.random.key(0), target, {"w": w}, kernel=gm.HMC(target, 0.1, 2), **options)
     assert np.all(np.isfinite(draws.position["w"]))
+
+
+def test_on_a_gpu_loops_are_graphs_and_draws_are_the_same(monkeypatch):
+    """Compiled with the options of a GPU's programs, which a CPU's compiler takes too."""
+    target = gm.LogDensity(lambda position: -0.5 * jnp.sum(position["x"] ** 2))
+
+    def draws():
+        settings = {"num_warmup": 20, "num_samples": 10, "progress": False}
+        return gm.sample(jax.random.key(seed(0)), target, {"x": jnp.zeros(3)}, **settings).position["x"]
+
+    plain, used = draws(), []
+    in_graphs = run.advance_in_graphs
+
+    def counted(*args):
+        used.append(args)
+        return in_graphs(*args)
+
+    monkeypatch.setattr(run, "advance_in_graphs", counted)
+    np.testing.assert_array_equal(draws(), plain)
+    assert not used  # not on a CPU
+    monkeypatch.setattr(run, "LAUNCHED", ("cpu",))
+    np.testing.assert_array_equal(draws(), plain)
+    assert used

@@ -27,7 +27,7 @@ from gspmd_mcmc.multihost.agreement import least
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.laid_groups import GroupLabels
 from gspmd_mcmc.placement.layout import Layout
-from gspmd_mcmc.sampling.reporting import Report, marked
+from gspmd_mcmc.sampling.reporting import LAUNCHED, Report, marked
 from gspmd_mcmc.sampling.run_state import (
     HELD,
     LEARNED,
@@ -219,7 +219,7 @@ class Run:
 
     @property
     def _advance(self) -> Any:
-        return advance_in_graphs if self.fixed.target.platform == "gpu" else advance
+        return advance_in_graphs if self.fixed.target.platform in LAUNCHED else advance
 
     @property
     def groups(self) -> dict[str, GroupLabels]:

@@ -267,9 +267,9 @@ def _advance(
     }
 
 
-# On a GPU the loops of the steps are CUDA graphs. By default only what is between loops is one: the host
-# starts the kernels of each leapfrog, and waits for each loop's condition. Loops with collectives, which
-# nobody has tried so, stay as they are.
+# On a GPU the loops of the steps are CUDA graphs. By default only what is between loops is one: the
+# host starts the kernels of each leapfrog, and waits for each loop's condition. Loops with collectives,
+# which nobody has tried so, stay as they are.
 LOOPS_IN_GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
     "CONDITIONAL,WHILE"

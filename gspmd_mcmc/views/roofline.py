@@ -278,6 +278,7 @@ def on_launches(text: str, seconds: float, num_chains: int) -> str | None:
     launches = work.kernels * GPU_LAUNCH_SECONDS + work.readbacks * GPU_READBACK_SECONDS
     if launches < BOUND_SHARE * seconds:
         return None
+    launches = min(launches, seconds)  # in a CUDA graph they may take less
     return (
         f"bound by launches: a leapfrog of {num_chains} chains took {time_text(seconds)} and starts "
         f"{work.kernels} kernels, about {time_text(launches)} of that. More chains cost next to "

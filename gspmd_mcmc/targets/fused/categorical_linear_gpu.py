@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms
-from gspmd_mcmc.targets.fused.chains import largest_part, of_chains_together
+from gspmd_mcmc.targets.fused.chains import of_chains_together
 
 # Of a tile, so that a program's sums and operands are few registers and a core runs many programs.
 ROWS, FEATURES = 64, 64
@@ -38,8 +38,7 @@ def gradients(
     """
     most = MOST_COLUMNS // _padded(parameters[0].shape[-1])
     of_chains = partial(_gradients, num_terms(), interpret)
-    of_chain = of_chains_together(of_chains, lambda chains: largest_part(chains, most))
-    return of_chain(x, labels, parameters, cotangent)
+    return of_chains_together(of_chains, most)(x, labels, parameters, cotangent)
 
 
 def _padded(classes: int) -> int:

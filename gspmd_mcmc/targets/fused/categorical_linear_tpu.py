@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms, sum_of_terms
 from gspmd_mcmc.targets.fused import tpu_cost, tpu_numbers
-from gspmd_mcmc.targets.fused.chains import largest_part, of_chains_together
+from gspmd_mcmc.targets.fused.chains import of_chains_together
 
 TILE_BYTES = (
     2 << 20
@@ -33,10 +33,9 @@ def gradients(
     which takes no longer than one of them.
     """
     terms = num_terms()
-    # As many chains share a tile as the matrix unit holds.
     most = tpu_cost.SIDE // (terms * _padded(parameters[0].shape[-1]))
-    of_chain = of_chains_together(partial(_gradients, terms, interpret), lambda n: largest_part(n, most))
-    return of_chain(x, labels, parameters, cotangent)
+    of_chains = partial(_gradients, terms, interpret)
+    return of_chains_together(of_chains, most)(x, labels, parameters, cotangent)
 
 
 def _padded(classes: int) -> int:

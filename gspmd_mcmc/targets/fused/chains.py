@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def of_chains_together(
-    of_chains: Callable, together: Callable[[int], int]
+    of_chains: Callable, most: int
 ) -> Callable[[jax.Array, jax.Array, tuple, jax.Array], tuple]:
     """Return the gradients of one chain, which under ``vmap`` are computed for several at a time.
 
@@ -16,14 +16,13 @@ def of_chains_together(
     of_chains
         ``of_chains(x, labels, parameters, cotangent)``, where parameters and cotangents begin with an
         axis of chains, as its results do.
-    together
-        How many of so many chains it is called with; a divisor of their number.
+    most
+        Of how many chains it is called at most: of equal parts of all.
     """
 
     def of_one(x, labels, *chain):
-        return jax.tree.map(
-            lambda a: a[0], of_chains(x, labels, *jax.tree.map(lambda a: a[None], chain))
-        )
+        each = jax.tree.map(lambda a: a[None], chain)
+        return jax.tree.map(lambda a: a[0], of_chains(x, labels, *each))
 
     def of_many(chains, is_batched, x, labels, *each):
         of_data, of_each = is_batched[:2], tuple(is_batched[2:])
@@ -34,15 +33,11 @@ def of_chains_together(
         if any(of_data):  # chains that have rows of their own
             axes = (0 if is_batched else None for is_batched in of_data)
             return jax.vmap(of_one, (*axes, 0, 0))(x, labels, *each), (True, True)
-        parts = jax.tree.map(lambda a: a.reshape(-1, together(chains), *a.shape[1:]), each)
+        together = next(n for n in range(max(1, min(most, chains)), 0, -1) if chains % n == 0)
+        parts = jax.tree.map(lambda a: a.reshape(-1, together, *a.shape[1:]), each)
         found = jax.vmap(of_chains, (None, None, 0, 0))(x, labels, *parts)
         return jax.tree.map(lambda a: a.reshape(chains, *a.shape[2:]), found), (True, True)
 
     of_chain = jax.custom_batching.custom_vmap(of_one)
     of_chain.def_vmap(of_many)
     return of_chain
-
-
-def largest_part(chains: int, most: int) -> int:
-    """Return into how large parts chains are cut: the largest divisor of their number up to ``most``."""
-    return next(n for n in range(max(1, min(most, chains)), 0, -1) if chains % n == 0)

@@ -77,7 +77,11 @@ def compile_aot(
     donated = _hinted(lambda: _donated(function, args))
     flat = jax.jit(_on_leaves(function, args))
     platforms = ["cpu" if chip is None else chip.lowered_for]
-    exported = _hinted(lambda: export.export(flat, platforms=platforms, disabled_checks=_OURS)(*shapes))
+    # The mesh says to kernels for which chip they are.
+    with jax.sharding.use_abstract_mesh(mesh):
+        exported = _hinted(
+            lambda: export.export(flat, platforms=platforms, disabled_checks=_OURS)(*shapes)
+        )
     try:
         program = bytes(exported.serialize())
     except ImportError as error:
@@ -213,6 +217,11 @@ def _compile(program: bytes, options: dict[str, Any]) -> dict[str, Any]:
     if "refusal" in found:
         # What follows lists the program's allocations, of a kernel thousands.
         raise Refused(found["refusal"].removeprefix("RESOURCE_EXHAUSTED: ").split("\n\n")[0])
+    if (options["topology"] or {}).get("platform") == "cuda" and not found["assembly"]:
+        raise RuntimeError(
+            "the GPU's compiler left no assembly, without which no atomic operation would be seen. JAX "
+            f"{jax.__version__} may not know --xla_dump_emitter_re: install another version"
+        )
     return found
 
 
@@ -237,7 +246,9 @@ def _for_chips(folder: Path) -> dict[str, str]:
         "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {schedules}".strip(),
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # This process may have loaded it, looking for a TPU.
-        "XLA_FLAGS": f"--xla_gpu_autotune_level=0 --xla_dump_to={folder / 'dump'}",
+        # Before JAX 0.11 assembly was left unasked.
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_dump_emitter_re=ptx "
+        f"--xla_dump_to={folder / 'dump'}",
         "JAX_ENABLE_COMPILATION_CACHE": "0",  # What comes from a cache leaves no assembly.
     }
 
