@@ -206,7 +206,8 @@ def set_up(
     return fixed.moved(first, run)
 
 
-def _advance(
+@partial(jax.jit, donate_argnames="run")
+def advance(
     run: RunState,
     adaptation: Adaptation,
     fixed: Fixed,
@@ -274,8 +275,9 @@ LOOPS_IN_GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
     "CONDITIONAL,WHILE"
 }
-advance = jax.jit(_advance, donate_argnames="run")
-advance_in_graphs = jax.jit(_advance, donate_argnames="run", compiler_options=LOOPS_IN_GRAPHS)
+advance_in_graphs = jax.jit(
+    advance.__wrapped__, donate_argnames="run", compiler_options=LOOPS_IN_GRAPHS
+)
 
 
 @partial(jax.jit, donate_argnames="run")
