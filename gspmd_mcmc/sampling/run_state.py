@@ -276,7 +276,9 @@ LOOPS_IN_GRAPHS = {
     "CONDITIONAL,WHILE"
 }
 advance_in_graphs = jax.jit(
-    advance.__wrapped__, donate_argnames="run", compiler_options=LOOPS_IN_GRAPHS
+    advance.__wrapped__,  # pyright: ignore[reportAttributeAccessIssue]
+    donate_argnames="run",
+    compiler_options=LOOPS_IN_GRAPHS,
 )
 
 

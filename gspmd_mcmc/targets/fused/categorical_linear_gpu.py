@@ -65,7 +65,7 @@ def _gradients(
     call = partial(pl.pallas_call, compiler_params=SETTINGS, interpret=interpret)
     shape = jax.ShapeDtypeStruct
     residuals, of_bias = call(
-        partial(_residuals, x.shape, classes),
+        partial(_residuals, (num, features), classes),
         grid=(tiles,),
         out_shape=[
             shape((chains * terms * classes, tiles * ROWS), jnp.bfloat16),
@@ -73,7 +73,7 @@ def _gradients(
         ],
     )(x, labels, cotangent, factors, biases)
     of_w = call(
-        partial(_products, x.shape, (chains, terms, classes)),
+        partial(_products, (num, features), (chains, terms, classes)),
         grid=(parts, blocks),
         out_shape=shape((chains * blocks * classes, height), w.dtype),
     )(x, residuals)
