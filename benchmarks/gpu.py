@@ -1,11 +1,12 @@
 """Ours beside the peers on this machine's GPU, and what was predicted beside what is measured.
 
 ``python -m benchmarks gpu [--out FILE.json]``: nothing to choose, under ten minutes. Leapfrogs a second
-of MNIST and MovieLens by HMC, then effective draws a second of one model. Each program's own text, as
-it was compiled here, gives its bytes, kernels and arithmetic. Its roofline comes from the card's data
-sheet, and from the bandwidth, products and launches that are measured here first. Real data are read
-where ``--data-dir`` or GSPMD_MCMC_DATA names them; speed does not depend on them, so simulated ones of
-the same shapes stand in elsewhere. Peers run where `make peers` put them, with a jax for the card.
+of MNIST, MovieLens and two models of groups by HMC, then effective draws a second of one model. Each
+program's own text, as it was compiled here, gives its bytes, kernels and arithmetic. Its roofline comes
+from the card's data sheet, and from the bandwidth, products and launches that are measured here first.
+Real data are read where ``--data-dir`` or GSPMD_MCMC_DATA names them; speed does not depend on them, so
+simulated ones of the same shapes stand in elsewhere. Peers run where `make peers` put them, with a jax
+for the card.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import environment, ess, mnist_data, movielens_data
+from benchmarks import environment, ess, groups_data, mnist_data, movielens_data
 from benchmarks.chips import leapfrog_of
 from benchmarks.harness import Entrant, interpreter, launch, stopwatch
 from benchmarks.results import spread
@@ -33,10 +34,12 @@ from gspmd_mcmc.views.program.hlo import read_program
 from gspmd_mcmc.views.roofline import Roofline, roofline
 from gspmd_mcmc.views.throughput import THROUGHPUTS, Throughput, measure_throughput
 
-PLANS = (("mnist", 1), ("movielens", 2), ("mnist", 4))  # with so many chains, the first ones first
+# With so many chains, the first ones first.
+PLANS = (("mnist", 1), ("movielens", 2), ("groups_ratings", 1), ("groups_effect", 1), ("mnist", 4))
 CONTENDERS = ("ours", "ours:kernel", "numpyro", "blackjax", "blackjax:textbook")
 ESS_MODEL = "german_credit"
-LEAPFROGS, STEP_SIZES = 20, {"mnist": 1e-3, "movielens": 2e-3}
+LEAPFROGS = 20
+STEP_SIZES = {"mnist": 1e-3, "movielens": 2e-3, "groups_ratings": 1e-4, "groups_effect": 1e-4}
 ENOUGH_S = 360.0  # after so long no further plan begins: the effective draws come last
 ALL_S, LEAST_S = 570.0, 45.0  # of the whole command; that a contender of the effective draws has
 IMAGES, USERS, MOVIES = 60_000, 6040, 3706
@@ -138,11 +141,13 @@ def simulate(folder: Path, images: int, users: int, movies: int) -> None:
 
 
 def _data_bytes(model: str, data_dir: str) -> int:
-    """Bytes that must be read once: pixels with labels, or cells."""
+    """Bytes that must be read once: pixels with labels, cells, or two columns of ratings."""
     if model == "mnist":
         data = mnist_data.load(data_dir)
         return data.images.nbytes + data.labels.nbytes
-    return movielens_data.load(data_dir).nbytes
+    if model == "movielens":
+        return movielens_data.load(data_dir).nbytes
+    return 2 * groups_data.load(data_dir).stars.nbytes
 
 
 def _measure(
@@ -160,6 +165,8 @@ def _measure(
     entrants = []
     for name in options.contenders:
         contender, _, form = name.partition(":")
+        if form == "kernel" and model.startswith("groups"):
+            continue  # there is none
         own = {"contender": contender, "form": form or None}
         entrants.append(Entrant(name, interpreter(contender != "ours"), task | own))
     rounds, seconds = (2, 0.1) if options.tiny else (5, 1.0)
