@@ -21,7 +21,9 @@ from gspmd_mcmc.targets.fused.tracing import slope_of_cells
 # Rows and columns of a tile, of so few numbers that a program needs few registers and a core runs many.
 # Rows and columns are padded to it, so that only cells need masks.
 SIDE = 64
-PROGRAMS = 768  # at least, where there are as many tiles: enough for the cores of a large GPU
+# As many programs as the cores of a large GPU take, each for a part of the others: of few parts, as each
+# keeps sums of its own.
+PROGRAMS, MOST_PARTS = 768, 8
 LEAST_RANK = 16  # that a product of a tile takes
 SETTINGS = triton.CompilerParams(num_warps=4, num_stages=3)
 
@@ -46,7 +48,7 @@ def gradients(
 
     def run(axis, own, along):
         own, along = -(-own // SIDE), -(-along // SIDE)  # in tiles
-        parts = min(along, -(-PROGRAMS // own))
+        parts = min(along, MOST_PARTS, -(-PROGRAMS // own))
         shapes = (parts, own * SIDE, padded), (parts, own * SIDE)
         of_factors, of_bias = pl.pallas_call(
             partial(_kernel, slope, (num, width), len(cells), axis, along),
