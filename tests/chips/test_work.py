@@ -92,7 +92,7 @@ def test_a_leapfrog_moves_the_data_and_not_more_than_it_did(model, chip, devices
 
 # NUTS by likelihoods whose gradients are kernels, of one chain on one card: terms are the compiler's.
 # Kernels that moved less (194 and 286 MB) took four times as long on a card.
-NUTS_IN_KERNELS = [("mnist in a kernel", 238.5e6, 44), ("movielens in kernels", 314e6, 69)]
+NUTS_IN_KERNELS = [("mnist in a kernel", 238.5e6, 44), ("movielens in kernels", 306.5e6, 69)]
 
 
 @pytest.mark.parametrize(("model", "most", "kernels"), NUTS_IN_KERNELS)
