@@ -21,8 +21,8 @@ from gspmd_mcmc.targets.fused.tracing import slope_of_cells
 # Rows and columns of a tile, of so few numbers that a program needs few registers and a core runs many.
 # Rows and columns are padded to it, so that only cells need masks.
 SIDE = 64
-# As many programs as the cores of a large GPU take, each for a part of the others: of few parts, as each
-# keeps sums of its own.
+# As many programs as the cores of a large GPU take, each for a part of the others; few parts, as each
+# has sums of its own.
 PROGRAMS, MOST_PARTS = 768, 8
 LEAST_RANK = 16  # that a product of a tile takes
 SETTINGS = triton.CompilerParams(num_warps=4, num_stages=3)
