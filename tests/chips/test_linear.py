@@ -50,11 +50,8 @@ def test_a_tpu_s_kernel_takes_the_cycles_that_it_took(chip, model, now):
     assert found.predicted_seconds > kernel.estimated_cycles / clock
 
 
-@pytest.mark.parametrize("chip", ["TPU v2", "TPU v3"])
-@pytest.mark.parametrize("precision", ["high", "highest"])
-@pytest.mark.parametrize(("rank", "width"), [(64, 14_500), (128, 7_600)])
-def test_the_widest_factors_that_have_a_kernel_fit_a_core(chip, precision, rank, width):
-    """Near the limit of what `inner_product_terms` leaves to the compiler, on chips of 16 MB a core."""
+def gradient_of_factors(rank, width):
+    """The gradient of a factor model's terms."""
 
     def terms(params, cells):
         return gm.inner_product_terms(gm.bernoulli_logits, cells, params["U"], params["V"])
@@ -63,16 +60,77 @@ def test_the_widest_factors_that_have_a_kernel_fit_a_core(chip, precision, rank,
         plate = gm.Plate(terms, gm.place(S((6040, width), jnp.uint8), mesh, jax.P("data")), local="U")
         rows = gm.place(S((6040, rank), jnp.float32), mesh, jax.P("data"))
         params = {"U": rows, "V": gm.place(S((width, rank), jnp.float32), mesh, jax.P())}
+        return (lambda plate, params: plate.grad(params)), plate, params
 
-        def gradient(plate, params):
+    return build_gradient
+
+
+def in_precision(precision, build_gradient):
+    """Trace the products of a gradient in a precision."""
+
+    def build(mesh):
+        gradient, *args = build_gradient(mesh)
+
+        def gradient_in_precision(*args):
             with jax.default_matmul_precision(precision):
-                return plate.grad(params)
+                return gradient(*args)
 
-        return gradient, plate, params
+        return gradient_in_precision, *args
 
-    plan = gm.plan(build_gradient, data=8, on=chip)
+    return build
+
+
+@pytest.mark.parametrize("chip", ["TPU v2", "TPU v3"])
+@pytest.mark.parametrize("precision", ["high", "highest"])
+@pytest.mark.parametrize(("rank", "width"), [(64, 14_500), (128, 7_600)])
+def test_the_widest_factors_that_have_a_kernel_fit_a_core(chip, precision, rank, width):
+    """Near the limit of what `inner_product_terms` leaves to the compiler, on chips of 16 MB a core."""
+    plan = gm.plan(in_precision(precision, gradient_of_factors(rank, width)), data=8, on=chip)
     assert plan.fits
     assert any(kernel.stated_flops for kernel in plan.work().each)
+
+
+def gradient_of_classes(features, classes, chains):
+    """The gradient of a logistic regression with several chains, on one device."""
+
+    def terms(params, block):
+        return gm.categorical_linear(block["x"], params["w"], params["b"], block["label"])
+
+    def build_gradient(mesh):
+        shapes = {"x": S((6000, features), jnp.uint8), "label": S((6000,), jnp.int32)}
+        plate = gm.Plate(terms, gm.place(shapes, mesh, jax.P("data")))
+        params = {
+            "w": S((chains, features, classes), jnp.float32),
+            "b": S((chains, classes), jnp.float32),
+        }
+        grad = jax.vmap(lambda plate, params: plate.grad(params), in_axes=(None, 0))
+        return grad, plate, gm.place(params, mesh, jax.P())
+
+    return build_gradient
+
+
+LARGEST = [
+    ("high", gradient_of_classes(784, 10, 8)),
+    ("highest", gradient_of_classes(784, 10, 8)),
+    ("highest", gradient_of_classes(128, 128, 1)),
+    ("high", gradient_of_factors(128, 1000)),
+    ("highest", gradient_of_factors(64, 1000)),
+]
+
+
+@pytest.mark.parametrize("chip", ["L4", "A100 80GB", "H100"])
+@pytest.mark.parametrize(("precision", "program"), LARGEST)
+def test_the_largest_kernels_fit_the_shared_memory_of_every_card(precision, program, chip):
+    plan = gm.plan(in_precision(precision, program), data=1, on=chip)
+    assert plan.fits
+    assert any("pallas_call" in note for note in plan.work().notes)  # it is a kernel
+
+
+@pytest.mark.parametrize("chip", ["L4", "H100"])
+def test_factors_of_more_numbers_than_a_card_holds_are_left_to_the_compiler(chip):
+    plan = gm.plan(in_precision("highest", gradient_of_factors(80, 1000)), data=1, on=chip)
+    assert plan.fits
+    assert not any("pallas_call" in note for note in plan.work().notes)
 
 
 def test_chains_read_the_data_of_a_tpu_together():

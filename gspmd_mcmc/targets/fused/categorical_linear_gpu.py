@@ -17,13 +17,13 @@ from jax.experimental.pallas import triton
 
 from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms
 from gspmd_mcmc.targets.fused.chains import of_chains_together
+from gspmd_mcmc.targets.fused.gpu_settings import settings
 
 # Of a tile, so that a program's sums and operands are few registers and a core runs many programs.
 ROWS, FEATURES = 64, 64
 MOST_COLUMNS = 128  # classes, as they are padded, of the chains that share a tile
 LEAST_CLASSES = 16  # that a product of a tile takes
 PROGRAMS = 528  # that a large GPU runs at a time; rows are added up in as many blocks as make these
-SETTINGS = triton.CompilerParams(num_warps=4, num_stages=3)
 NO_CLASS = -1e30  # the logit of a class that is padding
 # A float32 number 1.5 * 2^23 and more counts in ones: its lowest bits are those of an integer added.
 COUNTING, COUNTING_BITS = 1.5 * 2.0**23, 0x4B400000
@@ -62,7 +62,8 @@ def _gradients(
     to_pad = (0, 0), (0, height - features), (0, padded - classes)
     factors = jnp.stack(bfloat16_terms(jnp.pad(w, to_pad), terms), axis=1)
     biases = jnp.pad(bias, (to_pad[0], to_pad[2]), constant_values=NO_CLASS)
-    call = partial(pl.pallas_call, compiler_params=SETTINGS, interpret=interpret)
+    of_step = ROWS * FEATURES * x.dtype.itemsize + 2 * chains * terms * FEATURES * padded
+    call = partial(pl.pallas_call, compiler_params=settings(of_step), interpret=interpret)
     shape = jax.ShapeDtypeStruct
     residuals, of_bias = call(
         partial(_residuals, (num, features), classes),

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gspmd_mcmc.targets.bfloat16_terms import num_terms
 from gspmd_mcmc.targets.fused.tracing import (
     marked,
     over_cells,
@@ -20,6 +21,9 @@ MOST_RANK = 128
 # What a TPU's core keeps, twice: the gradient by column, of factors as the core pads them and a bias.
 # Of 16 MB, which is what older TPUs have, a tile and its residuals need the other half.
 MOST_BYTES_BY_COLUMN = 4 << 20
+# Numbers of a row's factors, in all their terms, as a GPU pads them: the shared memory of the smallest
+# cards holds two tiles of them.
+MOST_OF_A_ROW = 256
 
 
 def inner_product_terms(
@@ -74,8 +78,12 @@ def _fits(cells: list[Any], factors: tuple) -> bool:
     )
     are_whole = all(jnp.issubdtype(a.dtype, jnp.integer) for a in cells)
     by_column = 4 * width * (-(-rank // 8) * 8 + 8)
-    is_small = rank <= MOST_RANK and (platform != "tpu" or by_column <= MOST_BYTES_BY_COLUMN)
-    return bool(platform) and are_floats and are_whole and is_small
+    of_a_row = num_terms() * (1 << (rank - 1).bit_length())
+    is_small = {
+        "tpu": by_column <= MOST_BYTES_BY_COLUMN,
+        "gpu": of_a_row <= MOST_OF_A_ROW,
+    }.get(platform or "", False)
+    return are_floats and are_whole and rank <= MOST_RANK and is_small
 
 
 def _plain(term: Callable, cells: list[jax.Array], factors: tuple) -> jax.Array:

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms
+from gspmd_mcmc.targets.fused.gpu_settings import settings
 from gspmd_mcmc.targets.fused.tracing import slope_of_cells
 
 # Rows and columns of a tile, of so few numbers that a program needs few registers and a core runs many.
@@ -25,7 +26,6 @@ SIDE = 64
 # has sums of its own.
 PROGRAMS, MOST_PARTS = 768, 8
 LEAST_RANK = 16  # that a product of a tile takes
-SETTINGS = triton.CompilerParams(num_warps=4, num_stages=3)
 
 
 def gradients(
@@ -45,6 +45,8 @@ def gradients(
     )
     u, c, v = (_pad(a, 0, SIDE) for a in (row_bias, cotangent, column_bias))
     slope: Any = slope_of_cells(term, rows, cells, (SIDE, SIDE))
+    of_cells = sum(SIDE * SIDE * a.dtype.itemsize for a in cells)
+    of_tile = 2 * num_terms() * SIDE * padded  # of one side's factors
 
     def run(axis, own, along):
         own, along = -(-own // SIDE), -(-along // SIDE)  # in tiles
@@ -54,7 +56,7 @@ def gradients(
             partial(_kernel, slope, (num, width), len(cells), axis, along),
             grid=(own, parts),
             out_shape=[jax.ShapeDtypeStruct(shape, rows.dtype) for shape in shapes],
-            compiler_params=SETTINGS,
+            compiler_params=settings(of_cells + of_tile, kept=of_tile),
             interpret=interpret,
             name=("by_rows", "by_columns")[axis],
         )(*cells, x, w, u, v, c)
