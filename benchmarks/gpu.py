@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     options = _options(argv)
     # Processes share the card: none may take three quarters of its memory at its start.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {GRAPHS}".strip()
+    os.environ["XLA_FLAGS"] = f"{GRAPHS} {os.environ.get('XLA_FLAGS', '')}"  # the user's count
     console = Console(width=None if sys.stdout.isatty() else 170)
     took, rows = stopwatch(), []
     device = jax.devices()[0]

@@ -169,6 +169,24 @@ def test_a_program_is_built_and_exported_for_the_chip(
 
 
 @knows_chips
+@pytest.mark.parametrize("on", ["TPU v3", "H100"])
+def test_while_a_program_is_traced_the_context_is_the_chip(on, on_virtual_devices):
+    """By that JAX 0.11 knows for which card a kernel is."""
+    kinds = []
+
+    def build(mesh):
+        def traced(x):
+            context: Any = jax.sharding.get_abstract_mesh()
+            kinds.append(context.abstract_device.device_kind)
+            return x + 1
+
+        return traced, gm.place(jax.ShapeDtypeStruct((8,), jnp.float32), mesh, P())
+
+    chip = gm.plan(build, data=1, on=on).chip
+    assert chip is not None and kinds and set(kinds) == {chip.device_kind}
+
+
+@knows_chips
 def test_a_program_that_the_compiler_refuses_does_not_fit(monkeypatch, installed):
     def compiled(program, options, inner=aot_compilation._compile):
         if options["topology"] is None:
@@ -204,7 +222,8 @@ def test_a_refusal_reaches_the_parent_and_an_assembly_too(monkeypatch, tmp_path)
         (Path(command[-1]) / "compiled.json").write_text(json.dumps(written))
         is_for_chip = json.loads((Path(command[-1]) / "options.json").read_text())["topology"]
         flags = options["env"].get("XLA_FLAGS", "")
-        assert ("--xla_gpu_autotune_level=0" in flags) == bool(is_for_chip)
+        for flag in ("--xla_gpu_autotune_level=0", "--xla_dump_emitter_re=ptx"):
+            assert (flag in flags) == bool(is_for_chip)
         return Done()
 
     monkeypatch.setattr(aot_compilation.subprocess, "run", run)

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from gspmd_mcmc.adaptation.estimators.estimator import pooled_variance
 from gspmd_mcmc.sampling import run
 from gspmd_mcmc.sampling.reporting import Report
 from gspmd_mcmc.sampling.run import capacity
+from gspmd_mcmc.sampling.run_state import LOOPS_IN_GRAPHS
 
 KEY = jax.random.key(seed(0))
 MEAN = {"a": np.linspace(-2, 2, 50, dtype=np.float32), "b": np.float32(3)}
@@ -997,3 +999,9 @@ def test_on_a_gpu_loops_are_graphs_and_draws_are_the_same(monkeypatch):
     monkeypatch.setattr(run, "LAUNCHED", ("cpu",))
     np.testing.assert_array_equal(draws(), plain)
     assert used
+
+
+def test_the_guide_has_the_option_that_makes_loops_graphs():
+    guide = (Path(__file__).parent.parent / "docs" / "devices.md").read_text()
+    for name, value in LOOPS_IN_GRAPHS.items():
+        assert f'"{name}": "{value}"' in guide
