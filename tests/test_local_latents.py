@@ -502,6 +502,13 @@ def test_draws_of_users_that_the_mesh_divides_stay_with_their_users():
     draws = gm.sample(KEY, target, start(64), kernel=gm.HMC(target, 0.1, 2), **options)
     found = {n: shard_shapes(draws.position[n]) for n in "Uu"}
     assert found == {"U": {(2, 3, 16, WIDTH)}, "u": {(2, 3, 16)}}
+    kept = gm.sample(KEY, target, start(64), kernel=draws.kernel, collect=users_and_a_sum, **options)
+    found = {name: shard_shapes(x) for name, x in kept.position.items()}
+    assert found == {"users": {(2, 3, 16, WIDTH)}, "sum": {(2, 3, 64)}}
+
+
+def users_and_a_sum(position, info):
+    return {"users": position["U"], "sum": position["u"] + 1.0}
 
 
 def drawn(rng_key):

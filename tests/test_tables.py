@@ -334,14 +334,22 @@ def test_groups_without_a_name_label_the_axis_of_their_leaf():
 
 
 def keep_effect(position, info):
-    return {"effect": position["effect"]}
+    effect = position["effect"]
+    return {"kept": (effect, position["mean"]), "computed": effect * 2, "station": position["station"]}
 
 
-def test_what_collect_returns_has_no_labels():
+def test_what_collect_returns_as_it_is_has_its_labels(run):
+    groups, draws = run
     _, target = visits()
-    draws = sample(target, num_warmup=0, num_samples=5, collect=keep_effect)
-    assert draws.groups == {}
-    assert draws.to_datatree()["posterior"]["effect"].dims == ("chain", "draw", "effect_dim_0")
+    kept = sample(target, collect=keep_effect)
+    assert set(kept.groups) == {"kept_0", "station"}
+    np.testing.assert_array_equal(kept.groups["kept_0"].labels, groups.labels)
+    np.testing.assert_array_equal(kept.position["kept"][0], draws.position["effect"])
+    np.testing.assert_array_equal(kept.position["station"], draws.position["station"])
+    np.testing.assert_array_equal(kept.position["computed"], 2 * draws.position["effect"])
+    posterior = kept.to_datatree()["posterior"]
+    assert posterior["kept_0"].dims == ("chain", "draw", "station")
+    assert posterior["computed"].dims == ("chain", "draw", "computed_dim_0")
 
 
 def test_a_store_has_the_labels_and_keeps_them_as_a_run_goes_on(tmp_path, run):

@@ -378,9 +378,12 @@ def keep_position(position: PyTree, info: Info) -> PyTree:
 
 
 def _collect(target: Target, collect: Partial, position: PyTree, info: Info) -> PyTree:
-    """Collect of one chain; a user's function sees no pad."""
-    values = target.kept(position)
-    return values if collect.func is keep_position else collect(unwrap(values), info)
+    """Collect of one chain: a function sees no pad, and what it returns as it is keeps its rows."""
+    kept = target.kept(position)
+    seen = unwrap(kept)
+    with_rows = zip(jax.tree.leaves(seen), jax.tree.leaves(kept, is_leaf=is_row_values), strict=True)
+    as_kept = {id(x): values for x, values in with_rows if is_row_values(values)}
+    return jax.tree.map(lambda x: as_kept.get(id(x), x), collect(seen, info))
 
 
 def _collected(target, collect: Partial, states, info, is_kept, layout) -> PyTree:
