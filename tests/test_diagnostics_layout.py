@@ -58,6 +58,7 @@ def test_columns_of_the_last_axis_over_devices_send_nothing_either():
     assert report.temporary_bytes < BUDGET
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="its compiler cuts transforms over devices")
 def test_a_fourier_transform_of_the_compiler_would_gather():
     """The control: with `jnp.fft` all columns come to every device."""
 

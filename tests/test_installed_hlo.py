@@ -29,7 +29,7 @@ def arithmetic(x, i):
     )
     rounded = jnp.round(x) + jnp.floor(x) + jnp.ceil(x) + jnp.sign(x) + lax.rsqrt(x) + jnp.tan(x)
     hyperbolic = jnp.sinh(x) + jnp.cosh(x) + jnp.arcsinh(x) + jnp.arctanh(x / 9) + jax.nn.sigmoid(x)
-    other = jnp.isfinite(x), jnp.abs(lax.complex(x, x)), lax.reduce_precision(x, 5, 10), x % 3.0, x**2.5
+    other = jnp.isfinite(x), lax.complex(x, x), lax.reduce_precision(x, 5, 10), x % 3.0, x**2.5
     return bits, special + rounded + hyperbolic, other, lax.bitcast_convert_type(x, jnp.int32)
 
 

@@ -1,6 +1,8 @@
 """Products of bytes and float32, and gradients that are kernels on chips, as far as a CPU can tell."""
 
 import functools
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -522,6 +524,35 @@ def test_a_kernel_is_there_for_chips_alone(model):
         with kernels_where(platform):
             traced = jax.make_jaxpr(lambda p, d: ours(p, d))(position, jax.tree.map(jnp.asarray, data))
         assert has_kernel(traced.jaxpr) == expected
+
+
+def test_without_pallas_triton_gpus_have_plain_expressions_and_tpus_their_kernels(tmp_path):
+    """A later JAX will not have it: then nothing may import it, and a warning says what is slower."""
+    code = """
+import sys, warnings
+sys.modules["jax.experimental.pallas.triton"] = None  # as if it were not there
+import jax, numpy as np
+import gspmd_mcmc as gm
+from gspmd_mcmc.targets.fused.tracing import has_kernel, kernels_where
+
+data = np.ones((4, 3), np.uint8), np.zeros(4, np.int32)
+cells = np.ones((4, 3), np.uint8)
+
+def likelihoods():  # new functions each time, as JAX remembers what it has traced
+    yield lambda w: gm.categorical_linear(data[0], w, np.zeros(10, np.float32), data[1]).sum()
+    yield lambda w: gm.inner_product_terms(gm.bernoulli_logits, cells, w[:, :4].T, w[:, :3]).sum()
+
+for platform, expected in {"cpu": False, "gpu": False, "tpu": True}.items():
+    for likelihood in likelihoods():
+        with kernels_where(platform), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = has_kernel(jax.make_jaxpr(likelihood)(np.zeros((3, 10), np.float32)).jaxpr)
+            jax.jit(jax.grad(likelihood))(np.zeros((3, 10), np.float32))
+        assert found == expected, platform
+        is_told = any("has no Triton backend of Pallas" in str(x.message) for x in told)
+        assert is_told == (platform == "gpu"), platform
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -177,6 +177,7 @@ def mixed_arguments(mesh):
     )
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # of JAX 0.12
 def test_arguments_of_all_kinds_are_planned_as_they_are_compiled():
     planned = planned_for(mixed_arguments, MESH)
     function, *args = mixed_arguments(gm.make_mesh(data=8))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc.targets.bfloat16_terms import num_terms
 from gspmd_mcmc.targets.fused.tracing import (
+    has_triton,
     marked,
     over_cells,
     platform_of_kernels,
@@ -59,7 +60,7 @@ def inner_product_terms(
     jax.Array
         One term a row, shape [rows], in nats.
     """
-    leaves = jax.tree.leaves(cells)
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(cells)]
     factors = (rows, columns, row_bias, column_bias)
     if _fits(leaves, factors):
         slope = slope_of_cells(term, rows, leaves, (8, 128))
@@ -119,16 +120,15 @@ _terms.defvjp(
 def _gradients(term: Callable, cells: list[jax.Array], factors: tuple, cotangent: jax.Array) -> tuple:
     """Return the derivatives of ``cotangent · terms`` in the factors."""
     # Here, as who samples on a CPU need not wait for the compiler of kernels to be imported.
-    from gspmd_mcmc.targets.fused import inner_products_gpu, inner_products_tpu
+    from gspmd_mcmc.targets.fused import inner_products_tpu
 
-    return jax.lax.platform_dependent(
-        cells,
-        factors,
-        cotangent,
-        tpu=partial(_with_biases, inner_products_tpu.gradients, term),
-        cuda=partial(_with_biases, inner_products_gpu.gradients, term),
-        default=partial(_plain_gradients, term),
-    )
+    kernels = {"tpu": partial(_with_biases, inner_products_tpu.gradients, term)}
+    if has_triton():
+        from gspmd_mcmc.targets.fused import inner_products_gpu
+
+        kernels["cuda"] = partial(_with_biases, inner_products_gpu.gradients, term)
+    plain = partial(_plain_gradients, term)
+    return jax.lax.platform_dependent(cells, factors, cotangent, default=plain, **kernels)
 
 
 def _with_biases(

@@ -6,10 +6,12 @@ keeps them on the chip. The compiler cannot cut a kernel over devices, so that o
 runs on one device may hold it: `stream` runs those of a plate so.
 """
 
+import importlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -17,6 +19,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
+
+from gspmd_mcmc.errors import SamplingWarning
 
 MARK = "gspmd_mcmc_kernel"
 _platform: ContextVar[str] = ContextVar("platform", default="")
@@ -84,7 +88,27 @@ def kernels_where(platform: str) -> Iterator[None]:
 
 def platform_of_kernels() -> str:
     """Return "gpu" or "tpu" if the function that is being traced may hold kernels of one, else ""."""
-    return _platform.get()
+    platform = _platform.get()
+    if platform != "gpu" or has_triton():
+        return platform
+    warnings.warn(
+        f"kernels for GPUs: JAX {jax.__version__} has no Triton backend of Pallas, so gradients of "
+        "categorical_linear and inner_product_terms are plain expressions there, which are slower. "
+        "Install an earlier JAX",
+        SamplingWarning,
+        stacklevel=3,
+    )
+    return ""
+
+
+@cache
+def has_triton() -> bool:
+    """Tell whether Pallas has its backend of Triton: JAX 0.12 says that a later one will not."""
+    try:
+        importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError:
+        return False
+    return True
 
 
 def marked(terms: jax.Array) -> jax.Array:

@@ -71,7 +71,7 @@ _PHASE = re.compile(r"-(start|update|done)$")  # of an operation that others may
 _TRANSFORMED = re.compile(r"(?:vmap|jvp|transpose|checkpoint|remat)\((.*)\)")
 # What JAX itself puts between a scope and a loop that stands in it.
 _NO_SCOPE = re.compile(
-    r"shard_map|checkpoint|rematted_computation|cond|branch_\d+_fun|custom_[jv][jv]p_call|"
+    r"shard_map|checkpoint|rematted_computation|cond|branch_\d+_fun|custom_[jv][jv]p_call|eval_jaxpr|"
 )
 
 
