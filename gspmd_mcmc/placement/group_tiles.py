@@ -16,8 +16,11 @@ MOST_CHUNK = 64
 # What larger chunks, and again what smaller tiles, may cost in padding.
 MOST_PADDING = 1.06
 GOLDEN = (5**0.5 - 1) / 2
-# Most rows of a run: a tile of fewer is never faster. Of fewer chunks, runs are padded much.
-RUN_ROWS, FEWEST_CHUNKS = 2048, 16
+# Rows of a run, and its least chunks: powers of two, by which XLA divides fastest. The rows of a chunk
+# lie a run's chunks apart: of 128 chunks and 8 numbers that was 4 kB, and they shared lines of a cache.
+RUN_ROWS, FEWEST_CHUNKS = 1024, 16
+# What runs of that size may cost in padding, and again what an even number of them may.
+MOST_PADDING_OF_RUNS = 1.02
 # Rows of a run's chunks, if they are not more, and what they may cost in padding. The latents of fewer
 # rows are not worth copying: XLA computes them for each row again. Each row is then a chunk.
 COPIES, MOST_PADDING_FOR_COPIES = (16, 8), 1.12
@@ -71,7 +74,7 @@ class Runs:
     Attributes
     ----------
     count
-        Runs of a block: a power of two, as tiles of all powers then leave none over.
+        Runs of a block.
     chunk
         Rows of a chunk.
     chunks
@@ -128,7 +131,7 @@ class LaidRuns:
 def lay_runs(
     place_of_row: np.ndarray, num_blocks: int, block_groups: int, run_rows: int = RUN_ROWS
 ) -> LaidRuns:
-    """Lay rows by the place of their group, in runs of at most so many rows, or of few chunks."""
+    """Lay rows by the place of their group, in runs of about so many rows, or of few chunks."""
     sizes = np.bincount(place_of_row, minlength=num_blocks * block_groups)
     starts = np.cumsum(sizes) - sizes
     by_group = np.argsort(place_of_row, kind="stable")
@@ -138,10 +141,16 @@ def lay_runs(
         chunk = next(padding_allows, 1)
     chunks_of = -(-sizes // chunk).reshape(num_blocks, block_groups)
     num_chunks = max(1, int(chunks_of.sum(axis=1).max()))
-    most_chunks = max(FEWEST_CHUNKS, run_rows // chunk)
-    count = 1 << (-(-num_chunks // most_chunks) - 1).bit_length()
+    run_chunks = max(FEWEST_CHUNKS, run_rows // chunk)
+    count = -(-num_chunks // run_chunks)
+    if count * run_chunks > MOST_PADDING_OF_RUNS * num_chunks:
+        run_chunks = -(-num_chunks // count)
+    else:  # a multiple of a power of two, so that tiles leave few over
+        allowed = int((MOST_PADDING_OF_RUNS - 1) * count)
+        even = 1 << max(allowed.bit_length() - 1, 0)
+        count = -(-count // even) * even
     has_bare_block = not chunks_of.any(axis=1).all()
-    runs = Runs(count, chunk, -(-num_chunks // count), has_bare_block)
+    runs = Runs(count, chunk, run_chunks, has_bare_block)
     slot_group = np.zeros((num_blocks, runs.count * runs.chunks), np.int32)
     first_row = np.zeros(slot_group.shape, np.int64)  # of the chunk, within its group
     is_taken = np.zeros(slot_group.shape, bool)

@@ -279,19 +279,24 @@ class RunSlots(_OfGroups):
         return self.runs.has_bare_block
 
     def tile_rows(self, choose: Callable[[], int]) -> int:
-        """Return how many rows a tile has: those of 1, 2, 4, ... runs."""
-        runs = max(1, (self.asked or choose()) // self.runs.rows)
-        return min(self.runs.count, 1 << (runs.bit_length() - 1)) * self.runs.rows
+        """Return how many rows a tile has: of as many runs as allowed, or of fewer that leave less over."""
+        count, rows = self.runs.count, self.runs.rows
+        most = min(count, max(1, (self.asked or choose()) // rows))
+        return rows * min(range(most, 2 * most // 3, -1), key=lambda runs: -count % runs)
 
     def tile(self, index: jax.Array, num: int, rows: Rows) -> Tile:
-        """Say where a tile of ``num`` rows lies."""
+        """Say where a tile of ``num`` rows lies; the last one may overlap the one before."""
+        first, chunk = jnp.minimum(index * num, rows.block_rows - num), self.runs.chunk
 
-        def cut(array: jax.Array, num: int) -> jax.Array:
+        def cut(array: jax.Array, first: jax.Array, num: int) -> jax.Array:
             array = rows.per_block(array.reshape(rows.num_blocks, -1))
-            return jax.lax.dynamic_slice_in_dim(array, index * num, num, axis=1)
+            return jax.lax.dynamic_slice_in_dim(array, first, num, axis=1)
 
-        is_counted, group = cut(self.is_real, num), cut(self.group, num // self.runs.chunk)
-        return Tile(index * num, num, 0, self.latents.block_rows, is_counted, group)
+        is_counted = cut(self.is_real, first, num)
+        if rows.block_rows % num:
+            is_counted &= (jnp.arange(num) >= index * num - first)[None]
+        group = cut(self.group, first // chunk, num // chunk)
+        return Tile(first, num, 0, self.latents.block_rows, is_counted, group)
 
     def fill(self, latents: list[jax.Array]) -> list[jax.Array]:
         """Cut latents into the blocks of their groups: [groups, ...] to [blocks, groups, ...]."""
