@@ -279,7 +279,7 @@ class RunSlots(_OfGroups):
         return self.runs.has_bare_block
 
     def tile_rows(self, choose: Callable[[], int]) -> int:
-        """Return how many rows a tile has: of as many runs as allowed, or of fewer that leave less over."""
+        """Return how many rows a tile has: of as many runs as allowed, or of fewer with less over."""
         count, rows = self.runs.count, self.runs.rows
         most = min(count, max(1, (self.asked or choose()) // rows))
         return rows * min(range(most, 2 * most // 3, -1), key=lambda runs: -count % runs)
