@@ -279,10 +279,11 @@ class RunSlots(_OfGroups):
         return self.runs.has_bare_block
 
     def tile_rows(self, choose: Callable[[], int]) -> int:
-        """Return how many rows a tile has: of as many runs as allowed, or of fewer with less over."""
+        """Return how many rows a tile has: of about so many runs that few or none are left over."""
         count, rows = self.runs.count, self.runs.rows
-        most = min(count, max(1, (self.asked or choose()) // rows))
-        return rows * min(range(most, 2 * most // 3, -1), key=lambda runs: -count % runs)
+        about = max(1, (self.asked or choose()) // rows)
+        fits = range(min(count, 5 * about // 4), 2 * min(count, about) // 3, -1)
+        return rows * min(fits, key=lambda runs: -count % runs)
 
     def tile(self, index: jax.Array, num: int, rows: Rows) -> Tile:
         """Say where a tile of ``num`` rows lies; the last one may overlap the one before."""
