@@ -237,7 +237,7 @@ def test_runs_hold_each_row_once_and_a_group_s_chunks_together():
             assert isinstance(runs, Runs) and runs.chunk == chunk
             assert runs.rows <= max(64, 16 * chunk)
             needed = (-(-np.asarray(sizes) // chunk)).reshape(num_blocks, -1).sum(axis=1).max()
-            assert runs.count * runs.chunks < max(needed + runs.count, 1.04 * needed)
+            assert runs.count * runs.chunks < needed + runs.count
             assert len(laid.row) == num_blocks * runs.count * runs.rows
             np.testing.assert_array_equal(laid.row[laid.place_of_row], np.arange(len(place)))
             assert laid.is_real.sum() == len(place) == len(set(laid.place_of_row.tolist()))
@@ -259,10 +259,10 @@ def test_many_runs_are_even_in_number():
 
 @pytest.mark.parametrize(("num_runs", "overlaps"), [(7, True), (8, False)])
 def test_rows_that_two_tiles_hold_count_once(num_runs, overlaps):
-    """Of 7 runs, 4 a tile, the second tile has one of the first."""
+    """Of 7 runs, 4 a tile, the second tile has one of the first. Of small integers, sums are exact."""
     key, rng = np.repeat(np.arange(num_runs), 1024), np.random.default_rng(0)
     groups = gm.Groups(key, tile_rows=4096)
-    y, theta = rng.normal(size=(2, len(key))).astype(np.float32)
+    y, theta = rng.integers(-3, 4, (2, len(key))).astype(np.float32)
     plate = gm.Plate(of_row, groups.place_rows({"y": y}), local="theta")
     prior = gm.Plate(lambda x, row: -x["theta"], groups.place(), local="theta")
     target, theta = gm.Posterior(None, prior, plate), theta[:num_runs]
@@ -270,11 +270,10 @@ def test_rows_that_two_tiles_hold_count_once(num_runs, overlaps):
     assert plate.rows_of_tile(position) == 4096
     assert bool(plate.rows.block_rows % 4096) == overlaps
     terms, grad = target.terms_and_grad(position)
-    residual = (y - theta[key]).reshape(num_runs, -1).astype(np.float64)
-    expected = -0.125 * (residual**2).sum() - theta.sum()
-    np.testing.assert_allclose(tree.total(terms), expected, rtol=1e-6)
+    residual = (y - theta[key]).reshape(num_runs, -1)
+    assert tree.total(terms) == -0.125 * (residual**2).sum() - theta.sum()
     grad = local.cut(target, grad)["theta"]
-    np.testing.assert_allclose(grad, 0.25 * residual.sum(axis=1) - 1, atol=1e-4)
+    np.testing.assert_array_equal(grad, 0.25 * residual.sum(axis=1) - 1)
 
 
 def small():

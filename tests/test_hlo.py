@@ -325,6 +325,8 @@ def test_loops_three_deep_with_and_without_counts():
             "jit(f)/leapfrog/transpose(jvp(leapfrog))/jvp()/checkpoint/rematted_computation/while",
             "leapfrog",
         ),
+        ("jit(f)/leapfrog/eval_jaxpr/while", "leapfrog"),
+        ("jit(f)/leapfrog/while/body/eval_jaxpr/while", "w"),
         ("jit(f)/leapfrog/while/body/closed_call/while", "w"),
         ("jit(f)/leapfrog/while/cond/while", "w"),
         ("jit(f)/leapfrog/jit(g)/while", "w"),

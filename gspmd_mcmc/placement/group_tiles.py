@@ -141,14 +141,7 @@ def lay_runs(
         chunk = next(padding_allows, 1)
     chunks_of = -(-sizes // chunk).reshape(num_blocks, block_groups)
     num_chunks = max(1, int(chunks_of.sum(axis=1).max()))
-    run_chunks = max(FEWEST_CHUNKS, run_rows // chunk)
-    count = -(-num_chunks // run_chunks)
-    if count * run_chunks > MOST_PADDING_OF_RUNS * num_chunks:
-        run_chunks = -(-num_chunks // count)
-    else:  # a multiple of a power of two, so that tiles leave few over
-        allowed = int((MOST_PADDING_OF_RUNS - 1) * count)
-        even = 1 << max(allowed.bit_length() - 1, 0)
-        count = -(-count // even) * even
+    count, run_chunks = _choose_runs(num_chunks, max(FEWEST_CHUNKS, run_rows // chunk))
     has_bare_block = not chunks_of.any(axis=1).all()
     runs = Runs(count, chunk, run_chunks, has_bare_block)
     slot_group = np.zeros((num_blocks, runs.count * runs.chunks), np.int32)
@@ -235,6 +228,17 @@ def _choose_chunk(sizes: np.ndarray) -> int:
     while chunk > 1 and _padding(sizes, chunk) > MOST_PADDING:
         chunk //= 2
     return chunk
+
+
+def _choose_runs(num_chunks: int, run_chunks: int) -> tuple[int, int]:
+    """Choose how many runs hold the chunks, and their chunks: as many as asked, or as pad little."""
+    count = -(-num_chunks // run_chunks)
+    if count * run_chunks > MOST_PADDING_OF_RUNS * num_chunks:
+        return count, -(-num_chunks // count)
+    # A multiple of a power of two, so that tiles leave few over.
+    allowed = int((MOST_PADDING_OF_RUNS - 1) * count)
+    even = 1 << max(allowed.bit_length() - 1, 0)
+    return -(-count // even) * even, run_chunks
 
 
 def _padding(sizes: np.ndarray, chunk: int) -> float:
