@@ -38,7 +38,6 @@ import matplotlib.pyplot as plt
 DIMENSIONS, HELD_OUT, TOP = 8, 0.1, 8
 # Standard deviations of the prior: biases in stars; products of eight factors have one of 0.4 in all.
 PRIOR_SD = {"user_bias": 0.4, "user": 1.0, "film_bias": 0.6, "film": 0.15, "log_noise": 1.0}
-ONES = np.ones(DIMENSIONS, np.float32)
 USERS_OF_QUICK = 300
 
 BEGAN = time.perf_counter()
@@ -113,12 +112,9 @@ def user_log_prior(params, user):
 
 
 def expected_stars(params, take_user, take_film):
-    """Return the stars above the mean, [ratings], by what takes a rating's user, and its film.
-
-    Rows are summed by a product with ones, which takes XLA less time on a CPU than `jnp.sum`.
-    """
-    products = take_user(params["user"]) * take_film(params["film"])
-    return take_user(params["user_bias"]) + take_film(params["film_bias"]) + products @ ONES
+    """Return the stars above the mean, [ratings], by what takes a rating's user, and its film."""
+    products = jnp.sum(take_user(params["user"]) * take_film(params["film"]), axis=1)
+    return take_user(params["user_bias"]) + take_film(params["film_bias"]) + products
 
 
 def log_likelihood(params, rating):

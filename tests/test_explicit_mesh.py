@@ -377,7 +377,7 @@ def test_large_data_on_the_only_device_of_a_cpu_of_many_cores_are_warned_of(monk
         with pytest.raises(gm.SamplingWarning, match=said + r".*num_cpu_devices\", 4\)"):
             warn_of_devices(large)
         warn_of_devices(small)
-        monkeypatch.setattr("os.cpu_count", lambda: 1)
+        monkeypatch.setattr("os.cpu_count", lambda: 2)  # both of which one device uses
         warn_of_devices(large)
         monkeypatch.setattr("os.cpu_count", lambda: 4)
         monkeypatch.setattr(jax, "device_count", lambda: 2)  # the user's choice

@@ -17,7 +17,7 @@ from seeds import seed, within
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.kernels.metrics import metric as metrics
-from gspmd_mcmc.placement.group_tiles import Runs, Tiles, laid_order, lay_runs
+from gspmd_mcmc.placement.group_tiles import Chunks, Tiles, laid_order, lay_chunks
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.start import init_chains
@@ -184,10 +184,10 @@ def test_fewer_groups_than_devices_leave_some_empty(num_groups):
 
 @pytest.mark.parametrize(
     ("cores", "devices", "of_groups", "plain"),
-    [(1, 1, 32, 23), (2, 1, 1, 1), (64, 1, 1, 1), (2, 2, 13, 12), (8, 2, 1, 1)],
+    [(1, 1, 32, 23), (2, 1, 1, 1), (64, 1, 1, 1), (2, 2, 12, 12), (8, 2, 1, 1)],
 )
 def test_tiles_of_a_cpu_device_of_one_core_are_small(monkeypatch, cores, devices, of_groups, plain):
-    """2**18 rows of one number each, in groups, whose tiles are of whole runs, and plain."""
+    """2**18 rows of one number each, in groups, whose tiles are of whole chunks, and plain."""
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     keys = np.repeat(np.arange(2048), 128)
     mesh = gm.make_mesh(data=devices, devices=jax.devices()[:devices])
@@ -198,6 +198,27 @@ def test_tiles_of_a_cpu_device_of_one_core_are_small(monkeypatch, cores, devices
     rows = gm.Plate(of_row, gm.place({"y": np.zeros(len(keys), np.float32)}, mesh, P("data")))
     position["theta"] = jnp.zeros(())
     assert -(-rows.rows.block_rows // rows.rows_of_tile(position)) == plain
+
+
+@pytest.mark.parametrize(("cores", "devices", "at_once"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (8, 2, 2)])
+def test_a_cpu_device_of_several_cores_has_two_tiles_in_hand(monkeypatch, cores, devices, at_once):
+    """And then an even number of tiles: none is left over, which would be compiled apart."""
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("gspmd_mcmc.targets.streaming.tiling.TILE_BYTES_A_CORE", 1 << 14)
+    mesh = gm.make_mesh(data=devices, devices=jax.devices()[:devices])
+    keys = np.repeat(np.arange(100), 128)
+    y = {"y": np.zeros(len(keys), np.float32)}
+    rows = gm.Groups(keys, mesh, P("data")).place_rows(y), gm.place(y, mesh, P("data"))
+    for data, local_to in zip(rows, ("theta", ()), strict=True):
+        plate = gm.Plate(of_row, data, local=local_to)
+        position = {"theta": jnp.zeros(100 if local_to else ())}
+        loops = [
+            eqn.params
+            for eqn in jax.make_jaxpr(plate.grad)(local.lay_out(plate, position)).jaxpr.eqns
+            if eqn.primitive is jax.lax.scan_p
+        ]
+        assert [loop["unroll"] for loop in loops] == [at_once]
+        assert loops[0]["length"] > 2 and loops[0]["length"] % at_once == 0
 
 
 def test_a_block_without_rows_tells_nothing_where_its_latents_are_undefined():
@@ -220,57 +241,56 @@ def test_a_block_without_rows_tells_nothing_where_its_latents_are_undefined():
 SIZES_AND_CHUNK = (
     ([3, 0, 1, 4], 1),
     ([24, 7, 0, 15, 40, 33], 8),
-    ([160, 33, 0, 95, 400, 17], 16),
+    ([48, 47, 0, 16, 112, 79], 16),
+    ([96, 95, 0, 32, 224, 159], 32),
     ([0, 0, 0, 640], 64),
-    ([64, 64, 64, 255_000], 64),  # 250 runs
+    ([64, 64, 64, 255_000], 64),  # 3,988 chunks
 )
 
 
-def test_runs_hold_each_row_once_and_a_group_s_chunks_together():
+def test_chunks_hold_each_row_once_and_a_group_s_rows_together():
     rng = np.random.default_rng(0)
     for sizes, chunk in SIZES_AND_CHUNK:
         place = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
         for num_blocks in (1, 2):
             block_groups = len(sizes) // num_blocks
-            laid = lay_runs(place, num_blocks, block_groups, 64)
-            runs = laid.tiles
-            assert isinstance(runs, Runs) and runs.chunk == chunk
-            assert runs.rows <= max(64, 16 * chunk)
+            laid = lay_chunks(place, num_blocks, block_groups)
+            chunks = laid.tiles
+            assert isinstance(chunks, Chunks) and chunks.rows == chunk
             needed = (-(-np.asarray(sizes) // chunk)).reshape(num_blocks, -1).sum(axis=1).max()
-            assert runs.count * runs.chunks < needed + runs.count
-            assert len(laid.row) == num_blocks * runs.count * runs.rows
+            assert needed <= chunks.count <= 1.01 * needed
+            assert len(laid.row) == num_blocks * chunks.count * chunk
             np.testing.assert_array_equal(laid.row[laid.place_of_row], np.arange(len(place)))
             assert laid.is_real.sum() == len(place) == len(set(laid.place_of_row.tolist()))
-            group = laid.slot_group.reshape(num_blocks, runs.count, 1, runs.chunks)
-            group = np.broadcast_to(group, (num_blocks, runs.count, chunk, runs.chunks))
-            group = group + block_groups * np.arange(num_blocks)[:, None, None, None]
-            is_own = (group.ravel() == place[laid.row]) | (np.asarray(sizes)[group.ravel()] == 0)
-            assert is_own.all() and (group.ravel() == place[laid.row])[laid.is_real].all()
-            assert runs.has_bare_block is not all(
+            group = laid.slot_group + block_groups * np.arange(num_blocks)[:, None]
+            group = np.repeat(group.ravel(), chunk)
+            is_own = (group == place[laid.row]) | (np.asarray(sizes)[group] == 0)
+            assert is_own.all() and (group == place[laid.row])[laid.is_real].all()
+            assert chunks.has_bare_block is not all(
                 sum(sizes[i : i + block_groups]) for i in range(0, len(sizes), block_groups)
             )
 
 
-def test_many_runs_are_even_in_number():
-    for num, count in ((10, 10), (250, 252), (1000, 1008), (1020, 1024)):
-        place = np.repeat(np.arange(2), [64, 16 * 64 * num - 64])
-        assert lay_runs(place, 1, 2, 64).tiles == Runs(count, 64, 16, False)
+def test_many_chunks_are_a_number_that_tiles_divide():
+    for num, count in ((90, 90), (250, 250), (1001, 1008), (4095, 4096)):
+        place = np.repeat(np.arange(2), [64, 64 * num - 64])
+        assert lay_chunks(place, 1, 2).tiles == Chunks(count, 64, False)
 
 
-@pytest.mark.parametrize(("num_runs", "overlaps"), [(7, True), (8, False)])
-def test_rows_that_two_tiles_hold_count_once(num_runs, overlaps):
-    """Of 7 runs, 4 a tile, the second tile has one of the first. Of small integers, sums are exact."""
-    key, rng = np.repeat(np.arange(num_runs), 1024), np.random.default_rng(0)
-    groups = gm.Groups(key, tile_rows=4096)
+@pytest.mark.parametrize(("num_groups", "overlaps"), [(7, True), (8, False)])
+def test_rows_that_two_tiles_hold_count_once(num_groups, overlaps):
+    """Of 7 groups, 4 a tile, the second tile has one of the first. Sums of small integers are exact."""
+    key, rng = np.repeat(np.arange(num_groups), 64), np.random.default_rng(0)
+    groups = gm.Groups(key, tile_rows=256)
     y, theta = rng.integers(-3, 4, (2, len(key))).astype(np.float32)
     plate = gm.Plate(of_row, groups.place_rows({"y": y}), local="theta")
     prior = gm.Plate(lambda x, row: -x["theta"], groups.place(), local="theta")
-    target, theta = gm.Posterior(None, prior, plate), theta[:num_runs]
+    target, theta = gm.Posterior(None, prior, plate), theta[:num_groups]
     position = local.lay_out(target, {"theta": theta})
-    assert plate.rows_of_tile(position) == 4096
-    assert bool(plate.rows.block_rows % 4096) == overlaps
+    assert plate.rows_of_tile(position) == 256
+    assert bool(plate.rows.block_rows % 256) == overlaps
     terms, grad = target.terms_and_grad(position)
-    residual = (y - theta[key]).reshape(num_runs, -1)
+    residual = (y - theta[key]).reshape(num_groups, -1)
     assert tree.total(terms) == -0.125 * (residual**2).sum() - theta.sum()
     grad = local.cut(target, grad)["theta"]
     np.testing.assert_array_equal(grad, 0.25 * residual.sum(axis=1) - 1)

@@ -19,7 +19,7 @@ from gspmd_mcmc.placement.group_tiles import Tiles
 from gspmd_mcmc.placement.groups import Groups
 from gspmd_mcmc.placement.lookup_index import rows_by_entry
 from gspmd_mcmc.targets import local, lookup
-from gspmd_mcmc.targets.streaming.slots import GroupSlots, RunSlots
+from gspmd_mcmc.targets.streaming.slots import ChunkSlots, GroupSlots
 
 USERS, FILMS, TAGS = 40, 70, 3
 RNG = np.random.default_rng(0)
@@ -238,7 +238,7 @@ def test_a_table_may_lie_over_another_axis(spec, a_row, is_known, request):
 def test_where_no_order_is_known_the_index_is_used(name, x64):
     """On a CPU; and on a chip, of rows that are read in parts."""
     target = target_on(name)
-    assert isinstance(target.plates[1].slots, RunSlots)
+    assert isinstance(target.plates[1].slots, ChunkSlots)
     check_close(jax.jit(seen)(target, start()), expected(start()), 1e-12)
 
 

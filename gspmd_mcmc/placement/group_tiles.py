@@ -1,7 +1,7 @@
 """Where rows of groups lie, as indices on the host: whole groups in a block.
 
-For chips in tiles of one shape, whose groups are slices of one width after the other. For CPUs in runs
-of chunks, one group after the other, of which a tile takes as many as it likes.
+For chips in tiles of one shape, whose groups are slices of one width after the other. For CPUs in
+chunks, one group after the other, of which a tile takes as many as it likes.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,11 @@ MOST_CHUNK = 64
 # What larger chunks, and again what smaller tiles, may cost in padding.
 MOST_PADDING = 1.06
 GOLDEN = (5**0.5 - 1) / 2
-# Rows of a run, and its least chunks: powers of two, by which XLA divides fastest. The rows of a chunk
-# lie a run's chunks apart: of 128 chunks and 8 numbers that was 4 kB, and took 1.3 times as long.
-RUN_ROWS, FEWEST_CHUNKS = 1024, 16
-# What runs of that size may cost in padding, and again what an even number of them may.
-MOST_PADDING_OF_RUNS = 1.02
-# Rows of a run's chunks, if they are not more, and what they may cost in padding. The latents of fewer
+# Rows of a CPU's chunks, if they are not more, and what they may cost in padding. The latents of fewer
 # rows are not worth copying: XLA computes them for each row again. Each row is then a chunk.
-COPIES, MOST_PADDING_FOR_COPIES = (16, 8), 1.12
+COPIES, MOST_PADDING_FOR_COPIES = (32, 16, 8), 1.12
+# What chunks may cost in padding for a number of them that tiles divide.
+MOST_PADDING_OF_CHUNKS = 1.01
 
 
 @dataclass(frozen=True)
@@ -66,32 +63,24 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Runs:
-    """What all runs of rows of groups have in common; hashable.
+class Chunks:
+    """What all chunks of rows of groups have in common; hashable.
 
-    A run's rows are [rows of a chunk, chunks]: each chunk belongs to one group.
+    The rows of a chunk follow one another, and belong to one group.
 
     Attributes
     ----------
     count
-        Runs of a block.
-    chunk
+        Chunks of a block.
+    rows
         Rows of a chunk.
-    chunks
-        Chunks of a run.
     has_bare_block
         Whether a block has no rows.
     """
 
     count: int
-    chunk: int
-    chunks: int
+    rows: int
     has_bare_block: bool
-
-    @property
-    def rows(self) -> int:
-        """Rows of a run."""
-        return self.chunk * self.chunks
 
 
 def laid_order(sizes: np.ndarray) -> np.ndarray:
@@ -118,20 +107,18 @@ class LaidRows:
 
 
 @dataclass(frozen=True)
-class LaidRuns:
-    """Rows laid with their groups in runs, as indices on the host; see `GroupedRows`."""
+class LaidChunks:
+    """Rows laid with their groups in chunks, as indices on the host; see `GroupedRows`."""
 
-    tiles: Runs
+    tiles: Chunks
     row: np.ndarray
     is_real: np.ndarray
     slot_group: np.ndarray
     place_of_row: np.ndarray
 
 
-def lay_runs(
-    place_of_row: np.ndarray, num_blocks: int, block_groups: int, run_rows: int = RUN_ROWS
-) -> LaidRuns:
-    """Lay rows by the place of their group, in runs of about so many rows, or of few chunks."""
+def lay_chunks(place_of_row: np.ndarray, num_blocks: int, block_groups: int) -> LaidChunks:
+    """Lay rows by the place of their group, in chunks."""
     sizes = np.bincount(place_of_row, minlength=num_blocks * block_groups)
     starts = np.cumsum(sizes) - sizes
     by_group = np.argsort(place_of_row, kind="stable")
@@ -140,32 +127,25 @@ def lay_runs(
         padding_allows = (n for n in COPIES if _padding(sizes, n) <= MOST_PADDING_FOR_COPIES)
         chunk = next(padding_allows, 1)
     chunks_of = -(-sizes // chunk).reshape(num_blocks, block_groups)
-    num_chunks = max(1, int(chunks_of.sum(axis=1).max()))
-    count, run_chunks = _choose_runs(num_chunks, max(FEWEST_CHUNKS, run_rows // chunk))
-    has_bare_block = not chunks_of.any(axis=1).all()
-    runs = Runs(count, chunk, run_chunks, has_bare_block)
-    slot_group = np.zeros((num_blocks, runs.count * runs.chunks), np.int32)
+    count = _choose_count(max(1, int(chunks_of.sum(axis=1).max())))
+    slot_group = np.zeros((num_blocks, count), np.int32)
     first_row = np.zeros(slot_group.shape, np.int64)  # of the chunk, within its group
     is_taken = np.zeros(slot_group.shape, bool)
     for block, chunks in enumerate(chunks_of):
         num = int(chunks.sum())
         # A chunk that is left over copies rows of the block's last group that has some.
         groups = np.repeat(np.arange(block_groups), chunks) if num else np.zeros(1, int)
-        slot_group[block] = np.pad(groups, (0, slot_group.shape[1] - len(groups)), mode="edge")
+        slot_group[block] = np.pad(groups, (0, count - len(groups)), mode="edge")
         before = np.cumsum(chunks) - chunks
         first_row[block, :num] = chunk * (np.arange(num) - before[groups][:num])
         is_taken[block, :num] = True
     place = slot_group + block_groups * np.arange(num_blocks)[:, None]
     nth = first_row[..., None] + np.arange(chunk)
     row = starts[place][..., None] + np.minimum(nth, np.maximum(sizes[place] - 1, 0)[..., None])
-    real = (nth < sizes[place][..., None]) & is_taken[..., None]
-    # From [blocks, runs x chunks, rows of a chunk] to the order of rows in a run.
-    row, is_real = (
-        x.reshape(num_blocks, runs.count, runs.chunks, chunk).swapaxes(2, 3).ravel()
-        for x in (row, real)
-    )
-    row = by_group[np.minimum(row, len(by_group) - 1)]
-    return LaidRuns(runs, row, is_real, slot_group, _where(row, is_real))
+    is_real = ((nth < sizes[place][..., None]) & is_taken[..., None]).ravel()
+    row = by_group[np.minimum(row.ravel(), len(by_group) - 1)]
+    tiles = Chunks(count, chunk, not chunks_of.any(axis=1).all())
+    return LaidChunks(tiles, row, is_real, slot_group, _where(row, is_real))
 
 
 def lay_rows(
@@ -230,15 +210,11 @@ def _choose_chunk(sizes: np.ndarray) -> int:
     return chunk
 
 
-def _choose_runs(num_chunks: int, run_chunks: int) -> tuple[int, int]:
-    """Choose how many runs hold the chunks, and their chunks: as many as asked, or as pad little."""
-    count = -(-num_chunks // run_chunks)
-    if count * run_chunks > MOST_PADDING_OF_RUNS * num_chunks:
-        return count, -(-num_chunks // count)
-    # A multiple of a power of two, so that tiles leave few over.
-    allowed = int((MOST_PADDING_OF_RUNS - 1) * count)
-    even = 1 << max(allowed.bit_length() - 1, 0)
-    return -(-count // even) * even, run_chunks
+def _choose_count(num_chunks: int) -> int:
+    """Choose how many chunks a block has: a multiple of as large a power of two as pads little."""
+    allowed = int((MOST_PADDING_OF_CHUNKS - 1) * num_chunks)
+    power = 1 << max(allowed.bit_length() - 1, 0)
+    return -(-num_chunks // power) * power
 
 
 def _padding(sizes: np.ndarray, chunk: int) -> float:

@@ -30,13 +30,12 @@ from gspmd_mcmc.placement.group_keys import (
 )
 from gspmd_mcmc.placement.group_readers import RowReader, check_shapes, own_rows, read_laid, rows_here
 from gspmd_mcmc.placement.group_tiles import (
-    RUN_ROWS,
     STEP,
+    LaidChunks,
     LaidRows,
-    LaidRuns,
     laid_order,
+    lay_chunks,
     lay_rows,
-    lay_runs,
 )
 from gspmd_mcmc.placement.laid_groups import GroupedRows, GroupLabels, GroupTable, Order
 from gspmd_mcmc.placement.lookup_index import (
@@ -405,14 +404,14 @@ class Groups:
         """Return laid rows, one for each group and pad, as a table."""
         return GroupTable(jax.tree.map(lambda x: Padded(x, len(self)), rows), self._order, len(self))
 
-    def _laid_rows(self, keys: Any, rows: PyTree = ()) -> tuple[LaidRows | LaidRuns, np.ndarray]:
+    def _laid_rows(self, keys: Any, rows: PyTree = ()) -> tuple[LaidRows | LaidChunks, np.ndarray]:
         """Return where rows lie, and the group of each."""
         index = self._index
         if keys is not None:
             index = index_of(checked_keys("keys", keys), self.labels)
         places, shape = self._place_of_group()[index], (self._num_blocks, self._block_groups)
         if self._platform() == "cpu":
-            return lay_runs(places, *shape, min(self.tile_rows or RUN_ROWS, RUN_ROWS)), index
+            return lay_chunks(places, *shape), index
         steps, kernel_rows = (STEP,), 0.0
         if self._platform() == "gpu":
             steps = STEPS_ON_GPUS
@@ -429,7 +428,7 @@ class Groups:
         return None if self.mesh is None else NamedSharding(self.mesh, P(*self.spec[:1]))
 
     def _grouped(
-        self, rows: PyTree, laid: LaidRows | LaidRuns, index: np.ndarray, by_entry: tuple = ()
+        self, rows: PyTree, laid: LaidRows | LaidChunks, index: np.ndarray, by_entry: tuple = ()
     ) -> GroupedRows:
         if spans_processes(self.mesh):
             by_entries = {"rows by entry": str([x and x.tiles for x in by_entry])}
@@ -448,7 +447,7 @@ class Groups:
             tile_rows=self.tile_rows,
         )
 
-    def _check_laid(self, laid: LaidRows | LaidRuns, index: np.ndarray) -> None:
+    def _check_laid(self, laid: LaidRows | LaidChunks, index: np.ndarray) -> None:
         """Warn of rows that take much room; make sure that processes lay and cut them alike."""
         self._warn_of_waste(laid, index)
         if spans_processes(self.mesh):
@@ -456,9 +455,9 @@ class Groups:
             cores = {"cores of a device": str(cores_of_device(self.mesh))}  # tiles of CPUs follow them
             require_agreement("place_rows", {"keys": _digest(index)} | tiles | cores)
 
-    def _by_entry(self, column: LookupIndex, laid: LaidRows | LaidRuns) -> RowsByEntry | None:
+    def _by_entry(self, column: LookupIndex, laid: LaidRows | LaidChunks) -> RowsByEntry | None:
         """Find a column's rows by entry; None on a CPU, which adds them up as they come."""
-        if isinstance(laid, LaidRuns) or isinstance(column.index, jax.ShapeDtypeStruct):
+        if isinstance(laid, LaidChunks) or isinstance(column.index, jax.ShapeDtypeStruct):
             return None
         index = _take(column.index, laid.row)
         found = rows_by_entry(index, laid.is_real, column.entries, laid.tiles, self._num_blocks)
@@ -517,7 +516,7 @@ class Groups:
             *whole, groups=GroupLabels(self.name, self.labels, self.sizes, facts.hexdigest()[:16])
         )
 
-    def _warn_of_waste(self, laid: LaidRows | LaidRuns, index: np.ndarray) -> None:
+    def _warn_of_waste(self, laid: LaidRows | LaidChunks, index: np.ndarray) -> None:
         if len(laid.row) <= WASTE * len(index) + self._num_blocks:
             return
         sizes = np.bincount(index, minlength=len(self))

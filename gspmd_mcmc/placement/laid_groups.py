@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspmd_mcmc.placement.group_tiles import Runs, Tiles
+from gspmd_mcmc.placement.group_tiles import Chunks, Tiles
 from gspmd_mcmc.placement.lookup_index import RowsByEntry
 from gspmd_mcmc.placement.padding import LaidByGroups
 from gspmd_mcmc.tree import PyTree, pytree, static
@@ -98,15 +98,15 @@ class GroupedRows(LaidByGroups):
     Attributes
     ----------
     rows
-        The tree of arrays [laid rows, ...]: blocks, of tiles or runs, of groups.
+        The tree of arrays [laid rows, ...]: blocks, of tiles or chunks, of groups.
     is_real
         False for copies that fill a group up to its width; shape [laid rows].
     slot_group
-        Which of its block's groups each slot of a tile holds, shape [blocks, tiles x slots]; of runs,
-        each chunk, [blocks, runs x chunks].
+        Which of its block's groups each slot of a tile holds, shape [blocks, tiles x slots]; or each
+        chunk, [blocks, chunks].
     group_slot
         Where a block's groups are among the slots, -1 without rows; shape [blocks, groups of a block].
-        None of runs, whose chunks are scattered.
+        None of chunks, which are scattered.
     place_of_row
         Where each row of the user is among the laid rows.
     order
@@ -115,9 +115,9 @@ class GroupedRows(LaidByGroups):
         For each `LookupIndex` among the rows, the rows of a tile by entry, or None; () if none is
         known.
     tiles, num_rows, num_groups
-        The shape of the tiles or runs; how many rows and groups there are.
+        The shape of the tiles or chunks; how many rows and groups there are.
     tile_rows
-        About how many rows a tile of runs is to have, or None.
+        About how many rows a tile of chunks is to have, or None.
     """
 
     rows: PyTree
@@ -127,7 +127,7 @@ class GroupedRows(LaidByGroups):
     place_of_row: Any
     order: Order
     by_entry: tuple[RowsByEntry | None, ...]
-    tiles: Tiles | Runs = static()
+    tiles: Tiles | Chunks = static()
     num_rows: int = static()
     num_groups: int = static()
     tile_rows: int | None = static()

@@ -21,8 +21,8 @@ CONSTANT_BYTES = 1 << 20
 # A logistic regression of 0.8 MB took as long on 2 virtual CPU devices as on one, 1.4 times on 8; of 8
 # kB 10 and 50 times.
 LEAST_BYTES = 1 << 20
-# Of so many, two virtual devices on two cores took half of the time of one.
-MANY_BYTES = 8 << 20
+# So many are worth several CPU devices, where there are more cores than one device uses well.
+MANY_BYTES, FEW_CORES = 8 << 20, 2
 # What there is instead of calls that cannot be traced.
 IN_PROGRAMS = {
     "sample": "num_chains= makes chains, and a loop goes over data sets. A program of your own takes "
@@ -213,7 +213,7 @@ def on_idle_cores(target: Target) -> str | None:
     """Say that the cores of a CPU would be faster as devices than as the one there is, or None."""
     cores, num_devices = os.cpu_count() or 1, jax.device_count()
     num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves([p.data for p in target.plates]))
-    if target.platform != "cpu" or num_devices > 1 or cores == 1 or num_bytes < MANY_BYTES:
+    if target.platform != "cpu" or num_devices > 1 or cores <= FEW_CORES or num_bytes < MANY_BYTES:
         return None
     return (
         f"large data on one CPU device: {' and '.join(map(str, target.plates))}, "

@@ -206,7 +206,7 @@ class Plate:
     ) -> jax.Array:
         """Terms of the rows of a tile, of the local latents that were taken for it."""
         data = with_orders(data, self.slots.orders(known))
-        return self._terms(split, read, data, self.slots.spread(taken))
+        return self.slots.apply(lambda local: self._terms(split, read, data, local), taken)
 
     def _terms(self, split: "_Split", read: list, data: PyTree, local: list) -> jax.Array:
         """Terms of rows, with the Jacobians of their latents that no other plate counts."""

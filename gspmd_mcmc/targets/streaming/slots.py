@@ -2,7 +2,7 @@
 
 Those of groups are repeated, and their gradients summed. On a chip nothing is scattered: the transpose
 of a repetition is a sum, and of the gathers, which are of groups and within a device, the inverse is
-known. A CPU scatters without atomic operations and in order: see `RunSlots`.
+known. A CPU scatters without atomic operations and in order: see `ChunkSlots`.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.placement.group_tiles import Runs, Tiles
+from gspmd_mcmc.placement.group_tiles import Chunks, Tiles
 from gspmd_mcmc.placement.laid_groups import GroupedRows, Order
 from gspmd_mcmc.placement.lookup_index import RowsByEntry
 from gspmd_mcmc.placement.padding import real_in_blocks, real_rows
+from gspmd_mcmc.targets.streaming.row_products import with_products_of_chunks
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.tree import pytree, static
+
+# Of indices that were made when rows were placed.
+IN_BOUNDS: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,9 @@ class RowSlots:
         """Add gradients of what `take` took."""
         return tree.add(sums, grads)
 
-    def spread(self, taken: list[jax.Array]) -> list[jax.Array]:
-        """Give each row of a tile its latents."""
-        return taken
+    def apply(self, function: Callable, taken: list[jax.Array]) -> jax.Array:
+        """Return ``function(latents)`` of a tile's rows."""
+        return function(taken)
 
     def spread_all(self, latents: list[jax.Array]) -> list[jax.Array]:
         """Give all laid rows their latents."""
@@ -147,9 +151,9 @@ def group_slots(data: GroupedRows, rows: Rows) -> "Slots":
         order=data.order.digest,
     )
     known = {"place_of_row": real_rows(data.place_of_row), "order": data.order, "latents": groups}
-    if isinstance(data.tiles, Runs):
-        of_runs = {"runs": data.tiles, "asked": data.tile_rows}
-        return RunSlots(data.is_real, data.slot_group, **known, **of_runs)
+    if isinstance(data.tiles, Chunks):
+        of_chunks = {"chunks": data.tiles, "asked": data.tile_rows}
+        return ChunkSlots(data.is_real, data.slot_group, **known, **of_chunks)
     arrays = data.is_real, data.slot_group, data.group_slot
     return GroupSlots(*arrays, **known, by_entry=data.by_entry, tiles=data.tiles)
 
@@ -210,9 +214,9 @@ class GroupSlots(_OfGroups):
         """Add gradients of what `take` took."""
         return tree.add(sums, grads)
 
-    def spread(self, taken: list[jax.Array]) -> list[jax.Array]:
-        """Give each row of a tile the latents of its group: [slots, ...] to [rows, ...]."""
-        return [self._spread(x) for x in taken]
+    def apply(self, function: Callable, taken: list[jax.Array]) -> jax.Array:
+        """Return ``function(latents)`` of a tile's rows, each with those of its group."""
+        return function([self._spread(x) for x in taken])
 
     def _spread(self, x: jax.Array) -> jax.Array:
         parts, first = [], 0
@@ -245,7 +249,7 @@ class GroupSlots(_OfGroups):
 
 @pytree
 @dataclass(frozen=True, eq=False)
-class RunSlots(_OfGroups):
+class ChunkSlots(_OfGroups):
     """Each row has the latents of its group, by the index of its chunk: for CPUs.
 
     A tile is given the latents of its block, gathers those of its chunks, and copies them for the rows
@@ -256,11 +260,11 @@ class RunSlots(_OfGroups):
     is_real
         As of `GroupedRows`.
     group
-        The group of each chunk, shape [blocks, runs x chunks].
+        The group of each chunk, shape [blocks, chunks].
     latents
         How the groups lie, and with them their latents.
-    runs
-        What all runs have in common.
+    chunks
+        What all chunks have in common.
     asked
         About how many rows a tile is to have; None: as many as its memory allows.
     """
@@ -270,24 +274,29 @@ class RunSlots(_OfGroups):
     place_of_row: Any
     order: Order
     latents: Rows = static()
-    runs: Runs = static()
+    chunks: Chunks = static()
     asked: int | None = static()
 
     @property
     def has_tiles_of_pad(self) -> bool:
         """Whether a tile may have rows of pad alone, for whose latents no row may be defined."""
-        return self.runs.has_bare_block
+        return self.chunks.has_bare_block
 
     def tile_rows(self, choose: Callable[[], int]) -> int:
-        """Return how many rows a tile has: of about so many runs that few or none are left over."""
-        count, rows = self.runs.count, self.runs.rows
-        about = max(1, (self.asked or choose()) // rows)
-        fits = range(min(count, 5 * about // 4), 2 * min(count, about) // 3, -1)
-        return rows * min(fits, key=lambda runs: -count % runs)
+        """Return how many rows a tile has: of about as many chunks as are asked for.
+
+        So many that few or none are left over, and that tiles come in pairs.
+        """
+        count = self.chunks.count
+        about = max(1, (self.asked or choose()) // self.chunks.rows)
+        if about >= count:
+            return self.chunks.rows * count
+        fits = range(5 * about // 4, 2 * about // 3, -1)
+        return self.chunks.rows * min(fits, key=lambda chunks: -count % (2 * chunks))
 
     def tile(self, index: jax.Array, num: int, rows: Rows) -> Tile:
         """Say where a tile of ``num`` rows lies; the last one may overlap the one before."""
-        first, chunk = jnp.minimum(index * num, rows.block_rows - num), self.runs.chunk
+        first, chunk = jnp.minimum(index * num, rows.block_rows - num), self.chunks.rows
 
         def cut(array: jax.Array, first: jax.Array, num: int) -> jax.Array:
             array = rows.per_block(array.reshape(rows.num_blocks, -1))
@@ -309,14 +318,19 @@ class RunSlots(_OfGroups):
 
     def take(self, latents: list[jax.Array], known: jax.Array) -> list[jax.Array]:
         """Take those of each chunk: [groups, ...] to [chunks, ...]."""
-        return [x.at[known].get(mode="promise_in_bounds") for x in latents]
+        return [x.at[known].get(**IN_BOUNDS) for x in latents]
 
     def add(self, sums: list[jax.Array], grads: list[jax.Array], known: Any) -> list[jax.Array]:
         """Add gradients of each chunk to those of its group."""
-        pairs = zip(sums, grads, strict=True)
-        return [x.at[known].add(grad, mode="promise_in_bounds") for x, grad in pairs]
+        return [x.at[known].add(grad, **IN_BOUNDS) for x, grad in zip(sums, grads, strict=True)]
 
-    def spread(self, taken: list[jax.Array]) -> list[jax.Array]:
+    def apply(self, function: Callable, taken: list[jax.Array]) -> jax.Array:
+        """Return ``function(latents)`` of a tile's rows, each with those of its group."""
+        if self.chunks.rows == 1:
+            return function(taken)
+        return with_products_of_chunks(function, taken, self._spread)
+
+    def _spread(self, taken: list[jax.Array]) -> list[jax.Array]:
         """Copy the latents of chunks for their rows: [chunks, ...] to [rows, ...].
 
         The gradient is a sum of slices: XLA 0.10 leaves the sum that is the transpose of a broadcast to
@@ -324,21 +338,22 @@ class RunSlots(_OfGroups):
         """
 
         def copied(x: jax.Array) -> jax.Array:
-            of_runs = x.reshape(-1, self.runs.chunks, *x.shape[1:])
-            return jnp.concatenate([of_runs] * self.runs.chunk, axis=1).reshape(-1, *x.shape[1:])
+            if x.ndim == 1:
+                return (x[:, None] @ jnp.ones((1, self.chunks.rows), x.dtype)).reshape(-1)
+            of_chunks = x.reshape(len(x), -1)
+            copies = jnp.concatenate([of_chunks] * self.chunks.rows, axis=1)
+            return copies.reshape(-1, *x.shape[1:])
 
         return [copied(x) for x in taken]
 
     def spread_all(self, latents: list[jax.Array]) -> list[jax.Array]:
         """Give all laid rows the latents of their groups: [groups, ...] to [laid rows, ...]."""
         of_chunks = [_take(x, self.group) for x in self.fill(latents)]
-        return self.spread([x.reshape(-1, *x.shape[2:]) for x in of_chunks])
+        return self._spread([x.reshape(-1, *x.shape[2:]) for x in of_chunks])
 
     def latent_of(self, row: jax.Array) -> jax.Array:
         """Return the place of the group of laid rows."""
-        run, within = jnp.divmod(row, self.runs.rows)
-        block = run // self.runs.count
-        chunk = run % self.runs.count * self.runs.chunks + within % self.runs.chunks
+        block, chunk = jnp.divmod(row // self.chunks.rows, self.chunks.count)
         return block * self.latents.block_rows + self.group[block, chunk]
 
     def orders(self, known: Any) -> tuple:
@@ -346,7 +361,7 @@ class RunSlots(_OfGroups):
         return ()
 
 
-Slots = RowSlots | GroupSlots | RunSlots
+Slots = RowSlots | GroupSlots | ChunkSlots
 
 
 def _repeated(x: jax.Array, num: int) -> jax.Array:
@@ -357,5 +372,5 @@ def _repeated(x: jax.Array, num: int) -> jax.Array:
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     """Take from each block: [blocks, m, ...] by indices [blocks, n] to [blocks, n, ...]."""
     if len(index) == 1:
-        return x[0].at[index[0]].get(mode="promise_in_bounds")[None]
-    return jax.vmap(lambda a, i: a.at[i].get(mode="promise_in_bounds"))(x, index)
+        return x[0].at[index[0]].get(**IN_BOUNDS)[None]
+    return jax.vmap(lambda a, i: a.at[i].get(**IN_BOUNDS))(x, index)

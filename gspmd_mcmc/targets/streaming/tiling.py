@@ -30,7 +30,7 @@ from gspmd_mcmc.tree import PyTree, path_str
 # are slow, and each tile adds up a gradient of what all rows share. Elsewhere tiles are large, as each
 # costs a few kernel launches, and only bound the memory. So they are where data lie over a second mesh
 # axis: each tile then ends in a sum over it.
-TILE_BYTES_A_CORE = 3 << 20
+TILE_BYTES_A_CORE = 9 << 18
 TILE_BYTES_OF_ONE_CORE, SHARED_BYTES_TIMES, ENOUGH_ROWS = 5 << 15, 4, 256
 TILE_BYTES_ELSEWHERE = 256 << 20
 PROBE_ROWS = 127
@@ -188,11 +188,13 @@ def tile_rows(likelihood: Likelihood, rows: Rows, asked: int | None) -> int:
     """Rows of a tile: as asked, or what the largest intermediate allows; tiles of a block are even."""
     most = asked or max(1, _most_rows(likelihood, rows))
     num_tiles = -(-rows.block_rows // most)
+    if num_tiles > 1 and not asked:
+        num_tiles += -num_tiles % _tiles_at_once(rows)
     return -(-rows.block_rows // num_tiles)
 
 
 def _most_rows(likelihood: Likelihood, rows: Rows) -> int:
-    if rows.platform != "cpu" or any(entry for spec in rows.specs for entry in spec):
+    if not _has_small_tiles(rows):
         return TILE_BYTES_ELSEWHERE // likelihood.row_bytes
     cores = cores_of_device(rows.mesh)
     most = TILE_BYTES_A_CORE * cores // likelihood.row_bytes
@@ -200,6 +202,20 @@ def _most_rows(likelihood: Likelihood, rows: Rows) -> int:
         return most
     own = max(TILE_BYTES_OF_ONE_CORE, SHARED_BYTES_TIMES * likelihood.shared_bytes)
     return min(most, max(ENOUGH_ROWS, own // likelihood.row_bytes))
+
+
+def _has_small_tiles(rows: Rows) -> bool:
+    """Whether tiles are of a size that the caches of a CPU hold."""
+    return rows.platform == "cpu" and not any(entry for spec in rows.specs for entry in spec)
+
+
+def _tiles_at_once(rows: Rows) -> int:
+    """Return how many tiles a round of the loop has.
+
+    XLA runs on one core what adds rows up: products of few columns, scatters. A CPU device of several
+    cores runs those of a tile while it runs what it can divide of another.
+    """
+    return 2 if _has_small_tiles(rows) and cores_of_device(rows.mesh) > 1 else 1
 
 
 def stream(
@@ -270,7 +286,9 @@ def stream(
     num_tiles = -(-rows.block_rows // num_rows)
     start = (rows.per_block(init), rows.per_block(by_local))
     with jax.named_scope("tiles"):
-        (carry, by_local), out = jax.lax.scan(step, start, jnp.arange(num_tiles))
+        (carry, by_local), out = jax.lax.scan(
+            step, start, jnp.arange(num_tiles), unroll=_tiles_at_once(rows)
+        )
     return carry, by_local, out
 
 
