@@ -17,7 +17,7 @@ from gspmd_mcmc.placement.group_tiles import Chunks, Tiles
 from gspmd_mcmc.placement.laid_groups import GroupedRows, Order
 from gspmd_mcmc.placement.lookup_index import RowsByEntry
 from gspmd_mcmc.placement.padding import real_in_blocks, real_rows
-from gspmd_mcmc.targets.streaming.row_products import with_products_of_chunks
+from gspmd_mcmc.targets.streaming.chunkwise import chunkwise
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.tree import pytree, static
 
@@ -328,7 +328,7 @@ class ChunkSlots(_OfGroups):
         """Return ``function(latents)`` of a tile's rows, each with those of its group."""
         if self.chunks.rows == 1:
             return function(taken)
-        return with_products_of_chunks(function, taken, self._spread)
+        return chunkwise(function, taken, self._spread)
 
     def _spread(self, taken: list[jax.Array]) -> list[jax.Array]:
         """Copy the latents of chunks for their rows: [chunks, ...] to [rows, ...].

@@ -1,4 +1,4 @@
-"""Sums of products of groups' latents with what rows have: products of chunks on a CPU."""
+"""Likelihoods of rows in chunks of a group: by chunks where that is the same, which it is to be."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from models import check_close, mesh_of
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.targets import local
-from gspmd_mcmc.targets.streaming.row_products import with_products_of_chunks
+from gspmd_mcmc.targets.streaming.chunkwise import chunkwise
 from gspmd_mcmc.targets.streaming.slots import ChunkSlots
 
 pytestmark = [
@@ -20,22 +20,34 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:small data"),
 ]
 WIDTH = 3
+SHIFT = np.linspace(-1.0, 1.0, WIDTH)[None]
 # Rows of each group, and of a chunk; of chunks of one row nothing is copied.
 SIZES = {64: [128, 64, 192, 256], 16: [48, 47, 16, 112, 79], 1: [3, 1, 4, 2]}
 
-SUMS = {
-    "sum": lambda w, x: jnp.sum(w * x, axis=1),
+ON_CHUNKS = {
+    "a sum": lambda w, x: jnp.sum(w * x, axis=1),
     "rows first": lambda w, x: (x * w).sum(-1),
     "einsum": lambda w, x: jnp.einsum("rk,rk->r", w, x),
-    "map of dot": jax.vmap(jnp.dot),
-    "two": lambda w, x: jnp.sum(w * x, axis=1) * jnp.sum(w * x**2, axis=1),
+    "a map of dot": jax.vmap(jnp.dot),
+    "a product with ones": lambda w, x: (w * x) @ np.arange(1.0, 1.0 + WIDTH),
+    "two sums": lambda w, x: jnp.sum(w * x, axis=1) * jnp.sum(w * x**2, axis=1),
+    "not centred": lambda w, x: jnp.sum((SHIFT + jnp.exp(0.1) * jnp.tanh(w)) * x, axis=1),
+    "columns": lambda w, x: w[:, 0] + w[:, 1:2].squeeze(1) * x[:, 0],
+    "latents alone": lambda w, x: jnp.sum(w * w, axis=1) + x[:, 0],
+    "a column of columns": lambda w, x: jnp.sum(w[:, :1] * w * x, axis=1),
+    # A column has copies that XLA makes by a broadcast.
+    "a column by columns": lambda w, x: jnp.sum(w[:, :1] * x, axis=1),
+    "broadcasts": lambda w, x: jnp.sum(
+        (w + jnp.broadcast_to(jnp.arange(3.0), x.shape)) * jnp.broadcast_to(x[:, :1], x.shape), axis=1
+    ),
 }
-OTHERS = {
+ON_ROWS = {
     "the products too": lambda w, x: (jnp.sum(w * x, axis=1, keepdims=True) - w * x)[:, 0],
-    "of what is computed": lambda w, x: jnp.sum(jnp.tanh(w) * x, axis=1),
-    "of latents alone": lambda w, x: jnp.sum(w * w, axis=1) + x[:, 0],
-    "of rows": lambda w, x: jnp.sum(x * x, axis=1) * w[:, 0],
-    "in a program of its own": jax.jit(lambda w, x: jnp.sum(w * x, axis=1)),
+    "no function of each number": lambda w, x: jnp.sum(jnp.cumsum(w, axis=1) * x, axis=1),
+    "columns in another order": lambda w, x: jnp.sum(w[:, ::-1] * x, axis=1),
+    "columns of rows": lambda w, x: jnp.sum((w.T * x.T).T, axis=1),
+    "columns by a column": lambda w, x: jnp.sum(w * x[:, :1], axis=1),
+    "a program of its own": jax.jit(lambda w, x: jnp.sum(w * x, axis=1)),
 }
 
 
@@ -72,11 +84,11 @@ def grad_of(target, params):
 
 
 @pytest.mark.parametrize(
-    ("function", "chunk"), [*((name, 16) for name in SUMS | OTHERS), ("sum", 64), ("sum", 1)]
+    ("function", "chunk"), [*((name, 16) for name in ON_CHUNKS | ON_ROWS), ("a sum", 64), ("a sum", 1)]
 )
 def test_values_and_gradients_are_those_of_an_index(function, chunk):
     with jax.enable_x64(True):
-        target, by_index, position = target_of((SUMS | OTHERS)[function], SIZES[chunk])
+        target, by_index, position = target_of((ON_CHUNKS | ON_ROWS)[function], SIZES[chunk])
         slots = target.plates[1].slots
         assert isinstance(slots, ChunkSlots) and slots.chunks.rows == chunk
         value, grad = jax.value_and_grad(by_index)(position)
@@ -89,7 +101,7 @@ def test_values_and_gradients_are_those_of_an_index(function, chunk):
 def test_on_devices_of_several_chains_and_differentiated_again():
     """Chains share the rows; second derivatives are those of the density by an index."""
     with jax.enable_x64(True):
-        target, by_index, position = target_of(SUMS["sum"], SIZES[16] + [50], "2")
+        target, by_index, position = target_of(ON_CHUNKS["a sum"], SIZES[16] + [50], "2")
         chains = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), position)
         got = jax.jit(jax.vmap(partial(grad_of, target)))(chains)
         check_close(got, jax.vmap(jax.grad(by_index))(chains), 1e-12)
@@ -99,11 +111,11 @@ def test_on_devices_of_several_chains_and_differentiated_again():
 
 
 @pytest.mark.usefixtures("compiled_as_a_users")
-@pytest.mark.parametrize("function", [*SUMS, *OTHERS])
-def test_latents_are_copied_for_rows_where_no_product_of_chunks_is_the_same(function):
-    target, _, position = target_of((SUMS | OTHERS)[function], SIZES[16])
+@pytest.mark.parametrize("function", [*ON_CHUNKS, *ON_ROWS])
+def test_latents_are_copied_for_rows_where_chunks_do_not_do(function):
+    target, _, position = target_of((ON_CHUNKS | ON_ROWS)[function], SIZES[16])
     lowered = jax.jit(target.grad).lower(local.lay_out(target, position))
-    assert ("concatenate(" in str(lowered.compile().as_text())) == (function in OTHERS)
+    assert ("concatenate(" in str(lowered.compile().as_text())) == (function in ON_ROWS)
 
 
 def test_precision_and_type_are_those_that_the_sum_asks_for():
@@ -111,8 +123,8 @@ def test_precision_and_type_are_those_that_the_sum_asks_for():
     with jax.enable_x64(True), jax.default_matmul_precision("bfloat16"):
         latents, x = jnp.full((2, 3), 1 + 2**-20, jnp.float32), jnp.full((4, 3), 1 / 3, jnp.float32)
         wide = partial(jnp.einsum, "rk,rk->r", preferred_element_type=jnp.float64)
-        for sums in (SUMS["sum"], wide):
-            got = with_products_of_chunks(
+        for sums in (ON_CHUNKS["a sum"], wide):
+            got = chunkwise(
                 lambda rows, sums=sums: sums(rows[0], x), [latents], lambda y: [y[0].repeat(2, axis=0)]
             )
             expected = sums(latents.repeat(2, axis=0), x)
