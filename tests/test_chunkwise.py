@@ -47,6 +47,11 @@ ON_ROWS = {
     "columns in another order": lambda w, x: jnp.sum(w[:, ::-1] * x, axis=1),
     "columns of rows": lambda w, x: jnp.sum((w.T * x.T).T, axis=1),
     "columns by a column": lambda w, x: jnp.sum(w * x[:, :1], axis=1),
+    "matrices of rows": lambda w, x: jnp.einsum("rkm,rk->rm", jnp.tile(x[:, :, None], (1, 1, 2)), w)[
+        :, 1
+    ],
+    "matrices of products": lambda w, x: (jnp.tile((w * x)[:, :, None], (1, 1, 2)).mT @ SHIFT[0])[:, 1],
+    "a matrix of products": lambda w, x: ((w * x) @ np.ones((WIDTH, 2)))[:, 1],
     "a program of its own": jax.jit(lambda w, x: jnp.sum(w * x, axis=1)),
 }
 

@@ -132,18 +132,17 @@ class _Program:
 
     def _summed_factors(self, eqn: Any) -> tuple | None:
         """Return what an equation multiplies and sums in each row: of chunks, of rows, and weights."""
-        name, params = eqn.primitive.name, eqn.params
-        if name == "reduce_sum" and params["axes"] == (1,) and eqn.invars[0].aval.ndim == 2:
-            return self._factors.get(id(eqn.invars[0]))
-        if name != "dot_general":
+        if eqn.primitive.name not in ("reduce_sum", "dot_general") or eqn.invars[0].aval.ndim != 2:
             return None
-        x, y = eqn.invars
-        if params["dimension_numbers"] == OF_ROWS:
+        x, y = eqn.invars[0], eqn.invars[-1]
+        if eqn.primitive.name == "reduce_sum":
+            return self._factors.get(id(x)) if eqn.params["axes"] == (1,) else None
+        form = eqn.params["dimension_numbers"]
+        if form == OF_ROWS and y.aval.ndim == 2:
             self._note_factors(eqn.outvars[0], x, y)
             return self._factors.pop(id(eqn.outvars[0]), None)
-        factors = self._factors.get(id(x))
-        is_weighted = params["dimension_numbers"] == WITH_VECTOR and y.aval.ndim == 1
-        return (*factors, y) if factors and is_weighted else None
+        factors = self._factors.get(id(x)) if form == WITH_VECTOR and y.aval.ndim == 1 else None
+        return (*factors, y) if factors else None
 
     def _copied(self, x: jax.Array) -> jax.Array:
         return self._spread([x])[0]
