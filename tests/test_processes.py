@@ -150,7 +150,7 @@ def test_processes_that_are_given_different_things_say_which(two):
         assert found["keys"].startswith("ProcessesDisagree: ") and "labels" in found["keys"]
         assert found["keys of rows"].startswith("ProcessesDisagree: ")
         assert "keys: process 0 has" in found["keys of rows"]
-        assert "tiles: process 0 has Chunks(" in found["tiles"]
+        assert "tile_rows: process 0 has 4; process 1 has 64" in found["tiles"]
         for case in ("shape", "spec", "dtype", "key", "settings", "position"):
             assert found[case].startswith("ProcessesDisagree: ")
         assert "leaf ['x']: process 0 has float32[8, 2]" in found["shape"]
