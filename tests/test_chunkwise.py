@@ -123,9 +123,9 @@ def test_latents_are_copied_for_rows_where_chunks_do_not_do(function):
     assert ("concatenate(" in str(lowered.compile().as_text())) == (function in ON_ROWS)
 
 
-def test_precision_and_type_are_those_that_the_sum_asks_for():
-    """Of float32, whatever products of matrices have by default; into float64, where that is asked."""
-    with jax.enable_x64(True), jax.default_matmul_precision("bfloat16"):
+def test_the_type_is_that_which_the_sum_asks_for():
+    """Of float32 into float32, or float64 where that is asked."""
+    with jax.enable_x64(True):
         latents, x = jnp.full((2, 3), 1 + 2**-20, jnp.float32), jnp.full((4, 3), 1 / 3, jnp.float32)
         wide = partial(jnp.einsum, "rk,rk->r", preferred_element_type=jnp.float64)
         for sums in (ON_CHUNKS["a sum"], wide):

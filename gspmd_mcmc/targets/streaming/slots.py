@@ -333,13 +333,14 @@ class ChunkSlots(_OfGroups):
     def _spread(self, taken: list[jax.Array]) -> list[jax.Array]:
         """Copy the latents of chunks for their rows: [chunks, ...] to [rows, ...].
 
-        The gradient is a sum of slices: XLA 0.10 leaves the sum that is the transpose of a broadcast to
-        a library (YNNPACK), in which it takes several times as long.
+        XLA 0.10 leaves the sum that is the transpose of a broadcast to a library (YNNPACK), in which it
+        takes several times as long. Here it is a product with ones, or a sum of slices.
         """
 
         def copied(x: jax.Array) -> jax.Array:
             if x.ndim == 1:
-                return (x[:, None] @ jnp.ones((1, self.chunks.rows), x.dtype)).reshape(-1)
+                ones = jnp.ones((1, self.chunks.rows), x.dtype)
+                return jnp.matmul(x[:, None], ones, precision="highest").reshape(-1)
             of_chunks = x.reshape(len(x), -1)
             copies = jnp.concatenate([of_chunks] * self.chunks.rows, axis=1)
             return copies.reshape(-1, *x.shape[1:])
