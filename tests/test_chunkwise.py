@@ -24,6 +24,15 @@ SHIFT = np.linspace(-1.0, 1.0, WIDTH)[None]
 # Rows of each group, and of a chunk; of chunks of one row nothing is copied.
 SIZES = {64: [128, 64, 192, 256], 16: [48, 47, 16, 112, 79], 1: [3, 1, 4, 2]}
 
+
+@jax.custom_jvp
+def with_own_derivative(x):
+    """Twice the number, with a derivative that only its own rule gives."""
+    return 2 * x
+
+
+with_own_derivative.defjvp(lambda x, tangent: (with_own_derivative(*x), 7 * tangent[0]))
+
 ON_CHUNKS = {
     "a sum": lambda w, x: jnp.sum(w * x, axis=1),
     "rows first": lambda w, x: (x * w).sum(-1),
@@ -52,6 +61,8 @@ ON_ROWS = {
     ],
     "matrices of products": lambda w, x: (jnp.tile((w * x)[:, :, None], (1, 1, 2)).mT @ SHIFT[0])[:, 1],
     "a matrix of products": lambda w, x: ((w * x) @ np.ones((WIDTH, 2)))[:, 1],
+    "a stopped gradient": lambda w, x: jnp.sum(jax.lax.stop_gradient(jnp.tanh(w)) * w * x, axis=1),
+    "a derivative of its own": lambda w, x: jnp.sum(with_own_derivative(w) * x, axis=1),
     "a program of its own": jax.jit(lambda w, x: jnp.sum(w * x, axis=1)),
 }
 

@@ -44,7 +44,8 @@ def chunkwise(function: Callable, latents: list[jax.Array], spread: Callable) ->
     rows = spread(latents)
     closed = jax.make_jaxpr(of_rows)(latents, rows)
     num, invars = len(latents), closed.jaxpr.invars
-    program = _Program(dict(zip(map(id, invars[num:]), invars[:num], strict=True)), spread)
+    of_chunks = dict(zip(map(id, invars[num:]), invars[:num], strict=True))
+    program = _Program(of_chunks, len(latents[0]) if latents else 0, spread)
     for eqn in closed.jaxpr.eqns:
         program.add(eqn)
     jaxpr = closed.jaxpr.replace(eqns=program.eqns)
@@ -63,9 +64,10 @@ class _Program:
         For variables of rows that are equal within a chunk, by id, the variable of chunks.
     """
 
-    def __init__(self, of_chunks: dict[int, Any], spread: Callable):
+    def __init__(self, of_chunks: dict[int, Any], num_chunks: int, spread: Callable):
         self.eqns: list[Any] = []
         self.of_chunks = of_chunks
+        self._num_chunks = num_chunks
         self._spread = spread
         self._factors: dict[int, tuple] = {}  # of products, one of chunks and one of rows
         self._broadcasts: dict[int, Any] = {}  # equations whose results are the same for all rows
@@ -77,7 +79,7 @@ class _Program:
             self._broadcasts[id(eqn.outvars[0])] = eqn
         params = self._params_of_chunks(eqn)
         if params is not None:
-            chunks = self._bind(eqn, params, *self._chunk_vars(eqn))
+            chunks = self._bind(eqn, params, *map(self._chunk_var, eqn.invars))
             self.of_chunks[id(eqn.outvars[0])] = chunks
             self._call(eqn, self._copied, chunks, out=eqn.outvars)
         elif (factors := self._summed_factors(eqn)) is not None:
@@ -95,10 +97,9 @@ class _Program:
             return None
         if name in ELEMENTWISE:
             return params if all(map(self._is_known, eqn.invars)) else None
-        operand, out = eqn.invars[0].aval, eqn.outvars[0].aval
-        num = self.of_chunks[id(eqn.invars[0])].aval.shape[0] if len(eqn.invars) == 1 else 0
-        if not num or 0 in params.get("axes", params.get("dimensions", ())):
+        if len(eqn.invars) > 1 or 0 in params.get("axes", params.get("dimensions", ())):
             return None
+        operand, out, num = eqn.invars[0].aval, eqn.outvars[0].aval, self._num_chunks
         if name in ("reduce_sum", "squeeze"):
             return params
         if name == "broadcast_in_dim" and params["broadcast_dimensions"][:1] == (0,):
@@ -110,16 +111,12 @@ class _Program:
         """Whether a chunk knows a variable: its own, or the same in all rows."""
         return _is_for_all(v) or id(v) in self.of_chunks or id(v) in self._broadcasts
 
-    def _chunk_vars(self, eqn: Any) -> list[Any]:
-        """Return the operands that an equation has for chunks."""
-        num = next(self.of_chunks[id(v)].aval.shape[0] for v in eqn.invars if id(v) in self.of_chunks)
-        return [self._chunk_var(v, num) for v in eqn.invars]
-
-    def _chunk_var(self, v: Any, num: int) -> Any:
+    def _chunk_var(self, v: Any) -> Any:
+        """Return what an operand is for chunks."""
         if _is_for_all(v) or id(v) in self.of_chunks:
             return self.of_chunks.get(id(v), v)
         eqn = self._broadcasts[id(v)]
-        params = eqn.params | {"shape": (num, *v.aval.shape[1:])}
+        params = eqn.params | {"shape": (self._num_chunks, *v.aval.shape[1:])}
         return self._bind(eqn, params, *eqn.invars)
 
     def _note_factors(self, product: Any, x: Any, y: Any) -> None:
