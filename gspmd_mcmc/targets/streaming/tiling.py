@@ -24,12 +24,13 @@ from gspmd_mcmc.targets.streaming.slots import Slots
 from gspmd_mcmc.targets.streaming.two_float import two_float_sum
 from gspmd_mcmc.tree import PyTree, path_str
 
-# Bytes of a tile's largest intermediate. On a CPU device of several cores two tiles (`_tiles_at_once`)
-# fit the caches that they share. On a device of one core it fits that core's own, and operations are so
-# small that XLA does not split them over threads, which would wait for the cores of other devices. But
-# products of few rows are slow, and each tile adds up a gradient of what all rows share. Elsewhere
-# tiles are large, as each costs a few kernel launches, and only bound the memory. So they are where data
-# lie over a second mesh axis: each tile then ends in a sum over it.
+# Bytes of a tile's largest intermediate. On a CPU device of several cores two tiles
+# (`_tiles_at_once`) fit the caches that they share. On a device of one core it fits that core's
+# own, and operations are so small that XLA does not split them over threads, which would wait for
+# the cores of other devices. But products of few rows are slow, and each tile adds up a gradient of
+# what all rows share. Elsewhere tiles are large, as each costs a few kernel launches, and only
+# bound the memory. So they are where data lie over a second mesh axis: each tile then ends in a sum
+# over it.
 TILE_BYTES_A_CORE = 9 << 18
 TILE_BYTES_OF_ONE_CORE, SHARED_BYTES_TIMES, ENOUGH_ROWS = 5 << 15, 4, 256
 TILE_BYTES_ELSEWHERE = 256 << 20
