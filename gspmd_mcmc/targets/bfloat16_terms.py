@@ -26,16 +26,23 @@ def num_terms() -> int:
 
 def bfloat16_terms(x: jax.Array, num: int, in_kernel: bool = False) -> list[jax.Array]:
     """Split float32 numbers into ``num`` terms, each what bfloat16 holds of the rest."""
-    terms = []
-    for _ in range(num):
-        terms.append((x if in_kernel else _rounded(x)).astype(jnp.bfloat16))
-        x = x - terms[-1].astype(x.dtype)
-    return terms
+    rounded, terms = _rounded_as_integers if in_kernel else _rounded, []
+    for _ in range(num - 1):
+        terms.append(rounded(x))
+        x = x - terms[-1]
+    rest = x if in_kernel else _rounded(x)
+    return [term.astype(jnp.bfloat16) for term in (*terms, rest)]
 
 
 def _rounded(x: jax.Array) -> jax.Array:
     """Round: XLA may take a conversion there and back for nothing, and compilers of kernels do not."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def _rounded_as_integers(x: jax.Array) -> jax.Array:
+    """Round, a tie away from zero: a GPU converts single numbers at an eighth of the speed."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jax.lax.bitcast_convert_type(bits + 0x8000 & -0x10000, x.dtype)
 
 
 def sum_of_terms(products: jax.Array, num: int, axis: int) -> jax.Array:

@@ -113,8 +113,11 @@ LARGEST = [
     ("high", gradient_of_classes(784, 10, 8)),
     ("highest", gradient_of_classes(784, 10, 8)),
     ("highest", gradient_of_classes(128, 128, 1)),
-    ("high", gradient_of_factors(128, 1000)),
-    ("highest", gradient_of_factors(64, 1000)),
+    ("highest", gradient_of_classes(512, 21, 4)),
+    ("high", gradient_of_classes(128, 128, 1)),
+    ("default", gradient_of_factors(128, 1000)),
+    ("high", gradient_of_factors(126, 1000)),
+    ("highest", gradient_of_factors(62, 1000)),
 ]
 
 

@@ -79,7 +79,7 @@ def _fits(cells: list[Any], factors: tuple) -> bool:
     )
     are_whole = all(jnp.issubdtype(a.dtype, jnp.integer) for a in cells)
     by_column = 4 * width * (-(-rank // 8) * 8 + 8)
-    of_a_row = num_terms() * (1 << (rank - 1).bit_length())
+    of_a_row = num_terms() * (1 << (rank + 1).bit_length())  # two for biases
     is_small = {
         "tpu": by_column <= MOST_BYTES_BY_COLUMN,
         "gpu": of_a_row <= MOST_OF_A_ROW,

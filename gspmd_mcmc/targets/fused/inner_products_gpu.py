@@ -4,6 +4,9 @@ One goes over the columns of a few rows, the other over the rows of a few column
 anew, which costs less than to write and read them. Programs that go over parts of the same columns or
 rows keep sums of their own, which are added up at the end: there are no atomics, and results are the
 same each time.
+
+Biases are factors: a row's are its own, its bias and a one, a column's are its own, a one and its bias.
+So their products are the logits, and residuals times them the derivatives of factors and biases.
 """
 
 from collections.abc import Callable
@@ -25,7 +28,8 @@ SIDE = 64
 # As many programs as the cores of a large GPU take, each for a part of the others; few parts, as each
 # has sums of its own.
 PROGRAMS, MOST_PARTS = 768, 8
-LEAST_RANK = 16  # that a product of a tile takes
+LEAST_FACTORS = 16  # that a product of a tile takes
+LOG2_E = 1.4426950408889634
 
 
 def gradients(
@@ -37,81 +41,83 @@ def gradients(
 ) -> tuple:
     """Return the derivatives of ``cotangent · terms`` in rows, columns and their biases."""
     rows, columns, row_bias, column_bias = factors
-    num, width, rank = len(rows), len(columns), rows.shape[1]
-    padded = max(LEAST_RANK, 1 << (rank - 1).bit_length())
-    x, w = (
-        jnp.stack(bfloat16_terms(_pad(_pad(a, 1, padded), 0, SIDE), num_terms()))
-        for a in (rows, columns)
-    )
-    u, c, v = (_pad(a, 0, SIDE) for a in (row_bias, cotangent, column_bias))
-    slope: Any = slope_of_cells(term, rows, cells, (SIDE, SIDE))
-    of_cells = sum(SIDE * SIDE * a.dtype.itemsize for a in cells)
-    of_tile = 2 * num_terms() * SIDE * padded  # of one side's factors
+    (num, rank), width = rows.shape, len(columns)
+    by_row = _in_terms(rows, row_bias, jnp.ones_like(row_bias))
+    by_column = _in_terms(columns, jnp.ones_like(column_bias), column_bias)
+    weights = jnp.pad(cotangent, (0, -num % SIDE))
+    slope: Any = slope_of_cells(term, rows, cells, (SIDE, SIDE), instead={"logistic": _logistic})
+    of_tile = 2 * by_row.shape[0] * SIDE * by_row.shape[2]  # of one side's factors
+    step = of_tile + sum(SIDE * SIDE * a.dtype.itemsize for a in cells)
 
-    def run(axis, own, along):
-        own, along = -(-own // SIDE), -(-along // SIDE)  # in tiles
-        parts = min(along, MOST_PARTS, -(-PROGRAMS // own))
-        shapes = (parts, own * SIDE, padded), (parts, own * SIDE)
-        of_factors, of_bias = pl.pallas_call(
-            partial(_kernel, slope, (num, width), len(cells), axis, along),
-            grid=(own, parts),
-            out_shape=[jax.ShapeDtypeStruct(shape, rows.dtype) for shape in shapes],
-            compiler_params=settings(of_cells + of_tile, kept=of_tile),
+    def run(axis, own, others):
+        (_, height, padded), tiles = own.shape, others.shape[1] // SIDE
+        parts = min(tiles, MOST_PARTS, -(-PROGRAMS // (height // SIDE)))
+        sums = pl.pallas_call(
+            partial(_kernel, slope, (num, width), len(cells), axis),
+            grid=(height // SIDE, parts),
+            out_shape=jax.ShapeDtypeStruct((parts, height, padded), rows.dtype),
+            compiler_params=settings(step, kept=of_tile),
             interpret=interpret,
             name=("by_rows", "by_columns")[axis],
-        )(*cells, x, w, u, v, c)
-        return jnp.sum(of_factors, axis=0)[:, :rank], jnp.sum(of_bias, axis=0)
+        )(*cells, own, others, weights)
+        return jnp.sum(sums, axis=0)
 
-    by_rows, by_row_bias = run(0, num, width)
-    by_columns, by_column_bias = run(1, width, num)
-    return by_rows[:num], by_columns[:width], by_row_bias[:num], by_column_bias[:width]
+    of_rows = run(0, by_row, by_column)[:num] * cotangent[:, None]
+    of_columns = run(1, by_column, by_row)[:width]
+    return of_rows[:, :rank], of_columns[:, :rank], of_rows[:, rank], of_columns[:, rank + 1]
 
 
-def _kernel(
-    slope: Callable, shape: tuple[int, int], num_cells: int, axis: int, tiles: int, *refs: Any
-) -> None:
+def _in_terms(factors: jax.Array, *biases: jax.Array) -> jax.Array:
+    """Return the terms of factors and biases, padded to whole tiles."""
+    whole = jnp.concatenate([factors, *(a[:, None] for a in biases)], axis=1)
+    num, size = whole.shape
+    padded = max(LEAST_FACTORS, 1 << (size - 1).bit_length())
+    whole = jnp.pad(whole, ((0, -num % SIDE), (0, padded - size)))
+    return jnp.stack(bfloat16_terms(whole, num_terms()))
+
+
+def _logistic(x: jax.Array) -> jax.Array:
+    """Return 1 / (1 + exp(-x)) by a power of two and a root, which a GPU has instructions for."""
+    root = jax.lax.rsqrt(1 + jnp.exp2(-LOG2_E * x))
+    return root * root
+
+
+def _kernel(slope: Callable, shape: tuple[int, int], num_cells: int, axis: int, *refs: Any) -> None:
     """Add up the residuals of a tile's own rows (axis 0) or columns (1) over a part of the others.
 
-    The own ones come first in all that is computed, whichever they are.
+    The own ones come first in all that is computed, whichever they are. Weights of rows that are a
+    tile's own are left to whoever takes the sums.
     """
-    cells, (x, w, u, v, cotangent, of_factors, of_bias) = refs[:num_cells], refs[num_cells:]
-    own, part, parts = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
-    here, (terms, _, padded) = pl.ds(own * SIDE, SIDE), x.shape
-    (of_own, own_biases), (of_others, other_biases) = ((x, u), (w, v))[:: 1 - 2 * axis]
-    factors, bias = [of_own[i, here, :] for i in range(terms)], own_biases[here]
+    cells, (of_own, of_others, weights, sums) = refs[:num_cells], refs[num_cells:]
+    tile, part, parts = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+    (terms, _, padded), tiles = of_own.shape, of_others.shape[1] // SIDE
+    here, places = pl.ds(tile * SIDE, SIDE), jnp.arange(SIDE, dtype=jnp.int32)
+    own, is_own = [of_own[i, here, :] for i in range(terms)], tile * SIDE + places < shape[axis]
 
-    is_own = own * SIDE + jnp.arange(SIDE, dtype=jnp.int32) < shape[axis]
-
-    def add(step, sums):
+    def add(step, total):
         other = part + step * parts
-        there = pl.ds(other * SIDE, SIDE)
-        is_other = other * SIDE + jnp.arange(SIDE, dtype=jnp.int32) < shape[1 - axis]
+        there, is_other = pl.ds(other * SIDE, SIDE), other * SIDE + places < shape[1 - axis]
         others = [of_others[i, there, :] for i in range(terms)]
-        logits = _product(factors, [a.T for a in others])
-        logits += bias[:, None] + other_biases[there][None, :]
         if axis == 0:
-            is_cell, weights = is_own[:, None] & is_other[None, :], cotangent[here][:, None]
-            values = [triton.load(ref.at[here, there], mask=is_cell, other=0) for ref in cells]
+            at, is_cell = (here, there), is_own[:, None] & is_other[None, :]
         else:
-            is_cell, weights = is_other[:, None] & is_own[None, :], cotangent[there][None, :]
-            values = [triton.load(ref.at[there, here], mask=is_cell, other=0).T for ref in cells]
-        is_cell = is_own[:, None] & is_other[None, :]
-        residuals = jnp.where(is_cell, slope(logits, *values) * weights, 0.0)
-        split = bfloat16_terms(residuals, terms, in_kernel=True)
-        return sums[0] + _product(split, others), sums[1] + jnp.sum(residuals, axis=1)
+            at, is_cell = (there, here), is_other[:, None] & is_own[None, :]
+        values = [triton.load(ref.at[at], mask=is_cell, other=0) for ref in cells]
+        logits = _add_product(None, own, [a.T for a in others])
+        residuals = slope(logits, *(values if axis == 0 else [a.T for a in values]))
+        residuals = jnp.where(is_other[None, :], residuals, 0.0)
+        if axis == 1:
+            residuals *= weights[there][None, :]
+        return _add_product(total, bfloat16_terms(residuals, terms, in_kernel=True), others)
 
     steps = (tiles - part + parts - 1) // parts
-    zeros = jnp.zeros((SIDE, padded)), jnp.zeros(SIDE)
-    of_factors[part, here, :], of_bias[part, here] = jax.lax.fori_loop(0, steps, add, zeros)
+    sums[part, here, :] = jax.lax.fori_loop(0, steps, add, jnp.zeros((SIDE, padded)))
 
 
-def _product(left: list[jax.Array], right: list[jax.Array]) -> jax.Array:
-    """Multiply sums of terms, without what is less than the last of them."""
+def _add_product(total: Any, left: list[jax.Array], right: list[jax.Array]) -> jax.Array:
+    """Multiply sums of terms, without what is less than the last of them, and add to a total."""
     pairs = [(a, b) for i, a in enumerate(left) for b in right[: len(right) - i]]
-    return sum(jnp.dot(a, b, preferred_element_type=jnp.float32) for a, b in reversed(pairs))  # pyright: ignore[reportReturnType]
-
-
-def _pad(array: jax.Array, axis: int, multiple: int) -> jax.Array:
-    widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, -array.shape[axis] % multiple)
-    return jnp.pad(array, widths)
+    for a, b in reversed(pairs):
+        product = jnp.dot(a, b, preferred_element_type=jnp.float32)
+        total = product if total is None else total + product
+    return total

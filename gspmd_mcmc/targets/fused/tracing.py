@@ -8,16 +8,17 @@ runs on one device may hold it: `stream` runs those of a plate so.
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.interpreters import partial_eval
 
 from gspmd_mcmc.errors import SamplingWarning
@@ -131,13 +132,19 @@ def _bodies(eqn: Any) -> Iterator[Any]:
 
 
 def slope_of_cells(
-    term: Callable, logit: Any, cells: list[Any], shape: tuple[int, int], of_int32: bool = False
+    term: Callable,
+    logit: Any,
+    cells: list[Any],
+    shape: tuple[int, int],
+    of_int32: bool = False,
+    instead: Mapping[str, Callable] = MappingProxyType({}),
 ) -> Callable | None:
     """Return ``slope(logits, *cells)``, the derivative of each cell's term in its logit, for a tile.
 
-    Only what the derivative needs is left in it, not the term. None if a chip's compiler of kernels
-    may not know an operation of it, or the term holds arrays; with ``of_int32``, where bytes come as
-    int32, also if it computes with bytes what may wrap around.
+    Only what the derivative needs is left in it, not the term. ``instead`` holds functions for some
+    operations by their names. None if a chip's compiler of kernels may not know an operation of it, or
+    the term holds arrays; with ``of_int32``, where bytes come as int32, also if it computes with bytes
+    what may wrap around.
     """
 
     def slope(logits, *cells):
@@ -151,8 +158,7 @@ def slope_of_cells(
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True], instantiate=True)
     if closed.consts or not _is_lowered(jaxpr) or (of_int32 and not _is_same_of_int32(jaxpr)):
         return None
-    run = partial(_run_on_int32, jaxpr) if of_int32 else jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
-    return lambda *args: run(*args)[0]
+    return lambda *args: _run(jaxpr, args, of_int32, instead)[0]
 
 
 def over_cells(term: Callable) -> Callable:
@@ -183,22 +189,25 @@ def _is_byte(atom: Any) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.integer) and atom.aval.dtype.itemsize == 1
 
 
-def _run_on_int32(jaxpr: Jaxpr, *args: jax.Array) -> list[jax.Array]:
-    """Run a program with int32 in place of bytes."""
+def _run(
+    jaxpr: Jaxpr, args: Sequence[Any], of_int32: bool, instead: Mapping[str, Callable]
+) -> list[Any]:
+    """Run a program, perhaps with int32 for bytes, with functions in place of some operations."""
     values = dict(zip(jaxpr.invars, args, strict=True))
 
     def read(atom):
         if not isinstance(atom, Literal):
             return values[atom]
-        return jnp.int32(atom.val) if _is_byte(atom) else atom.val
+        return jnp.int32(atom.val) if of_int32 and _is_byte(atom) else atom.val
 
     for eqn in jaxpr.eqns:
-        (*inner,) = _bodies(eqn)
-        run = partial(_run_on_int32, *inner) if inner else partial(_bind, eqn)
-        values |= dict(zip(eqn.outvars, run(*map(read, eqn.invars)), strict=True))
+        (*inner,), operands = _bodies(eqn), [read(atom) for atom in eqn.invars]
+        if inner:
+            outs = _run(*inner, operands, of_int32, instead)
+        elif eqn.primitive.name in instead:
+            outs = [instead[eqn.primitive.name](*operands)]
+        else:
+            outs = eqn.primitive.bind(*operands, **eqn.params)
+            outs = outs if eqn.primitive.multiple_results else [outs]
+        values |= dict(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
-
-
-def _bind(eqn: Any, *args: jax.Array) -> Any:
-    out = eqn.primitive.bind(*args, **eqn.params)
-    return out if eqn.primitive.multiple_results else [out]
