@@ -75,7 +75,6 @@ def _gradients(
     side_by_side = [jnp.concatenate(split[i : i + together], axis=2) for i in range(0, terms, together)]
     to_pad = (0, 0), (0, 0), (0, height - features), (0, columns - together * classes)
     factors = _as_operand(jnp.pad(jnp.stack(side_by_side, axis=1), to_pad), 2)
-    biases = jnp.pad(bias, ((0, 0), (0, padded - classes)), constant_values=NO_CLASS)
 
     def call(kernel, features_of_step, **shapes):
         of_others = 2 * chains * sets * columns
@@ -91,7 +90,7 @@ def _gradients(
             shape((chains * terms * classes, tiles * ROWS), jnp.bfloat16),
             shape((chains, tiles, padded), w.dtype),
         ],
-    )(x, labels, cotangent, factors, biases)
+    )(x, labels, cotangent, factors, bias)
     of_w = call(
         partial(_products, (num, features), (chains, sets, together, classes)),
         FEATURES,
@@ -104,12 +103,13 @@ def _gradients(
 
 def _residuals(shape: tuple[int, int], sizes: tuple[int, int], *refs: Any) -> None:
     x, labels, cotangent, factors, biases, of_rows, of_bias = refs
-    (chains, sets, height, columns), (terms, classes), padded = factors.shape, sizes, biases.shape[1]
+    (chains, sets, height, columns), (terms, classes), padded = factors.shape, sizes, of_bias.shape[2]
     tile = pl.program_id(0)
     rows = pl.ds(tile * ROWS, ROWS)
     is_row = tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32) < shape[0]
     label = triton.load(labels.at[rows], mask=is_row, other=0)
-    is_label = jnp.arange(padded, dtype=jnp.int32)[None, :] == label[:, None]
+    number = jnp.arange(padded, dtype=jnp.int32)[None, :]
+    is_label, is_class = number == label[:, None], number < classes
 
     def add(step, products):
         here = _in_bfloat16(_as_operand(_tile(x, shape, tile, step, STEP), 1))
@@ -121,7 +121,9 @@ def _residuals(shape: tuple[int, int], sizes: tuple[int, int], *refs: Any) -> No
 
     start = [jnp.zeros((ROWS, columns))] * chains
     for chain, products in enumerate(jax.lax.fori_loop(0, height // STEP, add, start)):
-        logits = _sum_of_terms(products, terms // sets, classes) + biases[chain, :][None, :]
+        at = biases.at[pl.ds(chain, 1), pl.ds(0 * tile, padded)]
+        bias = triton.load(at, mask=is_class, other=NO_CLASS)
+        logits = _sum_of_terms(products, terms // sets, classes) + bias
         weight = triton.load(cotangent.at[pl.ds(chain, 1), rows], mask=is_row[None, :], other=0.0)[0]
         odds = jnp.exp(logits - jnp.max(logits, axis=1)[:, None])
         slope = jnp.where(is_label, 1.0, 0.0) - odds / jnp.sum(odds, axis=1)[:, None]

@@ -44,7 +44,6 @@ def gradients(
     (num, rank), width = rows.shape, len(columns)
     by_row = _in_terms(rows, row_bias, jnp.ones_like(row_bias))
     by_column = _in_terms(columns, jnp.ones_like(column_bias), column_bias)
-    weights = jnp.pad(cotangent, (0, -num % SIDE))
     slope: Any = slope_of_cells(term, rows, cells, (SIDE, SIDE), instead={"logistic": _logistic})
     of_tile = 2 * by_row.shape[0] * SIDE * by_row.shape[2]  # of one side's factors
     step = of_tile + sum(SIDE * SIDE * a.dtype.itemsize for a in cells)
@@ -59,7 +58,7 @@ def gradients(
             compiler_params=settings(step, kept=of_tile),
             interpret=interpret,
             name=("by_rows", "by_columns")[axis],
-        )(*cells, own, others, weights)
+        )(*cells, own, others, cotangent)
         return jnp.sum(sums, axis=0)
 
     of_rows = run(0, by_row, by_column)[:num] * cotangent[:, None]
@@ -107,7 +106,7 @@ def _kernel(slope: Callable, shape: tuple[int, int], num_cells: int, axis: int, 
         residuals = slope(logits, *(values if axis == 0 else [a.T for a in values]))
         residuals = jnp.where(is_other[None, :], residuals, 0.0)
         if axis == 1:
-            residuals *= weights[there][None, :]
+            residuals *= triton.load(weights.at[there], mask=is_other, other=0.0)[None, :]
         return _add_product(total, bfloat16_terms(residuals, terms, in_kernel=True), others)
 
     steps = (tiles - part + parts - 1) // parts
