@@ -310,14 +310,23 @@ def test_a_kernel_rounds_to_bfloat16_as_jax_does():
     np.testing.assert_array_equal(tpu_numbers.split(infinite, 1)[0], infinite)
 
 
-def check_factors(chip, precision, most, biases):
-    rows, columns, u, v = (a.astype(np.float64) for a in FACTORS)
+@pytest.mark.parametrize("chip", [inner_products_gpu, inner_products_tpu])
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_a_bias_may_rule_out_a_row_or_a_column(chip, precision):
+    *factors, u, v = FACTORS
+    u, v = (np.where(np.arange(len(a)) % 7 == i, -np.inf, a) for i, a in enumerate((u, v)))
+    most = FULL if precision == "highest" else 3e-3  # a TPU's residuals have 8 bits
+    check_factors(chip, precision, most, True, (*factors, u.astype(np.float32), v.astype(np.float32)))
+
+
+def check_factors(chip, precision, most, biases, all_factors=FACTORS):
+    rows, columns, u, v = (a.astype(np.float64) for a in all_factors)
     logits = rows @ columns.T + (u[:, None] + v if biases else 0)
-    slope = np.where(CELLS >= 2, 0, (CELLS & 1) - 1 / (1 + np.exp(-logits))) * WEIGHTS[:, None]
+    with np.errstate(over="ignore"):
+        slope = np.where(CELLS >= 2, 0, (CELLS & 1) - 1 / (1 + np.exp(-logits))) * WEIGHTS[:, None]
     exact = (slope @ columns, slope.T @ rows, slope.sum(1), slope.sum(0))
-    factors = (
-        tuple(map(jnp.asarray, FACTORS)) if biases else (*map(jnp.asarray, FACTORS[:2]), None, None)
-    )
+    given = tuple(map(jnp.asarray, all_factors))
+    factors = given if biases else (*given[:2], None, None)
     kernel = functools.partial(chip.gradients, interpret=True)
     with jax.default_matmul_precision(precision):
         got = inner_product_terms._with_biases(

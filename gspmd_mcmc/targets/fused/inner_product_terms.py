@@ -22,6 +22,8 @@ MOST_RANK = 128
 # What a TPU's core keeps, twice: the gradient by column, of factors as the core pads them and a bias.
 # Of 16 MB, which is what older TPUs have, a tile and its residuals need the other half.
 MOST_BYTES_BY_COLUMN = 4 << 20
+# What stands for an infinite bias, of which there are no terms: the logits are as good as infinite.
+LARGEST_BIAS = 1e38
 # Numbers of a row's factors, in all their terms, as a GPU pads them: the shared memory of the smallest
 # cards holds two tiles of them.
 MOST_OF_A_ROW = 256
@@ -134,10 +136,11 @@ def _gradients(term: Callable, cells: list[jax.Array], factors: tuple, cotangent
 def _with_biases(
     gradients: Callable, term: Callable, cells: list[jax.Array], factors: tuple, cotangent: jax.Array
 ) -> tuple:
-    """Call a kernel with zeros for a bias that is not there, which has no derivative."""
+    """Call a kernel with finite biases: zeros for one that is not there, which has no derivative."""
     rows, columns, *biases = factors
     zeros = (jnp.zeros(len(a), a.dtype) for a in (rows, columns))
-    filled = (z if bias is None else bias for z, bias in zip(zeros, biases, strict=True))
+    bounded = (a if a is None else jnp.clip(a, -LARGEST_BIAS, LARGEST_BIAS) for a in biases)
+    filled = (z if bias is None else bias for z, bias in zip(zeros, bounded, strict=True))
     found = gradients(term, cells, (rows, columns, *filled), cotangent)
     return tuple(None if a is None else of_a for a, of_a in zip(factors, found, strict=True))
 
