@@ -76,15 +76,14 @@ def _gradients(
     to_pad = (0, 0), (0, 0), (0, height - features), (0, columns - together * classes)
     factors = _as_operand(jnp.pad(jnp.stack(side_by_side, axis=1), to_pad), 2)
 
-    def call(kernel, features_of_step, **shapes):
-        of_others = 2 * chains * sets * columns
-        of_step = (ROWS * x.dtype.itemsize + of_others) * features_of_step
+    def call(kernel, width, depth, **shapes):
+        of_step = ROWS * width * x.dtype.itemsize + 2 * chains * sets * columns * depth
         return pl.pallas_call(kernel, compiler_params=settings(of_step), interpret=interpret, **shapes)
 
     shape = jax.ShapeDtypeStruct
     residuals, of_bias = call(
         partial(_residuals, (num, features), (terms, classes)),
-        STEP,
+        *(STEP, STEP),
         grid=(tiles,),
         out_shape=[
             shape((chains * terms * classes, tiles * ROWS), jnp.bfloat16),
@@ -93,7 +92,7 @@ def _gradients(
     )(x, labels, cotangent, factors, bias)
     of_w = call(
         partial(_products, (num, features), (chains, sets, together, classes)),
-        FEATURES,
+        *(FEATURES, ROWS),
         grid=(parts, blocks),
         out_shape=shape((chains * blocks * classes, parts * FEATURES), w.dtype),
     )(x, residuals)
@@ -108,8 +107,8 @@ def _residuals(shape: tuple[int, int], sizes: tuple[int, int], *refs: Any) -> No
     rows = pl.ds(tile * ROWS, ROWS)
     is_row = tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32) < shape[0]
     label = triton.load(labels.at[rows], mask=is_row, other=0)
-    number = jnp.arange(padded, dtype=jnp.int32)[None, :]
-    is_label, is_class = number == label[:, None], number < classes
+    number = jnp.arange(padded, dtype=jnp.int32)
+    is_label = number[None, :] == label[:, None]
 
     def add(step, products):
         here = _in_bfloat16(_as_operand(_tile(x, shape, tile, step, STEP), 1))
@@ -121,9 +120,9 @@ def _residuals(shape: tuple[int, int], sizes: tuple[int, int], *refs: Any) -> No
 
     start = [jnp.zeros((ROWS, columns))] * chains
     for chain, products in enumerate(jax.lax.fori_loop(0, height // STEP, add, start)):
-        at = biases.at[pl.ds(chain, 1), pl.ds(0 * tile, padded)]
-        bias = triton.load(at, mask=is_class, other=NO_CLASS)
-        logits = _sum_of_terms(products, terms // sets, classes) + bias
+        at = biases.at[chain + 0 * tile, pl.ds(0 * tile, padded)]
+        bias = triton.load(at, mask=number < classes, other=NO_CLASS)
+        logits = _sum_of_terms(products, terms // sets, classes) + bias[None, :]
         weight = triton.load(cotangent.at[pl.ds(chain, 1), rows], mask=is_row[None, :], other=0.0)[0]
         odds = jnp.exp(logits - jnp.max(logits, axis=1)[:, None])
         slope = jnp.where(is_label, 1.0, 0.0) - odds / jnp.sum(odds, axis=1)[:, None]
