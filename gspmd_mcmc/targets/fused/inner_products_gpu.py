@@ -51,19 +51,20 @@ def gradients(
     def run(axis, own, others):
         (_, height, padded), tiles = own.shape, others.shape[1] // SIDE
         parts = min(tiles, MOST_PARTS, -(-PROGRAMS // (height // SIDE)))
-        sums = pl.pallas_call(
-            partial(_kernel, slope, (num, width), len(cells), axis),
+        shapes = (parts, height, padded), (parts, height)
+        of_factors, of_bias = pl.pallas_call(
+            partial(_kernel, slope, (num, width), rank + axis, axis),
             grid=(height // SIDE, parts),
-            out_shape=jax.ShapeDtypeStruct((parts, height, padded), rows.dtype),
+            out_shape=[jax.ShapeDtypeStruct(shape, rows.dtype) for shape in shapes],
             compiler_params=settings(step, kept=of_tile),
             interpret=interpret,
             name=("by_rows", "by_columns")[axis],
         )(*cells, own, others, cotangent)
-        return jnp.sum(sums, axis=0)
+        return jnp.sum(of_factors, axis=0)[:, :rank], jnp.sum(of_bias, axis=0)
 
-    of_rows = run(0, by_row, by_column)[:num] * cotangent[:, None]
-    of_columns = run(1, by_column, by_row)[:width]
-    return of_rows[:, :rank], of_columns[:, :rank], of_rows[:, rank], of_columns[:, rank + 1]
+    of_rows, of_row_bias = (a[:num] for a in run(0, by_row, by_column))
+    of_columns, of_column_bias = (a[:width] for a in run(1, by_column, by_row))
+    return of_rows * cotangent[:, None], of_columns, of_row_bias * cotangent, of_column_bias
 
 
 def _in_terms(factors: jax.Array, *biases: jax.Array) -> jax.Array:
@@ -81,13 +82,15 @@ def _logistic(x: jax.Array) -> jax.Array:
     return root * root
 
 
-def _kernel(slope: Callable, shape: tuple[int, int], num_cells: int, axis: int, *refs: Any) -> None:
+def _kernel(slope: Callable, shape: tuple[int, int], one: int, axis: int, *refs: Any) -> None:
     """Add up the residuals of a tile's own rows (axis 0) or columns (1) over a part of the others.
+
+    ``one`` is the place of the ones among the others' factors: what they add up is the bias's.
 
     The own ones come first in all that is computed, whichever they are. Weights of rows that are a
     tile's own are left to whoever takes the sums.
     """
-    cells, (of_own, of_others, weights, sums) = refs[:num_cells], refs[num_cells:]
+    *cells, of_own, of_others, weights, of_factors, of_bias = refs
     tile, part, parts = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     (terms, _, padded), tiles = of_own.shape, of_others.shape[1] // SIDE
     here, places = pl.ds(tile * SIDE, SIDE), jnp.arange(SIDE, dtype=jnp.int32)
@@ -110,7 +113,10 @@ def _kernel(slope: Callable, shape: tuple[int, int], num_cells: int, axis: int, 
         return _add_product(total, bfloat16_terms(residuals, terms, in_kernel=True), others)
 
     steps = (tiles - part + parts - 1) // parts
-    sums[part, here, :] = jax.lax.fori_loop(0, steps, add, jnp.zeros((SIDE, padded)))
+    total = jax.lax.fori_loop(0, steps, add, jnp.zeros((SIDE, padded)))
+    is_one = jnp.arange(padded, dtype=jnp.int32) == one
+    of_factors[part, here, :] = total
+    of_bias[part, here] = jnp.sum(jnp.where(is_one[None, :], total, 0.0), axis=1)
 
 
 def _add_product(total: Any, left: list[jax.Array], right: list[jax.Array]) -> jax.Array:
