@@ -69,11 +69,11 @@ def gradients(
 
 def _in_terms(factors: jax.Array, *biases: jax.Array) -> jax.Array:
     """Return the terms of factors and biases, padded to whole tiles."""
-    whole = jnp.concatenate([factors, *(a[:, None] for a in biases)], axis=1)
-    num, size = whole.shape
+    split = (bfloat16_terms(a, num_terms()) for a in (factors, *(a[:, None] for a in biases)))
+    whole = jnp.stack([jnp.concatenate(terms, axis=1) for terms in zip(*split, strict=True)])
+    _, num, size = whole.shape
     padded = max(LEAST_FACTORS, 1 << (size - 1).bit_length())
-    whole = jnp.pad(whole, ((0, -num % SIDE), (0, padded - size)))
-    return jnp.stack(bfloat16_terms(whole, num_terms()))
+    return jnp.pad(whole, ((0, 0), (0, -num % SIDE), (0, padded - size)))
 
 
 def _logistic(x: jax.Array) -> jax.Array:
