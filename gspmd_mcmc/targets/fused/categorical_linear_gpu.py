@@ -76,8 +76,9 @@ def _gradients(
     to_pad = (0, 0), (0, 0), (0, height - features), (0, columns - together * classes)
     factors = _as_operand(jnp.pad(jnp.stack(side_by_side, axis=1), to_pad), 2)
 
-    def call(kernel, width, depth, **shapes):
-        of_step = ROWS * width * x.dtype.itemsize + 2 * chains * sets * columns * depth
+    def call(kernel, width, lines, **shapes):
+        """Call a kernel that reads so many features of a tile in a step, and lines of other factors."""
+        of_step = ROWS * width * x.dtype.itemsize + 2 * chains * sets * columns * lines
         return pl.pallas_call(kernel, compiler_params=settings(of_step), interpret=interpret, **shapes)
 
     shape = jax.ShapeDtypeStruct
