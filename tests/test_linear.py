@@ -360,7 +360,8 @@ def test_cells_of_every_integer_are_read_right_by_a_tpu_s_kernel(dtype):
         assert error(one, truth) < FULL
 
 
-def test_cells_beyond_the_last_are_not_counted():
+@pytest.mark.parametrize("chip", [inner_products_gpu, inner_products_tpu])
+def test_cells_beyond_the_last_are_not_counted(chip):
     """A tile reaches beyond the cells, where a byte may stand that the term is not defined for."""
 
     def term(logit, cell):
@@ -368,7 +369,7 @@ def test_cells_beyond_the_last_are_not_counted():
 
     cells = CELLS[:300, :1050] + np.uint8(1)
     factors = [a[: cells.shape[i % 2]] for i, a in enumerate(FACTORS)]
-    got = inner_products_tpu.gradients(
+    got = chip.gradients(
         *(term, [jnp.asarray(cells)], tuple(map(jnp.asarray, factors)), jnp.asarray(WEIGHTS[:300])),
         interpret=True,
     )
@@ -636,8 +637,9 @@ def test_a_term_sees_its_own_cell_alone():
 
 def test_what_kernels_cannot_do_is_left_to_the_compiler():
     logit, cell = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.uint8)
-    table = jnp.arange(4.0)
-    for term in (lambda a, c: jax.lax.lgamma(a) * c, lambda a, c: a * table[c]):
+    table, number = jnp.arange(4.0), jnp.float32(2.0)
+    jitted = jax.jit(lambda a, c: jnp.exp(a) * number * c)  # which holds an array, within
+    for term in (lambda a, c: jax.lax.lgamma(a) * c, lambda a, c: a * table[c], jitted):
         assert slope_of_cells(term, logit, [cell], (8, 128)) is None
     floats = jnp.asarray(CELLS, jnp.float32)  # they may have a derivative
     with kernels_where("tpu"):

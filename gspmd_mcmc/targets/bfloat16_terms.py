@@ -26,7 +26,7 @@ def num_terms() -> int:
 
 def bfloat16_terms(x: jax.Array, num: int, in_kernel: bool = False) -> list[jax.Array]:
     """Split float32 numbers into ``num`` terms, each what bfloat16 holds of the rest."""
-    rounded, terms = _rounded_as_integers if in_kernel else _rounded, []
+    rounded, terms = rounded_as_integers if in_kernel else _rounded, []
     for _ in range(num - 1):
         terms.append(rounded(x))
         x = x - terms[-1]
@@ -39,8 +39,8 @@ def _rounded(x: jax.Array) -> jax.Array:
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-def _rounded_as_integers(x: jax.Array) -> jax.Array:
-    """Round, a tie away from zero: a GPU converts single numbers at an eighth of the speed."""
+def rounded_as_integers(x: jax.Array) -> jax.Array:
+    """Round, a tie away from zero: chips convert single numbers slowly."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jax.lax.bitcast_convert_type(bits + 0x8000 & -0x10000, x.dtype)
 

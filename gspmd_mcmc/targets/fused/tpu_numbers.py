@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from gspmd_mcmc.targets.bfloat16_terms import rounded_as_integers
+
 LANES = 128
 MULTIPLE = 32  # of a tile's rows: words fill whole registers
 IN_A_WORD = 4
@@ -46,7 +48,6 @@ def split(x: jax.Array, num: int) -> list[jax.Array]:
     """Split float32 numbers into ``num`` terms that bfloat16 holds; a tie rounds away from zero."""
     terms = []
     for _ in range(num):
-        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-        terms.append(jax.lax.bitcast_convert_type(bits + 0x8000 & -0x10000, jnp.float32))
+        terms.append(rounded_as_integers(x))
         x = x - terms[-1]
     return terms

@@ -167,7 +167,7 @@ def over_cells(term: Callable) -> Callable:
 
 
 def _is_lowered(jaxpr: Jaxpr) -> bool:
-    return all(
+    return not jaxpr.constvars and all(
         eqn.primitive.name in LOWERED and all(map(_is_lowered, _bodies(eqn))) for eqn in jaxpr.eqns
     )
 
