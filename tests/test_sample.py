@@ -407,6 +407,23 @@ def test_collect_reads_data_that_lie_over_the_mesh(long_run, compiled):
         fixed(collect=Partial(mean_square, uneven), mesh=mesh)
 
 
+def z_and_more(position, info):
+    return {"again": position["z"], "sum": position["z"] + 1.0}
+
+
+def test_draws_lie_as_the_position_beside_what_is_derived_and_where_a_function_returns_it():
+    target = gm.Posterior(
+        REGRESSION.log_prior, *REGRESSION.plates, derived=lambda params: {"sum": params["z"] + 1.0}
+    )
+    options = {"kernel": gm.HMC(target, 0.1, 6), "num_warmup": 0, "num_samples": 3}
+    draws = sample(target, SHARDED_POSITION, **options)
+    kept = sample(target, SHARDED_POSITION, collect=z_and_more, **options).position
+    for z, total in ((draws.position["z"], draws.position["sum"]), (kept["again"], kept["sum"])):
+        assert lies(z, MESH, P("chains", None, "model"))
+        assert lies(total, MESH, P("chains"))
+        np.testing.assert_array_equal(np.asarray(z) + 1, total)
+
+
 def test_draws_on_the_host_are_those_on_the_devices(long_run):
     """A draw is 904 bytes: the buffer holds 8 draws of 37, and is not full at the end."""
     host = fixed(device_bytes=8000)

@@ -70,18 +70,14 @@ class DrawSpec:
     def of(cls, kernel: Kernel, states: Any, collect: Partial, layout: Layout) -> "DrawSpec":
         """Read it off a step of the chains, which is traced but not run.
 
-        Collected positions lie as the positions do, and rows with their plates. Everything else is
-        whole but for the chains.
+        Leaves of the position that are collected as they are lie as the position's do. Everything else
+        is whole but for the chains.
         """
-        kept, stats = _one_draw.eval_shape(kernel, states, collect, layout=layout)
-        if jax.tree.structure(kept) == layout.treedef and collect.func is keep_position:
-            specs = list(layout.specs)
-        else:
-            collected = jax.tree.leaves(kept, is_leaf=is_row_values)
-            specs = [P(x.rows.axes) if is_row_values(x) else P() for x in collected]
+        marked, stats = _one_draw.eval_shape(kernel, states, collect, layout=layout)
+        specs = [_spec(x, layout) for x in jax.tree.leaves(marked, is_leaf=_is_as_seen)]
         lead = (layout.chain_axis, None)
         specs = [P(*lead, *spec) for spec in specs] + [P(*lead)] * len(stats)
-        leaves, treedef = jax.tree.flatten((kept, stats))
+        leaves, treedef = jax.tree.flatten((_unmarked(marked), stats))
         shapes = tuple((x.shape, x.dtype) for x in leaves)
         return cls(collect, treedef, shapes, tuple(specs), layout.mesh)
 
@@ -160,7 +156,7 @@ def run_roles(adaptation: Adaptation, run: RunState, layout: Layout) -> Any:
 
 @partial(jax.jit, static_argnames="layout")
 def _one_draw(kernel: Kernel, states: Any, collect: Partial, *, layout: Layout) -> tuple[PyTree, dict]:
-    """Return what is collected and the stats of a draw; `jax.jit` remembers their shapes."""
+    """Return what is collected, marked, and the stats of a draw; `jax.jit` remembers their shapes."""
     after, info = advance_chains(kernel, jax.random.key(0), jnp.zeros((), int), states, layout)
     kept = layout.vmap(_collect, (None, None, 0, 0))(kernel.target, collect, after.position, info)
     return kept, vars(info) | {"log_density": after.log_density}
@@ -377,13 +373,48 @@ def keep_position(position: PyTree, info: Info) -> PyTree:
     return position
 
 
+@pytree
+@dataclass(frozen=True, eq=False)
+class _AsSeen:
+    """What a function of `collect=` returned as it was given."""
+
+    kept: Any  # what the target keeps there: an array, or `RowValues`
+    path: tuple = tree.static()  # where, in what the target keeps
+
+
+def _is_as_seen(node: Any) -> bool:
+    return isinstance(node, _AsSeen)
+
+
 def _collect(target: Target, collect: Partial, position: PyTree, info: Info) -> PyTree:
-    """Collect of one chain: a function sees no pad, and what it returns as it is keeps its rows."""
+    """Collect of one chain: a function sees no pad, and what it returns as it was given is marked."""
     kept = target.kept(position)
     seen = unwrap(kept)
-    with_rows = zip(jax.tree.leaves(seen), jax.tree.leaves(kept, is_leaf=is_row_values), strict=True)
-    as_kept = {id(x): values for x, values in with_rows if is_row_values(values)}
-    return jax.tree.map(lambda x: as_kept.get(id(x), x), collect(seen, info))
+    found = jax.tree_util.tree_leaves_with_path(kept, is_leaf=is_row_values)
+    marked = {
+        id(x): _AsSeen(values, path)
+        for x, (path, values) in zip(jax.tree.leaves(seen), found, strict=True)
+    }
+    return jax.tree.map(lambda x: marked.get(id(x), x), collect(seen, info))
+
+
+def _unmarked(collected: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.kept if _is_as_seen(x) else x, collected, is_leaf=_is_as_seen)
+
+
+def _spec(collected: Any, layout: Layout) -> P:
+    """Return how a leaf of what is collected, marked and of shape [chains, ...], lies in a chain."""
+    if not _is_as_seen(collected):
+        return P()
+    where = layout.treedef.unflatten(range(layout.treedef.num_leaves))
+    leaf = dict(jax.tree_util.tree_leaves_with_path(where)).get(collected.path)
+    if leaf is None:  # derived
+        return P()
+    (values,) = jax.tree.leaves(collected)
+    spec, (shape, _) = layout.specs[leaf], layout.shapes[leaf]
+    # A bijection may change the length of an axis, so that the mesh no longer divides it.
+    is_fit = all(not axes or a == b for axes, a, b in zip(spec, shape, values.shape[1:], strict=False))
+    return spec if is_fit else P()
 
 
 def _collected(target, collect: Partial, states, info, is_kept, layout) -> PyTree:
@@ -391,7 +422,7 @@ def _collected(target, collect: Partial, states, info, is_kept, layout) -> PyTre
 
     def keep():
         collect_all = layout.vmap(_collect, (None, None, 0, 0))
-        return collect_all(target, collect, states.position, info)
+        return _unmarked(collect_all(target, collect, states.position, info))
 
     def nothing():
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(keep))

@@ -161,9 +161,8 @@ def sample(
     collect
         ``collect(position, info)`` of one chain: what to keep instead of the position. A function at
         module level, or a ``Partial`` of one, whose arrays, such as data laid over the mesh, enter the
-        program as arguments. Local latents that it returns as they are lie over the mesh, and have the
-        labels of their groups, as those of positions do; what it computes of them is whole on each
-        device.
+        program as arguments. Latents that it returns as they are lie over the mesh, and have the labels
+        of their groups, as those of positions do; what it computes is whole on each device.
     to
         A `ZarrSink` that draws are written to as they are made; the result reads them from there.
         Without one they are kept in memory.
