@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from gspmd_mcmc.placement.group_tiles import Chunks, Tiles
-from gspmd_mcmc.placement.lookup_index import RowsByEntry
+from gspmd_mcmc.placement.lookup_index import IN_BOUNDS, RowsByEntry
 from gspmd_mcmc.placement.padding import LaidByGroups
 from gspmd_mcmc.tree import PyTree, pytree, static
 
@@ -70,11 +70,11 @@ class Order:
 
     def lay(self, array: jax.Array) -> jax.Array:
         """Bring an array [groups, ...] from the user's order into the places; [padded groups, ...]."""
-        return array.at[self.to_laid].get(mode="promise_in_bounds")
+        return array.at[self.to_laid].get(**IN_BOUNDS)
 
     def see(self, array: jax.Array) -> jax.Array:
         """Undo `lay`; the pad, [padded groups, ...], comes last and copies the last group."""
-        return array.at[self.to_seen].get(mode="promise_in_bounds")
+        return array.at[self.to_seen].get(**IN_BOUNDS)
 
 
 @pytree

@@ -13,6 +13,9 @@ from gspmd_mcmc.tree import PyTree, is_traced, pytree, replace, set_fields, stat
 # Entries whose rows are summed together have widths within this ratio. That leaves some twenty sums,
 # each a kernel; rows of groups, which carry all of the data, are padded less.
 STEP = 1.3
+# Of indices that were made, or checked, when rows were placed: nothing is computed to bring them into
+# bounds.
+IN_BOUNDS: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
 
 
 @pytree

@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.placement.lookup_index import LookupIndex, RowsByEntry
+from gspmd_mcmc.placement.lookup_index import IN_BOUNDS, LookupIndex, RowsByEntry
 
 # Rows that are summed by comparing all pairs of them.
 CHUNK = 32
@@ -173,7 +173,7 @@ def _sums_of_entries(rows: jax.Array, order: RowsByEntry) -> jax.Array:
 
 def _rows_at(array: jax.Array, index: jax.Array) -> jax.Array:
     """Take rows, [n, ...] to [rows, columns], by an index that is known to be in bounds."""
-    return array.reshape(len(array), -1).at[index].get(mode="promise_in_bounds")
+    return array.reshape(len(array), -1).at[index].get(**IN_BOUNDS)
 
 
 def _columns(rows: jax.Array) -> jax.Array:

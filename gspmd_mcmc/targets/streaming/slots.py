@@ -15,14 +15,11 @@ import jax.numpy as jnp
 from gspmd_mcmc import tree
 from gspmd_mcmc.placement.group_tiles import Chunks, Tiles
 from gspmd_mcmc.placement.laid_groups import GroupedRows, Order
-from gspmd_mcmc.placement.lookup_index import RowsByEntry
+from gspmd_mcmc.placement.lookup_index import IN_BOUNDS, RowsByEntry
 from gspmd_mcmc.placement.padding import real_in_blocks, real_rows
 from gspmd_mcmc.targets.streaming.chunkwise import chunkwise
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.tree import pytree, static
-
-# Of indices that were made when rows were placed.
-IN_BOUNDS: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
 
 
 @dataclass(frozen=True)
