@@ -309,13 +309,17 @@ def terms_of_many_sizes():
 
 
 def check_sum(two_float_sum, x):
+    check_is_sum(jax.jit(two_float_sum)(x), x)
+
+
+def check_is_sum(found, x):
     """Relative to the sum of magnitudes, as cancellation is no fault of the sum."""
-    hi, lo = np.asarray(jax.jit(two_float_sum)(x), np.float64)
+    hi, lo = np.asarray(found, np.float64)
     wrong = abs(math.fsum([hi, lo, *np.negative(x)])) / math.fsum(np.abs(x))
     assert wrong < 1e-10, f"wrong by {wrong}"
 
 
-# On a CPU it is a tree of pairs, on chips a reduction.
+# On a CPU it is made of parts, on chips one reduction.
 FORMS = [two_float_sum, two_float._by_reduction]
 
 
@@ -333,7 +337,7 @@ def test_a_plain_sum_is_rejected(values, broken):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 31, 33, 1001])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 31, 33, 256, 257, 1001])
 def test_two_float_sum_of_any_length(length, form):
     x = (1e4 * np.random.default_rng(length).normal(size=length)).astype(np.float32)
     check_sum(form, x)
@@ -341,11 +345,33 @@ def test_two_float_sum_of_any_length(length, form):
     assert hi == hi + lo
 
 
+def check_sum_of_products(two_float_sum, product):
+    """Where one program makes the terms and adds them: LLVM may leave some of their uses unrounded."""
+    pair = log_likelihood_terms(), log_likelihood_terms()[::-1]
+    found = jax.jit(lambda x, y: two_float_sum(product(x, y)))(*pair)
+    check_is_sum(found, np.asarray(jax.jit(product)(*pair)))
+
+
+PRODUCTS = {"of both": lambda x, y: x * y, "a square": lambda x, y: -0.5 * y * y}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_two_float_sum_of_products(product, form):
+    check_sum_of_products(form, product)
+
+
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_a_plain_sum_of_products_is_rejected(product):
+    with pytest.raises(AssertionError, match="wrong by"):
+        check_sum_of_products(plain_sum, product)
+
+
 def test_two_float_sums_of_chains_are_those_of_each():
     """As chips make them, by a map over a reduction."""
     x = np.stack([log_likelihood_terms(), terms_of_many_sizes()])
     for each, total in zip(x, jax.jit(jax.vmap(two_float._by_reduction))(x), strict=True):
-        check_sum(lambda _, total=total: total, each)
+        check_is_sum(total, each)
 
 
 def test_the_derivative_of_a_two_float_sum_is_that_of_the_sum():

@@ -9,6 +9,10 @@ for extending the available precision", Numerische Mathematik 18 (1971).
 import jax
 import jax.numpy as jnp
 
+# Parts that a CPU adds at once, number by number: LLVM unrolls so many, and makes vector instructions of
+# the rest.
+PARTS = 8
+
 
 def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return ``s, e`` with ``s = fl(a + b)`` and ``s + e == a + b`` exactly."""
@@ -29,9 +33,7 @@ def two_float_sum(x: jax.Array) -> jax.Array:
     The error is of the order of the square of the rounding unit. The sum of a term that is not finite
     is NaN or infinite in ``hi``.
     """
-    # Each level of a tree is a kernel of a GPU, and a whole reduction one or two; on a CPU a reduction
-    # is a loop over single numbers.
-    return jax.lax.platform_dependent(x, cpu=_by_tree, default=_by_reduction)
+    return jax.lax.platform_dependent(x, cpu=_by_parts, default=_by_reduction)
 
 
 @two_float_sum.defjvp
@@ -40,24 +42,31 @@ def _(primals, tangents):
     return two_float_sum(*primals), jnp.stack([total, jnp.zeros_like(total)])
 
 
-def _by_tree(x: jax.Array) -> jax.Array:
-    """Sum pairs, and pairs of these."""
+def _by_parts(x: jax.Array) -> jax.Array:
+    """Sum parts of equal length, and parts of what comes of them, until few numbers are left.
+
+    On a CPU one reduction of all is a loop over single numbers. Sums of pairs that are written out XLA
+    may compute several times over, and LLVM contract with products that make the terms, so that digits
+    are lost.
+    """
     hi, lo = x, jnp.zeros_like(x)
-    while hi.shape[0] > 1:
-        half, odd = divmod(hi.shape[0], 2)
-        pairs, errors = two_sum(hi[:half], hi[half : 2 * half])
-        lows = lo[:half] + lo[half : 2 * half] + errors
-        hi = jnp.concatenate([pairs, hi[2 * half :]]) if odd else pairs
-        lo = jnp.concatenate([lows, lo[2 * half :]]) if odd else lows
-    return jnp.stack(two_sum(hi[0], lo[0]))
+    while len(hi) > PARTS**2:
+        pad = (0, -len(hi) % PARTS)
+        hi, lo = _reduced(*(jnp.pad(part, pad).reshape(PARTS, -1) for part in (hi, lo)))
+    return jnp.stack(two_sum(*_reduced(hi, lo)))
 
 
 def _by_reduction(x: jax.Array) -> jax.Array:
-    """Sum in the order that the compiler chooses."""
+    """Sum in the order that the compiler chooses: one kernel of a GPU, or two."""
+    return jnp.stack(two_sum(*_reduced(x, jnp.zeros_like(x))))
+
+
+def _reduced(hi: jax.Array, lo: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sum pairs along the first axis."""
 
     def add(one, other):
-        hi, error = _two_sum(one[0], other[0])
-        return hi, one[1] + other[1] + error
+        total, error = _two_sum(one[0], other[0])
+        return total, one[1] + other[1] + error
 
-    zero = jnp.zeros((), x.dtype)
-    return jnp.stack(two_sum(*jax.lax.reduce((x, jnp.zeros_like(x)), (zero, zero), add, (0,))))
+    zero = jnp.zeros((), hi.dtype)
+    return jax.lax.reduce((hi, lo), (zero, zero), add, (0,))
