@@ -9,8 +9,7 @@ for extending the available precision", Numerische Mathematik 18 (1971).
 import jax
 import jax.numpy as jnp
 
-# Parts that a CPU adds at once, number by number: LLVM unrolls so many, and makes vector instructions of
-# the rest.
+# Parts that a CPU adds at once, number by number: LLVM unrolls so many, and their numbers fill vectors.
 PARTS = 8
 
 
