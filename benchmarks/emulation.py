@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.tree import PyTree, static
@@ -80,9 +80,10 @@ def emulated(function: Callable, platform: str, full: str = "float32") -> Callab
     return run
 
 
-def _with_products(closed: ClosedJaxpr, names: dict) -> ClosedJaxpr:
-    eqns = [_with_product(eqn, names) for eqn in closed.jaxpr.eqns]
-    return closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
+def _with_products(program: Any, names: dict) -> Any:
+    if not isinstance(program, Jaxpr):  # a closed one, which is the same class since JAX 0.12
+        return program.replace(jaxpr=_with_products(program.jaxpr, names))
+    return program.replace(eqns=[_with_product(eqn, names) for eqn in program.eqns])
 
 
 def _with_product(eqn: Any, names: dict) -> Any:
@@ -91,7 +92,7 @@ def _with_product(eqn: Any, names: dict) -> Any:
         name = names[DEFAULT if precision is None else precision[0]]
         return _call(partial(_product, name, eqn.params), eqn, eqn.invars)
     params = jax.tree.map(
-        lambda x: _with_products(x, names) if isinstance(x, ClosedJaxpr) else x,
+        lambda x: _with_products(x, names) if isinstance(x, ClosedJaxpr | Jaxpr) else x,
         eqn.params,
         is_leaf=lambda x: not isinstance(x, dict | tuple) or x == (),
     )
