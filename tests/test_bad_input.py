@@ -36,6 +36,11 @@ def log_prior_of_one(params):
     return log_prior(params) + 0 * jnp.zeros_like(params["free"])
 
 
+def regression_of_one(params, block):
+    _ = jnp.exp(params["free"])
+    return regression(params, block)
+
+
 def flat(params):
     return jnp.zeros(())
 
@@ -181,6 +186,8 @@ POSITIONS = [
     (ValueError, UNREAD, POSITION | FREE, {}),
     # Read times nothing.
     (ValueError, UNREAD, POSITION | FREE, {"target": posterior(prior=log_prior_of_one)}),
+    # Read for nothing, in the program of each device.
+    (ValueError, UNREAD, POSITION | FREE, {"target": posterior(regression_of_one)}),
     (
         *(ValueError, r"position \[1\]: nothing reads it", [jnp.zeros(2), jnp.zeros(2)]),
         {"target": gm.LogDensity(jax.jit(of_two))},

@@ -40,7 +40,7 @@ PROBE_ROWS = 127
 COPIES = 3.5
 # Equations that call a function of their operands, no more: branches are not looked into, nor what
 # has a derivative of its own, which may read more.
-CALLS = ("jit", "pjit", "closed_call", "remat2", "checkpoint", "scan")
+CALLS = ("jit", "pjit", "closed_call", "remat2", "checkpoint", "scan", "shard_map")
 
 
 @dataclass(frozen=True)
