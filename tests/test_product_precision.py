@@ -181,15 +181,17 @@ def test_an_emulated_chip_rounds_products_on_any_mesh(name):
     """Rows over a mesh are in a program of each device, within that of all."""
     x = np.asarray(jax.random.normal(jax.random.key(0), (64, 4)))
     rows = gm.place(x, mesh_of(name), P("data"))
-    target = gm.Posterior(lambda w: -0.5 * w**2, gm.Plate(lambda w, x: x @ w, rows))
+    target = gm.Posterior(lambda w: -0.5 * w**2, gm.Plate(lambda w, x: (x @ w) ** 2, rows))
     w = jax.random.normal(jax.random.key(1), (4,))
     as_stored, as_rounded = (
         np.sum(np.asarray(terms(w)["plates"][0], np.float64))
         for terms in (target.terms, emulated(target.terms, "tpu"))
     )
     rounded = (np.asarray(v.astype(jnp.bfloat16), np.float64) for v in (x, w))
-    np.testing.assert_allclose(as_stored, np.sum(x.astype(np.float64) @ np.asarray(w)), rtol=1e-5)
-    np.testing.assert_allclose(as_rounded, np.sum(np.matmul(*rounded)), rtol=1e-5)
+    np.testing.assert_allclose(
+        as_stored, np.sum((x.astype(np.float64) @ np.asarray(w)) ** 2), rtol=1e-5
+    )
+    np.testing.assert_allclose(as_rounded, np.sum(np.matmul(*rounded) ** 2), rtol=1e-5)
     assert abs(as_rounded - as_stored) > 1e-4 * abs(as_stored)
 
 

@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
+from numpyro.distributions.transforms import StickBreakingTransform
 from seeds import seed, within
 
 import gspmd_mcmc as gm
@@ -422,6 +423,25 @@ def test_draws_lie_as_the_position_beside_what_is_derived_and_where_a_function_r
         assert lies(z, MESH, P("chains", None, "model"))
         assert lies(total, MESH, P("chains"))
         np.testing.assert_array_equal(np.asarray(z) + 1, total)
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ({"bijections": {"w": None, "z": StickBreakingTransform()}}, (9,)),
+        ({"derived": lambda params: {"z": jnp.sum(params["z"])}}, ()),
+    ],
+    ids=["a simplex", "of its name"],
+)
+def test_draws_that_the_mesh_does_not_divide_are_whole(options, shape):
+    """The latent lies over the mesh; a simplex of it has a number more, and its sum has its name."""
+    prior = Partial(shifted_prior, 0.0)
+    target = gm.Posterior(prior, *REGRESSION.plates, **options)
+    kernel = gm.HMC(target, 0.01, 2)
+    draws = sample(target, SHARDED_POSITION, kernel=kernel, num_warmup=0, num_samples=3)
+    assert draws.position["z"].shape == (4, 3, *shape)
+    assert lies(draws.position["z"], MESH, P("chains"))
+    assert lies(draws.state.position["z"], MESH, P("chains", "model"))
 
 
 def test_draws_on_the_host_are_those_on_the_devices(long_run):

@@ -411,10 +411,8 @@ def _spec(collected: Any, layout: Layout) -> P:
     if leaf is None:  # derived
         return P()
     (values,) = jax.tree.leaves(collected)
-    spec, (shape, _) = layout.specs[leaf], layout.shapes[leaf]
-    # A bijection may change the length of an axis, so that the mesh no longer divides it.
-    is_fit = all(not axes or a == b for axes, a, b in zip(spec, shape, values.shape[1:], strict=False))
-    return spec if is_fit else P()
+    # What is derived may have a latent's name, and other axes.
+    return layout.specs[leaf] if values.ndim == 1 + len(layout.shapes[leaf][0]) else P()
 
 
 def _collected(target, collect: Partial, states, info, is_kept, layout) -> PyTree:

@@ -9,7 +9,8 @@ for extending the available precision", Numerische Mathematik 18 (1971).
 import jax
 import jax.numpy as jnp
 
-# Parts that a CPU adds at once, number by number: LLVM unrolls so many, and their numbers fill vectors.
+# Parts that a CPU adds at once: LLVM unrolls a loop over so many, and adds several numbers of each part
+# by one instruction.
 PARTS = 8
 
 
@@ -44,9 +45,9 @@ def _(primals, tangents):
 def _by_parts(x: jax.Array) -> jax.Array:
     """Sum parts of equal length, and parts of what comes of them, until few numbers are left.
 
-    On a CPU one reduction of all is a loop over single numbers. Sums of pairs that are written out XLA
-    may compute several times over, and LLVM contract with products that make the terms, so that digits
-    are lost.
+    On a CPU one reduction of all is a loop over single numbers. Where sums of pairs are written out,
+    XLA may compute them several times over, and LLVM may fuse the products that make the terms into
+    some of the additions and not into others, which loses digits.
     """
     hi, lo = x, jnp.zeros_like(x)
     while len(hi) > PARTS**2:
