@@ -252,6 +252,12 @@ FACTORS = tuple(
 CELLS = RNG.integers(0, 4, (ROWS, COLUMNS)).astype(np.uint8)
 
 
+@pytest.fixture(autouse=True)
+def _several_tiles(monkeypatch):
+    """Leave a TPU's core so little memory that these few cells are three tiles by three or more."""
+    monkeypatch.setattr(inner_products_tpu, "MEMORY", 3 << 20)
+
+
 def seen(logit, cell):
     """A term of a cell that may be hidden."""
     return jnp.where(cell >= 2, 0.0, gm.bernoulli_logits(logit, cell & 1))
@@ -376,6 +382,47 @@ def test_cells_beyond_the_last_are_not_counted(chip):
     slope = WEIGHTS[:300, None] * cells.astype(np.float64)
     exact = (slope @ factors[1], slope.T @ factors[0], slope.sum(1), slope.sum(0))
     for one, truth in zip(got, exact, strict=True):
+        assert error(one, truth) < FULL
+
+
+# Rows, columns and dimensions, bytes of a cell, the precision of products.
+TILES = {
+    "movielens": ((755, 3706, 24), [1], "high", (768, 640)),
+    "highest": ((755, 3706, 24), [1], "highest", (256, 768)),
+    "many cells": ((755, 3706, 24), [4] * 3, "high", (384, 640)),
+    "wide factors": ((755, 14_500, 64), [1], "highest", (256, 512)),
+    "few": ((7, 130, 8), [1], "high", (128, 256)),
+    "many": ((10**7, 10**4, 8), [1], "high", (768, 640)),
+}
+
+
+@pytest.mark.parametrize("case", TILES)
+def test_a_tpu_s_tile_is_as_large_as_its_core_has_memory_for(case, monkeypatch):
+    """Larger tiles take fewer steps: what compilers make of these is in `chips/test_linear.py`."""
+    (rows, columns, size), bytes_of_cells, precision, expected = TILES[case]
+    monkeypatch.setattr(inner_products_tpu, "MEMORY", 15 << 20)
+    with jax.default_matmul_precision(precision):
+        assert inner_products_tpu._tile(rows, columns, size, bytes_of_cells) == expected
+
+
+def test_a_tile_that_fits_nowhere_is_the_least():
+    assert inner_products_tpu._tile(755, 10**6, 128, [1]) == (128, 128)
+
+
+@pytest.mark.parametrize("chip", [inner_products_gpu, inner_products_tpu])
+def test_a_term_may_multiply_functions_of_its_logit(chip):
+    """Their derivatives are added up by an operation of its own."""
+
+    def term(logit, cell):
+        return jnp.tanh(logit) * logit * cell.astype(jnp.float32)
+
+    cells, factors = [jnp.asarray(CELLS)], tuple(map(jnp.asarray, FACTORS))
+    assert slope_of_cells(term, factors[0], cells, (8, 128)) is not None
+    got = chip.gradients(term, cells, factors, jnp.asarray(WEIGHTS), interpret=True)
+    u, v, row_bias, column_bias = (a.astype(np.float64) for a in FACTORS)
+    logits = u @ v.T + row_bias[:, None] + column_bias
+    slope = WEIGHTS[:, None] * CELLS * (np.tanh(logits) + logits / np.cosh(logits) ** 2)
+    for one, truth in zip(got, (slope @ v, slope.T @ u, slope.sum(1), slope.sum(0)), strict=True):
         assert error(one, truth) < FULL
 
 

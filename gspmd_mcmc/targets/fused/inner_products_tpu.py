@@ -7,6 +7,8 @@ and lines of rows, stay in the core's memory while a row's tiles follow each oth
 column stay there all the while.
 """
 
+import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,11 +22,14 @@ from gspmd_mcmc.targets.bfloat16_terms import NUM_FULL
 from gspmd_mcmc.targets.fused import tpu_cost, tpu_numbers
 from gspmd_mcmc.targets.fused.tracing import slope_of_cells
 
-MOST = (256, 384)  # rows and columns of a tile: float32 products fit the 16 MB of a TPU v2's core
 SUBLANES, LANES = 8, 128
+MEMORY = 15 << 20  # of the 16 MB of older chips' cores
 NN, NT = ((1,), (0,)), ((1,), (1,))  # which axes a product sums over
 # Precisions of products that are made of three, by our own hand, and of six.
 BY_THREE, BY_SIX = ("high", "bfloat16_3x", "tensorfloat32"), ("highest", "float32")
+# Bytes that a core may need for a cell, besides its data, where products are made of three and of six.
+# Compilers count 10 and 52 for logistic terms; others need more.
+OF_A_CELL, OF_A_CELL_BY_SIX = 20, 64
 
 
 def gradients(
@@ -37,12 +42,12 @@ def gradients(
     """Return the derivatives of ``cotangent · terms`` in rows, columns and their biases."""
     rows, columns, row_bias, column_bias = factors
     (num, rank), width = rows.shape, len(columns)
-    tile = (_tile_size(num, MOST[0]), _tile_size(width, MOST[1]))
+    size, terms = _up(rank, SUBLANES), 2 if _precision() in BY_THREE else 1
+    height = terms * size + SUBLANES  # of lines: those of factors, and all others
+    tile = _tile(num, width, size, [a.dtype.itemsize for a in cells])
     grid = -(-num // tile[0]), -(-width // tile[1])
     tall, whole = grid[0] * tile[0], grid[1] * tile[1]
     slope, unpacks = _slope(term, rows, cells, tile)
-    size, terms = _up(rank, SUBLANES), 2 if _precision() in BY_THREE else 1
-    height = terms * size + SUBLANES  # of lines: those of factors, and all others
 
     def by_row(height):
         return pl.BlockSpec((height, tile[0]), lambda i, j: (0, i))
@@ -99,10 +104,31 @@ def _slope(term: Callable, rows: jax.Array, cells: list[jax.Array], tile: tuple)
     return slope_of_cells(term, rows, cells, tile), False
 
 
-def _tile_size(size: int, most: int) -> int:
-    """Return the multiple of lanes, from half of the most up to it, whose tiles pad least."""
-    sizes = range(min(most, _up(size, LANES)), max(LANES, most // 2) - 1, -LANES)
-    return min(sizes, key=lambda tile: _up(size, tile), default=LANES)
+def _tile(num: int, width: int, size: int, bytes_of_cells: list[int]) -> tuple[int, int]:
+    """Return the rows and columns of a tile: of those that a core can hold, what takes the least time.
+
+    A tile takes as long as if it had `LANES` more rows and `LANES` more columns, for what is done once
+    a row, a column and a step: so say a TPU v3's schedules of tiles of eleven sizes.
+    """
+    of_a_cell = OF_A_CELL_BY_SIX if _precision() in BY_SIX else OF_A_CELL
+    of_a_cell += sum(4 + 2 * num_bytes for num_bytes in bytes_of_cells)  # as a number, and in two tiles
+    # Lines of logits, transposed, and all others: of factors as they come, their terms, what is added up.
+    of_a_line = 4 * (_up(3 * size + SUBLANES, LANES) + 6 * (size + SUBLANES))
+    memory = MEMORY - 4 * (size + SUBLANES) * _up(width, LANES)
+
+    def sizes(length):
+        most = MEMORY // of_a_cell // LANES  # where the other side has the least
+        return range(LANES, min(_up(length, LANES), most) + 1, LANES)
+
+    def needed(tile):
+        return tile[0] * tile[1] * of_a_cell + sum(tile) * of_a_line
+
+    def time(tile):
+        return -(-num // tile[0]) * -(-width // tile[1]) * math.prod(side + LANES for side in tile)
+
+    tiles = itertools.product(sizes(num), sizes(width))
+    fitting = (tile for tile in tiles if needed(tile) <= memory)
+    return min(fitting, key=time, default=(LANES, LANES))
 
 
 def _up(number: int, multiple: int) -> int:

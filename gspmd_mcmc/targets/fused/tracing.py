@@ -35,6 +35,7 @@ LOWERED = frozenset(
     [
         "abs",
         "add",
+        "add_any",
         "and",
         "broadcast_in_dim",
         "clamp",
