@@ -19,8 +19,8 @@ from gspmd_mcmc.targets.likelihoods import inner_products
 from gspmd_mcmc.tree import PyTree
 
 MOST_RANK = 128
-# What a TPU's core keeps: the gradient by column, of factors as the core pads them and a bias. Of 16 MB,
-# which is what older TPUs have, tiles take the rest.
+# What a TPU's core keeps: the gradient by column, of factors as the core pads them and a bias. Of the
+# 16 MB that older TPUs have, tiles take the rest.
 MOST_BYTES_BY_COLUMN = 4 << 20
 # What stands for an infinite bias, of which there are no terms: the logits are as good as infinite.
 LARGEST_BIAS = 1e38

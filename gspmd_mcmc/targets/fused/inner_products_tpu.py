@@ -112,7 +112,7 @@ def _tile(num: int, width: int, size: int, bytes_of_cells: list[int]) -> tuple[i
     """
     of_a_cell = OF_A_CELL_BY_SIX if _precision() in BY_SIX else OF_A_CELL
     of_a_cell += sum(4 + 2 * num_bytes for num_bytes in bytes_of_cells)  # as a number, and in two tiles
-    # Lines of logits, transposed, and all others: of factors as they come, their terms, what is added up.
+    # The lines of logits, turned, and all others: factors as they come, their terms, derivatives.
     of_a_line = 4 * (_up(3 * size + SUBLANES, LANES) + 6 * (size + SUBLANES))
     memory = MEMORY - 4 * (size + SUBLANES) * _up(width, LANES)
 
