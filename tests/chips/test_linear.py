@@ -138,6 +138,7 @@ LARGEST = [
     ("default", gradient_of_factors(128, 1000)),
     ("high", gradient_of_factors(126, 1000)),
     ("highest", gradient_of_factors(62, 1000)),
+    ("high", gradient_of_factors(126, 1000, long_term, [jnp.uint8] * 2)),
 ]
 
 

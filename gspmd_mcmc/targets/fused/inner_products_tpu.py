@@ -27,8 +27,8 @@ MEMORY = 15 << 20  # of the 16 MB of older chips' cores
 NN, NT = ((1,), (0,)), ((1,), (1,))  # which axes a product sums over
 # Precisions of products that are made of three, by our own hand, and of six.
 BY_THREE, BY_SIX = ("high", "bfloat16_3x", "tensorfloat32"), ("highest", "float32")
-# Bytes that a core may need for a cell, besides its data, where products are made of three and of six.
-# Compilers count 10 and 52 for logistic terms; others need more.
+# Bytes to allow for a cell besides its data, where products are made of three and of six. For logistic
+# terms the TPU v3's compiler uses 10 and 52; other terms may need more.
 OF_A_CELL, OF_A_CELL_BY_SIX = 20, 64
 
 
@@ -107,27 +107,28 @@ def _slope(term: Callable, rows: jax.Array, cells: list[jax.Array], tile: tuple)
 def _tile(num: int, width: int, size: int, bytes_of_cells: list[int]) -> tuple[int, int]:
     """Return the rows and columns of a tile: of those that a core can hold, what takes the least time.
 
-    A tile takes as long as if it had `LANES` more rows and `LANES` more columns, for what is done once
-    a row, a column and a step: so say a TPU v3's schedules of tiles of eleven sizes.
+    The work for each row, each column and each step takes as long as `LANES` more rows and `LANES` more
+    columns would. That is a fit to the schedules that the TPU v3's compiler made for eleven tile sizes.
     """
     of_a_cell = OF_A_CELL_BY_SIX if _precision() in BY_SIX else OF_A_CELL
     of_a_cell += sum(4 + 2 * num_bytes for num_bytes in bytes_of_cells)  # as a number, and in two tiles
-    # The lines of logits, turned, and all others: factors as they come, their terms, derivatives.
+    # The transposed lines of logits, and all others: factors as they come, their terms, derivatives.
     of_a_line = 4 * (_up(3 * size + SUBLANES, LANES) + 6 * (size + SUBLANES))
-    memory = MEMORY - 4 * (size + SUBLANES) * _up(width, LANES)
+    of_a_column = 4 * (size + SUBLANES)  # its derivatives stay
 
     def sizes(length):
         most = MEMORY // of_a_cell // LANES  # where the other side has the least
         return range(LANES, min(_up(length, LANES), most) + 1, LANES)
 
     def needed(tile):
-        return tile[0] * tile[1] * of_a_cell + sum(tile) * of_a_line
+        of_columns = _up(width, tile[1]) * of_a_column
+        return math.prod(tile) * of_a_cell + sum(tile) * of_a_line + of_columns
 
     def time(tile):
         return -(-num // tile[0]) * -(-width // tile[1]) * math.prod(side + LANES for side in tile)
 
     tiles = itertools.product(sizes(num), sizes(width))
-    fitting = (tile for tile in tiles if needed(tile) <= memory)
+    fitting = (tile for tile in tiles if needed(tile) <= MEMORY)
     return min(fitting, key=time, default=(LANES, LANES))
 
 
