@@ -270,9 +270,9 @@ FULL, HIGH = 1e-6, 2e-5  # what derivatives may be off by, and where factors hav
     ("chip", "precision", "most"),
     [
         (inner_products_gpu, "highest", FULL),
-        (inner_products_gpu, "high", HIGH),
+        (inner_products_gpu, "high", 3e-3),  # residuals have 8 bits
         (inner_products_tpu, "highest", FULL),
-        (inner_products_tpu, "high", 3e-3),  # residuals have 8 bits
+        (inner_products_tpu, "high", 3e-3),
     ],
 )
 @pytest.mark.parametrize("biases", [True, False])
@@ -283,14 +283,20 @@ def test_kernels_of_a_factor_model_are_right(chip, precision, most, biases):
 @pytest.fixture
 def _whole_residuals(monkeypatch):
     """Residuals that are not rounded, so that what factors lose is seen."""
-    terms = tpu_numbers.split
-    monkeypatch.setattr(tpu_numbers, "split", lambda x, num: [x] if num == 1 else terms(x, num))
+    of_tpu, of_gpu = tpu_numbers.split, inner_products_gpu.bfloat16_terms
+
+    def terms_of_gpu(x, num, in_kernel=False):
+        return [x] if num == 1 else of_gpu(x, num, in_kernel)
+
+    monkeypatch.setattr(tpu_numbers, "split", lambda x, num: [x] if num == 1 else of_tpu(x, num))
+    monkeypatch.setattr(inner_products_gpu, "bfloat16_terms", terms_of_gpu)
 
 
 @pytest.mark.usefixtures("_whole_residuals")
+@pytest.mark.parametrize("chip", [inner_products_gpu, inner_products_tpu])
 @pytest.mark.parametrize("biases", [True, False])
-def test_logits_and_factors_have_two_terms(biases):
-    check_factors(inner_products_tpu, "high", HIGH, biases)
+def test_logits_and_factors_have_two_terms(chip, biases):
+    check_factors(chip, "high", HIGH, biases)
 
 
 @pytest.mark.usefixtures("_whole_residuals")
@@ -321,8 +327,28 @@ def test_a_kernel_rounds_to_bfloat16_as_jax_does():
 def test_a_bias_may_rule_out_a_row_or_a_column(chip, precision):
     *factors, u, v = FACTORS
     u, v = (np.where(np.arange(len(a)) % 7 == i, -np.inf, a) for i, a in enumerate((u, v)))
-    most = FULL if precision == "highest" else 3e-3  # a TPU's residuals have 8 bits
+    most = FULL if precision == "highest" else 3e-3  # residuals have 8 bits
     check_factors(chip, precision, most, True, (*factors, u.astype(np.float32), v.astype(np.float32)))
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize(
+    ("rank", "width", "dtype"),
+    [(41, 127, "uint8"), (42, 130, "uint8"), (6, 128, "uint8"), (6, 133, "int32"), (1, 1, "uint8")],
+)
+def test_a_card_s_kernels_take_every_rank_and_width(rank, width, dtype, precision):
+    """Lines of all terms and of one each; rows that begin alike, and of which all begin elsewhere."""
+    rng = np.random.default_rng(0)
+    sides = [0.5 * rng.normal(size=(n, rank)).astype(np.float32) for n in (70, width)]
+    biases = [rng.normal(size=n).astype(np.float32) for n in (70, width)]
+    cells = rng.integers(0, 2, (70, width)).astype(dtype)
+    args = (gm.bernoulli_logits, [jnp.asarray(cells)], tuple(map(jnp.asarray, (*sides, *biases))))
+    weights = jnp.asarray(rng.uniform(0.5, 2, 70).astype(np.float32))
+    with jax.default_matmul_precision(precision):
+        got = inner_products_gpu.gradients(*args, weights, interpret=True)
+    exact = inner_product_terms._plain_gradients(*args, weights)
+    for one, truth in zip(got, exact, strict=True):
+        assert error(one, np.asarray(truth)) < (2e-6 if precision == "highest" else 4e-3)
 
 
 def check_factors(chip, precision, most, biases, all_factors=FACTORS):

@@ -108,8 +108,9 @@ def compose(
     """Take a number of steps, at least one; return their end, the target's terms there, and all gains.
 
     Where one step ends and the next begins, two kicks at one position are one kick of both times. So an
-    iteration of the loop is a drift, a gradient and a kick. The last iteration is separate: its kick is
-    shorter, and the target's terms come with its gradient. D drifts are D reductions over a mesh, and D
+    iteration of the loop is a gradient, a kick and a drift: what updates momenta and positions is one
+    pass over both. The last gradient is separate: its kick is shorter, and the target's terms come with
+    it. D drifts are D reductions over a mesh, and D
     passes over the data, or one more if terms have another precision than gradients. The number of
     steps may be traced; the program is the same for any number.
 
@@ -131,17 +132,20 @@ def compose(
             return step_size * fractions[0]
         return step_size * jnp.asarray(fractions, step_size.dtype)[i % num_drifts]
 
+    def drifted(point, time):
+        return tree.replace(point, position=drift(point, time))
+
     def turn(i, carry):
         point, gain = carry
-        position = drift(point, at(i, splitting.drifts))
-        point = PhasePoint(position, point.momentum, density.grad(position))
+        point = tree.replace(point, log_density_grad=density.grad(point.position))
         point, more = kick(point, at(i, kicks))
-        return point, tree.add(gain, more)
+        return drifted(point, at(i + 1, splitting.drifts)), tree.add(gain, more)
 
-    start = kick(point, step_size * splitting.kicks[0])
+    point, gain = kick(point, step_size * splitting.kicks[0])
+    start = drifted(point, step_size * splitting.drifts[0]), gain
     with jax.named_scope("leapfrog"):  # reports of a program's communication name the loop so
         point, gain = jax.lax.fori_loop(0, num_steps * num_drifts - 1, turn, start)
-    position = drift(point, step_size * splitting.drifts[-1])
-    terms, grad = density.terms_and_grad(position)
-    point, more = kick(PhasePoint(position, point.momentum, grad), step_size * splitting.kicks[-1])
+    terms, grad = density.terms_and_grad(point.position)
+    point = tree.replace(point, log_density_grad=grad)
+    point, more = kick(point, step_size * splitting.kicks[-1])
     return point, terms, tree.add(gain, more)

@@ -22,17 +22,23 @@ from jax.experimental.pallas import triton
 
 from gspmd_mcmc.targets.bfloat16_terms import NUM_FULL, bfloat16_terms, num_terms
 from gspmd_mcmc.targets.fused.chains import of_chains_together
-from gspmd_mcmc.targets.fused.gpu_settings import settings
+from gspmd_mcmc.targets.fused.gpu_numbers import in_bfloat16
+from gspmd_mcmc.targets.fused.gpu_settings import SHARED, settings
 
-# Of a tile: features that residuals take at a time, and those of a program that sums over rows.
-ROWS, STEP, FEATURES = 64, 64, 128
+# Of a tile of residuals: rows, and features that it takes at a time. The more, the fewer loads of
+# weights, but sums (rows times columns of all chains) take registers.
+MOST_ROWS, LEAST_ROWS, MOST_SUMS = 128, 64, 16384
+MOST_STEP, LEAST_STEP = 128, 64
+# Of a tile that is summed over rows.
+ROWS, FEATURES = 64, 128
 MOST_COLUMNS = 128  # of the chains that share a tile: classes, in terms that stand side by side
 MOST_SIDE_BY_SIDE = 64  # of a chain; more take too many registers, and terms are products of their own
 LEAST_COLUMNS = 16  # that a product of a tile takes
-PROGRAMS = 264  # that a large GPU runs at a time; rows are added up in as many blocks as make these
+# That a large GPU runs at a time, with few sums and with many; rows are added up in as many blocks as
+# make these.
+PROGRAMS, OF_MANY_SUMS, MANY_COLUMNS = 396, 264, 64
 NO_CLASS = -1e30  # the logit of a class that is padding
-# A float32 number 1.5 * 2^23 and more counts in ones: its lowest bits are those of an integer added.
-COUNTING, COUNTING_BITS = 1.5 * 2.0**23, 0x4B400000
+LOG2_E = 1.4426950408889634
 
 
 def gradients(
@@ -52,6 +58,12 @@ def _side_by_side(terms: int, classes: int) -> int:
     return terms if terms * classes <= MOST_SIDE_BY_SIDE else 1
 
 
+def _block(terms: int, classes: int) -> int:
+    """Columns of a term that stands beside others: padded, where all of them take no more so."""
+    padded = _padded(classes)
+    return padded if terms * padded == _padded(terms * classes) else classes
+
+
 def _padded(columns: int) -> int:
     return max(LEAST_COLUMNS, 1 << (columns - 1).bit_length())
 
@@ -67,67 +79,89 @@ def _gradients(
     """Return the derivatives of some chains, which parameters and cotangents begin with."""
     w, bias = parameters
     (num, features), (chains, _, classes) = x.shape, w.shape
-    together, padded = _side_by_side(terms, classes), _padded(classes)
-    sets, columns = terms // together, _padded(together * classes)
-    height, tiles, parts = -(-features // STEP) * STEP, -(-num // ROWS), -(-features // FEATURES)
-    blocks = min(max(PROGRAMS // parts, 1), tiles)
-    split = bfloat16_terms(w, terms)
-    side_by_side = [jnp.concatenate(split[i : i + together], axis=2) for i in range(0, terms, together)]
-    to_pad = (0, 0), (0, 0), (0, height - features), (0, columns - together * classes)
-    factors = _as_operand(jnp.pad(jnp.stack(side_by_side, axis=1), to_pad), 2)
+    together = _side_by_side(terms, classes)
+    sets, block, columns = terms // together, _block(together, classes), _padded(together * classes)
+    rows = min(max(MOST_SUMS // (chains * columns), LEAST_ROWS), MOST_ROWS)
+    of_factors = 2 * chains * sets * columns  # bytes, for a feature of residuals or a row of products
+    is_wide = (rows * x.dtype.itemsize + of_factors) * MOST_STEP <= SHARED // 2
+    step = MOST_STEP if is_wide else LEAST_STEP
+    tiles, parts = -(-num // rows), -(-features // FEATURES)
+    programs = PROGRAMS if chains * columns <= MANY_COLUMNS else OF_MANY_SUMS
+    blocks = min(max(programs // parts, 1), tiles * rows // ROWS)
+    split = jnp.stack(bfloat16_terms(w, terms), axis=2)
+    split = jnp.pad(split, ((0, 0), (0, -features % step), (0, 0), (0, block - classes)))
+    factors = split.reshape(chains, -1, sets, together * block)
+    factors = jnp.pad(factors, ((0, 0), (0, 0), (0, 0), (0, columns - together * block)))
+    factors = _as_operand(factors.swapaxes(1, 2), 2)
 
-    def call(kernel, width, lines, **shapes):
-        """Call a kernel that reads so many features of a tile in a step, and lines of other factors."""
-        of_step = ROWS * width * x.dtype.itemsize + 2 * chains * sets * columns * lines
+    def call(kernel, tile, lines, **shapes):
+        """Call a kernel that reads so many numbers of the data in a step, and lines of the factor."""
+        of_step = tile * x.dtype.itemsize + of_factors * lines
         return pl.pallas_call(kernel, compiler_params=settings(of_step), interpret=interpret, **shapes)
 
     shape = jax.ShapeDtypeStruct
     residuals, of_bias = call(
-        partial(_residuals, (num, features), (terms, classes)),
-        *(STEP, STEP),
+        partial(_residuals, interpret, (num, features), (rows, step), (terms, classes, block)),
+        *(rows * step, step),
         grid=(tiles,),
         out_shape=[
-            shape((chains * terms * classes, tiles * ROWS), jnp.bfloat16),
-            shape((chains, tiles, padded), w.dtype),
+            shape((chains * terms * classes, tiles * rows), jnp.bfloat16),
+            shape((chains, tiles, _padded(classes)), w.dtype),
         ],
     )(x, labels, cotangent, factors, bias)
     of_w = call(
-        partial(_products, (num, features), (chains, sets, together, classes)),
-        *(FEATURES, ROWS),
+        partial(_products, interpret, (num, features), (chains, sets, together, classes)),
+        *(ROWS * FEATURES, ROWS),
         grid=(parts, blocks),
-        out_shape=shape((chains * blocks * classes, parts * FEATURES), w.dtype),
+        out_shape=shape((chains * blocks * classes, features), w.dtype),
     )(x, residuals)
-    of_w = jnp.sum(of_w.reshape(chains, blocks, classes, -1), axis=1)
-    return of_w.mT[:, :features], jnp.sum(of_bias, axis=1)[:, :classes]
+    of_w = jnp.sum(of_w.reshape(chains, blocks, classes, features), axis=1)
+    return of_w.mT, jnp.sum(of_bias, axis=1)[:, :classes]
 
 
-def _residuals(shape: tuple[int, int], sizes: tuple[int, int], *refs: Any) -> None:
+def _residuals(
+    interpret: bool,
+    shape: tuple[int, int],
+    of_tile: tuple[int, int],
+    sizes: tuple[int, int, int],
+    *refs: Any,
+) -> None:
     x, labels, cotangent, factors, biases, of_rows, of_bias = refs
-    (chains, sets, height, columns), (terms, classes), padded = factors.shape, sizes, of_bias.shape[2]
+    (chains, sets, height, columns), (terms, classes, block) = factors.shape, sizes
+    (height_of_tile, width), padded = of_tile, of_bias.shape[2]
     tile = pl.program_id(0)
-    rows = pl.ds(tile * ROWS, ROWS)
-    is_row = tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32) < shape[0]
-    label = triton.load(labels.at[rows], mask=is_row, other=0)
+    first_row = tile * height_of_tile
+    rows = pl.ds(first_row, height_of_tile)
+    is_row = first_row + jnp.arange(height_of_tile, dtype=jnp.int32) < shape[0]
     number = jnp.arange(padded, dtype=jnp.int32)
-    is_label = number[None, :] == label[:, None]
 
     def add(step, products):
-        here = _in_bfloat16(_as_operand(_tile(x, shape, tile, step, STEP), 1))
-        features = pl.ds(step * STEP, STEP)
+        here = in_bfloat16(
+            _as_operand(_tile(x, shape, (first_row, step * width), of_tile), 1), interpret
+        )
+        features = pl.ds(step * width, width)
         for chain in range(chains):
             for i in range(sets):
                 products[chain] += _dot(here, factors[chain, i, features, :])
         return products
 
-    start = [jnp.zeros((ROWS, columns))] * chains
-    for chain, products in enumerate(jax.lax.fori_loop(0, height // STEP, add, start)):
-        at = biases.at[chain + 0 * tile, pl.ds(0 * tile, padded)]
-        bias = triton.load(at, mask=number < classes, other=NO_CLASS)
-        logits = _sum_of_terms(products, terms // sets, classes) + bias[None, :]
-        weight = triton.load(cotangent.at[pl.ds(chain, 1), rows], mask=is_row[None, :], other=0.0)[0]
-        odds = jnp.exp(logits - jnp.max(logits, axis=1)[:, None])
-        slope = jnp.where(is_label, 1.0, 0.0) - odds / jnp.sum(odds, axis=1)[:, None]
-        residuals = slope * weight[:, None]
+    # What a row needs besides is loaded before its products, and is there when they are.
+    label = triton.load(labels.at[rows], mask=is_row, other=0)
+    weights = [
+        triton.load(cotangent.at[pl.ds(chain, 1), rows], mask=is_row[None, :], other=0.0)[0]
+        for chain in range(chains)
+    ]
+    of_classes = (biases.at[chain + 0 * tile, pl.ds(0 * tile, padded)] for chain in range(chains))
+    bias = [triton.load(at, mask=number < classes, other=NO_CLASS) for at in of_classes]
+    start = [jnp.zeros((height_of_tile, columns))] * chains
+    found = jax.lax.fori_loop(0, height // width, add, start)
+    for chain, (products, weight) in enumerate(zip(found, weights, strict=True)):
+        sums = _sum_of_terms(products, terms // sets, classes, block)
+        logits = LOG2_E * (sums + bias[chain][None, :])
+        odds = jnp.exp2(logits - jnp.max(logits, axis=1)[:, None])
+        share = weight / jnp.sum(odds, axis=1)
+        of_label = jnp.where(number[None, :] == label[:, None], weight[:, None], 0.0)
+        residuals = of_label - odds * share[:, None]
         of_bias[chain, tile, :] = jnp.sum(residuals, axis=0)
         for term, residual in enumerate(bfloat16_terms(residuals, terms, in_kernel=True)):
             first = (chain * terms + term) * classes + 0 * tile
@@ -136,16 +170,24 @@ def _residuals(shape: tuple[int, int], sizes: tuple[int, int], *refs: Any) -> No
 
 
 def _products(
-    shape: tuple[int, int], sizes: tuple[int, int, int, int], x: Any, of_rows: Any, of_w: Any
+    interpret: bool,
+    shape: tuple[int, int],
+    sizes: tuple[int, int, int, int],
+    x: Any,
+    of_rows: Any,
+    of_w: Any,
 ) -> None:
     chains, sets, together, classes = sizes
     lines, columns = together * classes, _padded(together * classes)
     part, block, blocks = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     tiles = of_rows.shape[1] // ROWS
+    first_feature = part * FEATURES
 
     def add(step, sums):
-        tile = block + step * blocks
-        here = _in_bfloat16(_as_turned_operand(_tile(x, shape, tile, part, FEATURES)))
+        # The last rows come first: of all that residuals were made of, a cache holds these.
+        tile = tiles - 1 - (block + step * blocks)
+        loaded = _tile(x, shape, (tile * ROWS, first_feature), (ROWS, FEATURES))
+        here = _as_turned_operand(in_bfloat16(loaded, interpret))
         rows = pl.ds(tile * ROWS, ROWS)
         for chain in range(chains):
             for i in range(sets):
@@ -156,11 +198,13 @@ def _products(
 
     steps = (tiles - block + blocks - 1) // blocks
     zeros = [jnp.zeros((FEATURES, columns))] * chains
+    features = pl.ds(first_feature, FEATURES)
+    is_feature = first_feature + jnp.arange(FEATURES, dtype=jnp.int32) < shape[1]
     for chain, products in enumerate(jax.lax.fori_loop(0, steps, add, zeros)):
-        total = _turned_back(_sum_of_terms(products, together, classes).T)
-        first, features = (chain * blocks + block) * classes, pl.ds(part * FEATURES, FEATURES)
+        total = _turned_back(_sum_of_terms(products, together, classes, classes).T)
+        first = (chain * blocks + block) * classes
         at, mask = _lines(of_w, first, classes, len(total), features)
-        triton.store(at, total, mask=mask)
+        triton.store(at, total, mask=mask & is_feature[None, :])
 
 
 def _as_operand(array: jax.Array, axis: int) -> jax.Array:
@@ -191,13 +235,17 @@ def _turned_back(lines: jax.Array) -> jax.Array:
     return split.transpose(0, 2, 4, 1, 3).reshape(lines.shape)
 
 
-def _sum_of_terms(products: jax.Array, num: int, classes: int) -> jax.Array:
-    """Add up the columns of each class: by products with ones, as a tile has no slices."""
-    if num == 1:
-        return products
+def _sum_of_terms(products: jax.Array, num: int, classes: int, block: int) -> jax.Array:
+    """Add up the columns of each class, of terms in blocks of so many columns.
+
+    Whole blocks are added as they are, others by products with ones, as a tile has no slices.
+    """
+    padded = _padded(classes)
+    if block == padded:
+        return jnp.sum(products.reshape(len(products), num, padded), axis=1)
     column = jnp.arange(products.shape[1], dtype=jnp.int32)[:, None]
-    own = jnp.arange(_padded(classes), dtype=jnp.int32)[None, :]
-    is_own = (column % classes == own) & (column < num * classes)
+    own = jnp.arange(padded, dtype=jnp.int32)[None, :]
+    is_own = (column % block == own) & (column < num * block)
     ones = jnp.where(is_own, 1.0, 0.0).astype(jnp.bfloat16)
     first, *rest = (_dot(a, ones) for a in reversed(bfloat16_terms(products, NUM_FULL, in_kernel=True)))
     return sum(rest, start=first)
@@ -210,21 +258,14 @@ def _lines(ref: Any, first: Any, num: int, padded: int, columns: Any) -> tuple[A
     return at, jnp.broadcast_to(is_line[:, None], (padded, columns.size))
 
 
-def _tile(x: Any, shape: tuple[int, int], row: Any, column: Any, width: int) -> jax.Array:
-    """Return a tile; beyond the rows and features it is zero."""
-    row, column = row * ROWS, column * width
-    is_row = row + jnp.arange(ROWS, dtype=jnp.int32) < shape[0]
-    is_feature = column + jnp.arange(width, dtype=jnp.int32) < shape[1]
-    at = x.at[pl.ds(row, ROWS), pl.ds(column, width)]
+def _tile(x: Any, end: tuple[Any, Any], first: tuple[Any, Any], sizes: tuple[int, int]) -> jax.Array:
+    """Return a tile, zero beyond the last row and feature."""
+    is_row, is_feature = (
+        i + jnp.arange(size, dtype=jnp.int32) < last
+        for i, size, last in zip(first, sizes, end, strict=True)
+    )
+    at = x.at[tuple(map(pl.ds, first, sizes))]
     return triton.load(at, mask=is_row[:, None] & is_feature[None, :], other=0)
-
-
-def _in_bfloat16(tile: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(tile.dtype, jnp.integer):
-        return tile.astype(jnp.bfloat16)
-    # A GPU converts integers to floating numbers at an eighth of the speed of an addition.
-    counted = jax.lax.bitcast_convert_type(tile.astype(jnp.int32) + COUNTING_BITS, jnp.float32)
-    return (counted - COUNTING).astype(jnp.bfloat16)
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:

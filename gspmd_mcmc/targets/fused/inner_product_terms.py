@@ -27,6 +27,7 @@ LARGEST_BIAS = 1e38
 # Numbers of a row's factors, in all their terms, as a GPU pads them: the shared memory of the smallest
 # cards holds two tiles of them.
 MOST_OF_A_ROW = 256
+MOST_CELLS = 1 << 30  # of a device: a GPU's kernels count their places in int32 numbers
 
 
 def inner_product_terms(
@@ -42,7 +43,7 @@ def inner_product_terms(
     The value is that of ``jnp.sum(term(inner_products(rows, columns, ...), cells), axis=1)``. In the
     gradient of a `Plate` on a TPU or an NVIDIA GPU it is one kernel, or two: logits and residuals,
     which are many times the cells in bytes, are never written to memory. Elsewhere, and where ``term``
-    does what kernels cannot, it is the expression itself. Where a TPU's gradients have less than full
+    does what kernels cannot, it is the expression itself. Where gradients have less than full
     precision, derivatives of terms in their logits are rounded to bfloat16 there, factors to two
     bfloat16 terms.
     Differentiable in reverse, and forward over reverse.
@@ -84,7 +85,7 @@ def _fits(cells: list[Any], factors: tuple) -> bool:
     of_a_row = num_terms() * (1 << (rank + 1).bit_length())  # two for biases
     is_small = {
         "tpu": by_column <= MOST_BYTES_BY_COLUMN,
-        "gpu": of_a_row <= MOST_OF_A_ROW,
+        "gpu": of_a_row <= MOST_OF_A_ROW and len(factors[0]) * width <= MOST_CELLS,
     }.get(platform or "", False)
     return are_floats and are_whole and rank <= MOST_RANK and is_small
 

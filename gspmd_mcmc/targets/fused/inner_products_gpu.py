@@ -5,12 +5,20 @@ anew, which costs less than to write and read them. Programs that go over parts 
 rows keep sums of their own, which are added up at the end: there are no atomics, and results are the
 same each time.
 
-Biases are factors: a row's are its own, its bias and a one, a column's are its own, a one and its bias.
-So their products are the logits, and residuals times them the derivatives of factors and biases.
+A row's factors and a column's are lines whose product is the logit. They hold the factors in their
+terms, those that are multiplied in the same place, and biases beside ones. So a residual times a line
+is also what it adds to a bias.
+
+A thread loads 16 bytes at once from a place that is a multiple of 16, and rows begin anywhere. So a
+tile takes rows that begin equally far beyond such a place, every second or every sixteenth, and columns
+from so much earlier that its lines begin at such places. What lies there, of the row before, is masked.
+The columns of a tile are in an order in which those of a thread lie side by side.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from typing import Any
 
 import jax
@@ -18,18 +26,94 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms
+from gspmd_mcmc.targets.bfloat16_terms import NUM_FULL, bfloat16_terms, num_terms
+from gspmd_mcmc.targets.fused.gpu_numbers import logistic
 from gspmd_mcmc.targets.fused.gpu_settings import settings
 from gspmd_mcmc.targets.fused.tracing import slope_of_cells
 
 # Rows and columns of a tile, of so few numbers that a program needs few registers and a core runs many.
-# Rows and columns are padded to it, so that only cells need masks.
 SIDE = 64
-# As many programs as the cores of a large GPU take, each for a part of the others; few parts, as each
-# has sums of its own.
-PROGRAMS, MOST_PARTS = 768, 8
-LEAST_FACTORS = 16  # that a product of a tile takes
-LOG2_E = 1.4426950408889634
+ALIGNED = 16  # bytes that a thread loads at once
+# As many programs as make each core of a large GPU busy; few parts of the columns or rows, as each has
+# sums of its own.
+PROGRAMS, MOST_PARTS = 384, 8
+LEAST_LINE = 16  # that a product of a tile takes
+MOST_SIDE_BY_SIDE = 128  # numbers of a line; longer ones are lines of a term each
+
+
+@dataclass(frozen=True)
+class Lines:
+    """How lines are made of factors.
+
+    Attributes
+    ----------
+    terms
+        Of a number.
+    of_rows, of_columns
+        The terms of a factor that each line holds, side by side.
+    pairs
+        Which lines of rows and of columns are multiplied.
+    """
+
+    terms: int
+    of_rows: tuple[tuple[int, ...], ...]
+    of_columns: tuple[tuple[int, ...], ...]
+    pairs: tuple[tuple[int, int], ...]
+
+
+def lines_of(terms: int, rank: int) -> Lines:
+    """Return one line that holds all products of terms side by side, or one for each term.
+
+    What is less than the last term of a product is left out.
+    """
+    pairs = tuple((i, j) for i in range(terms) for j in range(terms - i))
+    if len(pairs) * rank + 2 * terms <= MOST_SIDE_BY_SIDE:
+        of_rows, of_columns = zip(*pairs, strict=True)
+        return Lines(terms, (of_rows,), (of_columns,), ((0, 0),))
+    each = tuple((i,) for i in range(terms))
+    return Lines(terms, each, each, pairs)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Which cells a tile takes.
+
+    Attributes
+    ----------
+    rows, columns
+        How many there are.
+    align
+        Cells that a thread loads at once.
+    """
+
+    rows: int
+    columns: int
+    align: int
+
+    @property
+    def period(self) -> int:
+        """Of so many rows one after the other each begins elsewhere between two loads."""
+        return self.align // gcd(self.columns, self.align)
+
+    @property
+    def room(self) -> int:
+        """Columns before the first one, and after the last, that a tile may begin or end with."""
+        return self.align if self.period > 1 else 0
+
+    @property
+    def down(self) -> int:
+        """Tiles of the rows that begin alike."""
+        return -(-self.rows // (self.period * SIDE))
+
+    @property
+    def across(self) -> int:
+        """Tiles of a row."""
+        return -(-(self.columns + self.room) // SIDE)
+
+    @property
+    def height(self) -> int:
+        """Rows of all tiles."""
+        return self.period * self.down * SIDE
 
 
 def gradients(
@@ -39,90 +123,168 @@ def gradients(
     cotangent: jax.Array,
     interpret: bool = False,
 ) -> tuple:
-    """Return the derivatives of ``cotangent · terms`` in rows, columns and their biases."""
+    """Return the derivatives of ``cotangent · terms`` in rows, columns and their biases.
+
+    Derivatives of terms in their logits are rounded to bfloat16, unless all bits of products are asked.
+    """
     rows, columns, row_bias, column_bias = factors
     (num, rank), width = rows.shape, len(columns)
-    by_row = _in_terms(rows, row_bias, jnp.ones_like(row_bias))
-    by_column = _in_terms(columns, jnp.ones_like(column_bias), column_bias)
-    slope: Any = slope_of_cells(term, rows, cells, (SIDE, SIDE), instead={"logistic": _logistic})
-    of_tile = 2 * by_row.shape[0] * SIDE * by_row.shape[2]  # of one side's factors
+    lines = lines_of(num_terms(), rank)
+    tiles = Tiles(num, width, max((ALIGNED // a.dtype.itemsize for a in cells), default=1))
+    slope: Any = slope_of_cells(
+        term, rows, cells, (SIDE, SIDE), instead={"logistic": partial(logistic, interpret=interpret)}
+    )
+    by_row = _in_lines(lines.of_rows, rows, row_bias, True)
+    by_row = jnp.pad(by_row, ((0, 0), (0, tiles.height - num), (0, 0)))
+    by_column = _in_lines(lines.of_columns, columns, column_bias, False)
+    beyond = tiles.across * SIDE - width
+    by_column = jnp.pad(by_column, ((0, 0), (tiles.room, beyond), (0, 0)))
+    weights = jnp.pad(cotangent, (0, tiles.height - num))
+    of_tile = 2 * SIDE * by_row.shape[0] * by_row.shape[2]  # bytes, of one side's lines
     step = of_tile + sum(SIDE * SIDE * a.dtype.itemsize for a in cells)
 
-    def run(axis, own, others):
-        (_, height, padded), tiles = own.shape, others.shape[1] // SIDE
-        parts = min(tiles, MOST_PARTS, -(-PROGRAMS // (height // SIDE)))
-        shapes = (parts, height, padded), (parts, height)
-        of_factors, of_bias = pl.pallas_call(
-            partial(_kernel, slope, (num, width), rank + axis, axis),
-            grid=(height // SIDE, parts),
-            out_shape=[jax.ShapeDtypeStruct(shape, rows.dtype) for shape in shapes],
+    def run(axis, of_own, others):
+        """Sum over all columns for each row (axis 0), or over all rows for each column."""
+        alike = tiles.period if axis else 1  # Programs go over rows that begin alike.
+        parts = alike * max(1, min(others, MOST_PARTS // alike, -(-PROGRAMS // (of_own * alike))))
+        length = (by_row, by_column)[axis].shape[1]
+        sums = pl.pallas_call(
+            partial(_kernel, slope, tiles, lines, rank, axis),
+            grid=(of_own, parts),
+            out_shape=jax.ShapeDtypeStruct((parts * length, rank + 1), rows.dtype),
             compiler_params=settings(step, kept=of_tile),
             interpret=interpret,
             name=("by_rows", "by_columns")[axis],
-        )(*cells, own, others, cotangent)
-        return jnp.sum(of_factors, axis=0)[:, :rank], jnp.sum(of_bias, axis=0)
+        )(*(a.reshape(-1) for a in cells), by_row, by_column, weights)
+        total = jnp.sum(sums.reshape(parts, length, rank + 1), axis=0)
+        return total[:, :rank], total[:, rank]
 
-    of_rows, of_row_bias = (a[:num] for a in run(0, by_row, by_column))
-    of_columns, of_column_bias = (a[:width] for a in run(1, by_column, by_row))
+    of_rows, of_row_bias = (a[:num] for a in run(0, tiles.period * tiles.down, tiles.across))
+    of_columns, of_column_bias = (
+        a[tiles.room : tiles.room + width] for a in run(1, tiles.across, tiles.down)
+    )
     return of_rows * cotangent[:, None], of_columns, of_row_bias * cotangent, of_column_bias
 
 
-def _in_terms(factors: jax.Array, *biases: jax.Array) -> jax.Array:
-    """Return the terms of factors and biases, padded to whole tiles."""
-    split = (bfloat16_terms(a, num_terms()) for a in (factors, *(a[:, None] for a in biases)))
-    whole = jnp.stack([jnp.concatenate(terms, axis=1) for terms in zip(*split, strict=True)])
-    _, num, size = whole.shape
-    padded = max(LEAST_FACTORS, 1 << (size - 1).bit_length())
-    return jnp.pad(whole, ((0, 0), (0, -num % SIDE), (0, padded - size)))
+def _in_lines(
+    which: tuple[tuple[int, ...], ...], factors: jax.Array, bias: jax.Array, of_rows: bool
+) -> jax.Array:
+    """Return lines, of shape [lines of a row or column, how many of these, padded numbers]."""
+    terms = 1 + max(map(max, which))
+    of_factor, of_bias = (bfloat16_terms(a, terms) for a in (factors, bias[:, None]))
+    found = []
+    for number, places in enumerate(which):
+        side_by_side = jnp.stack([of_factor[i] for i in places], axis=2).reshape(len(factors), -1)
+        biases = of_bias if len(which) == 1 else of_bias[number : number + 1]
+        ones = [jnp.full_like(a, number == 0) for a in biases]
+        beside = (biases, ones) if of_rows else (ones, biases)
+        found.append(jnp.concatenate([side_by_side, *beside[0], *beside[1]], axis=1))
+    size = found[0].shape[1]
+    padded = max(LEAST_LINE, 1 << (size - 1).bit_length())
+    return jnp.pad(jnp.stack(found), ((0, 0), (0, 0), (0, padded - size)))
 
 
-def _logistic(x: jax.Array) -> jax.Array:
-    """Return 1 / (1 + exp(-x)) by a power of two and a root, which a GPU has instructions for."""
-    root = jax.lax.rsqrt(1 + jnp.exp2(-LOG2_E * x))
-    return root * root
+def _kernel(slope: Callable, tiles: Tiles, lines: Lines, rank: int, axis: int, *refs: Any) -> None:
+    """Add up residuals times lines: of a tile's own rows (axis 0) or columns over a part of the others.
 
-
-def _kernel(slope: Callable, shape: tuple[int, int], one: int, axis: int, *refs: Any) -> None:
-    """Add up the residuals of a tile's own rows (axis 0) or columns (1) over a part of the others.
-
-    ``one`` is the place of the ones among the others' factors: what they add up is the bias's.
-
-    The own ones come first in all that is computed, whichever they are. Weights of rows that are a
-    tile's own are left to whoever takes the sums.
+    Weights of rows that are a tile's own are left to whoever takes the sums.
     """
-    *cells, of_own, of_others, weights, of_factors, of_bias = refs
+    *cells, of_rows, of_columns, weights, out = refs
     tile, part, parts = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
-    (terms, _, padded), tiles = of_own.shape, of_others.shape[1] // SIDE
-    here, places = pl.ds(tile * SIDE, SIDE), jnp.arange(SIDE, dtype=jnp.int32)
-    own, is_own = [of_own[i, here, :] for i in range(terms)], tile * SIDE + places < shape[axis]
+    div, places = jax.lax.div, jnp.arange(SIDE, dtype=jnp.int32)
+    if axis == 0:
+        kind, first, begin, stride = div(tile, tiles.down), jax.lax.rem(tile, tiles.down), part, parts
+        steps = tiles.across
+    else:
+        kind, first = jax.lax.rem(part, tiles.period), tile
+        begin, stride, steps = div(part, tiles.period), parts // tiles.period, tiles.down
+    # Rows of a kind begin so much after a place that threads load from.
+    start = div(kind * tiles.columns, tiles.align) * tiles.align
+    shift = kind * tiles.columns - start
+
+    def rows_of(tile):
+        return (tile * SIDE + places) * tiles.period + kind
+
+    def lines_of_columns(tile):
+        at = tile * SIDE + _in_order(places, 0) + (tiles.room - shift if tiles.room else 0)
+        return at, [of_columns[i, at, :] for i in range(of_columns.shape[0])]
+
+    def lines_of_rows(tile):
+        at = rows_of(tile)
+        return at, [of_rows[i, at, :] for i in range(of_rows.shape[0])]
+
+    at_own, own = (lines_of_columns if axis else lines_of_rows)(first)
 
     def add(step, total):
-        other = part + step * parts
-        there, is_other = pl.ds(other * SIDE, SIDE), other * SIDE + places < shape[1 - axis]
-        others = [of_others[i, there, :] for i in range(terms)]
+        other = begin + step * stride
+        row, column = (other, first) if axis else (first, other)
+        left = lines_of_rows(row)[1] if axis else own
+        right = own if axis else lines_of_columns(column)[1]
+        rows, columns = rows_of(row), column * SIDE + places
+        is_row, is_loaded = (
+            rows < tiles.rows,
+            div(columns, tiles.align) * tiles.align < tiles.columns + shift,
+        )
+        at = (
+            start + ((row * SIDE + places) * (tiles.period * tiles.columns))[:, None] + columns[None, :]
+        )
+        mask = is_row[:, None] & is_loaded[None, :]
+        values = [_in_order(triton.load(a.at[at], mask=mask, other=0), 1) for a in cells]
+        logits = sum(_dot(left[i], right[j].T) for i, j in reversed(lines.pairs))
+        residuals = slope(logits, *values)
         if axis == 0:
-            at, is_cell = (here, there), is_own[:, None] & is_other[None, :]
+            number = _in_order(columns, 0) - shift
+            is_cell = ((number >= 0) & (number < tiles.columns))[None, :]
+            is_edge = (other == 0) | ((other + 1) * SIDE > tiles.columns + shift)
         else:
-            at, is_cell = (there, here), is_other[:, None] & is_own[None, :]
-        values = [triton.load(ref.at[at], mask=is_cell, other=0) for ref in cells]
-        logits = _add_product(None, own, [a.T for a in others])
-        residuals = slope(logits, *(values if axis == 0 else [a.T for a in values]))
-        residuals = jnp.where(is_other[None, :], residuals, 0.0)
-        if axis == 1:
-            residuals *= triton.load(weights.at[there], mask=is_other, other=0.0)[None, :]
-        return _add_product(total, bfloat16_terms(residuals, terms, in_kernel=True), others)
+            residuals *= weights[rows][:, None]
+            is_cell, is_edge = is_row[:, None], other == steps - 1
+        residuals = jax.lax.cond(is_edge, lambda a: jnp.where(is_cell, a, 0.0), lambda a: a, residuals)
+        num = NUM_FULL if lines.terms == NUM_FULL else 1
+        of_residuals = bfloat16_terms(residuals, num, in_kernel=True)
+        others = left if axis else right
+        pairs = [(a, b) for i, a in enumerate(of_residuals) for b in others[: lines.terms - i]]
+        return total + sum(_dot(b.T, a) if axis else _dot(a, b) for a, b in reversed(pairs))
 
-    steps = (tiles - part + parts - 1) // parts
-    total = jax.lax.fori_loop(0, steps, add, jnp.zeros((SIDE, padded)))
-    is_one = jnp.arange(padded, dtype=jnp.int32) == one
-    of_factors[part, here, :] = total
-    of_bias[part, here] = jnp.sum(jnp.where(is_one[None, :], total, 0.0), axis=1)
+    padded = of_rows.shape[2]
+    total = jnp.zeros((padded, SIDE) if axis else (SIDE, padded))
+    total = jax.lax.fori_loop(0, div(steps - begin + stride - 1, stride), add, total)
+    found = _of_factors(total.T if axis else total, lines, rank, axis)
+    length = (of_rows, of_columns)[axis].shape[1]
+    number = jnp.arange(found.shape[1], dtype=jnp.int32)[None, :]
+    at = (part * length + at_own)[:, None]
+    triton.store(out.at[at + 0 * number, number + 0 * at], found, mask=number + 0 * at <= rank)
 
 
-def _add_product(total: Any, left: list[jax.Array], right: list[jax.Array]) -> jax.Array:
-    """Multiply sums of terms, without what is less than the last of them, and add to a total."""
-    pairs = [(a, b) for i, a in enumerate(left) for b in right[: len(right) - i]]
-    for a, b in reversed(pairs):
-        product = jnp.dot(a, b, preferred_element_type=jnp.float32)
-        total = product if total is None else total + product
-    return total
+def _in_order(array: jax.Array, axis: int) -> jax.Array:
+    """Order an axis so that numbers side by side are those that one thread holds of a product.
+
+    Of eight columns of a product each of four threads holds two.
+    """
+    shape = array.shape
+    split = array.reshape(*shape[:axis], -1, 4, SIDE // 8, 2, *shape[axis + 1 :])  # thread, step, two
+    return jnp.swapaxes(split, axis + 1, axis + 2).reshape(shape)
+
+
+def _of_factors(total: jax.Array, lines: Lines, rank: int, axis: int) -> jax.Array:
+    """Add up the numbers of a line that belong to one factor, and in the last column those of a bias.
+
+    By products with ones, as a tile has no slices.
+    """
+    own, others = (lines.of_columns, lines.of_rows) if axis else (lines.of_rows, lines.of_columns)
+    num, biases = len(others[0]), lines.terms if len(others) == 1 else 1
+    one = rank * num + (biases if axis else 0)
+    at = jnp.arange(total.shape[1], dtype=jnp.int32)
+    factor = jnp.arange(max(LEAST_LINE, 1 << rank.bit_length()), dtype=jnp.int32)[None, :]
+    is_own = (at[:, None] == one) & (factor == rank)
+    for place in (i for i, term in enumerate(own[0]) if term == 0):  # each term of the others once
+        is_own |= (at[:, None] == factor * num + place) & (factor < rank)
+    ones = jnp.where(is_own, 1.0, 0.0).astype(jnp.bfloat16)
+    # Biases may be so large that sums of them are infinite, which times zero is no number.
+    total = jnp.where((at < rank * num) | (at == one), total, 0.0)
+    terms = bfloat16_terms(total, NUM_FULL, in_kernel=True)
+    return sum((_dot(a, ones) for a in reversed(terms[:-1])), start=_dot(terms[-1], ones))
+
+
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.dot(x, y, preferred_element_type=jnp.float32)
