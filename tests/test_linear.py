@@ -150,6 +150,17 @@ def exact_categorical(x, w=W, bias=BIAS):
     return x.T @ residuals, residuals.sum(axis=0)
 
 
+def check_categorical(chip, got, exact, most):
+    """Compare derivatives in weights and bias.
+
+    Those in the bias are sums of residuals, and show what logits lose. Those in weights have 8 bits of
+    each residual on a GPU, unless all bits are asked.
+    """
+    of_weights = 3e-3 if chip is categorical_linear_gpu and most > 1e-6 else most
+    for one, truth, bound in zip(got, exact, (of_weights, most), strict=True):
+        assert error(one, truth) < bound
+
+
 @pytest.mark.parametrize("chip", [categorical_linear_gpu, categorical_linear_tpu])
 @pytest.mark.parametrize(("precision", "most"), [("full", 1e-6), ("two terms", 2e-5)])
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "bfloat16"])
@@ -159,8 +170,7 @@ def test_the_kernel_of_a_categorical_is_right(chip, precision, most, dtype, feat
     assert categorical_linear_tpu.lies_by_columns(x) == (features == FEATURES)
     with jax.default_matmul_precision(PRODUCTS[precision]):
         got = chip.gradients(x, LABELS, (w, jnp.asarray(BIAS)), WEIGHTS, interpret=True)
-    for one, truth in zip(got, exact_categorical(np.asarray(x, np.float64)), strict=True):
-        assert error(one, truth) < most
+    check_categorical(chip, got, exact_categorical(np.asarray(x, np.float64)), most)
 
 
 @pytest.mark.parametrize(("precision", "most"), [("full", 1e-6), ("two terms", 2e-5)])
@@ -170,8 +180,8 @@ def test_terms_of_many_classes_are_products_of_their_own(precision, most):
     with jax.default_matmul_precision(PRODUCTS[precision]):
         labels, parameters, weights = jax.tree.map(jnp.asarray, (LABELS, (w, bias), WEIGHTS))
         got = categorical_linear_gpu.gradients(x, labels, parameters, weights, interpret=True)
-    for one, truth in zip(got, exact_categorical(np.asarray(x, np.float64), w, bias), strict=True):
-        assert error(one, truth) < most
+    exact = exact_categorical(np.asarray(x, np.float64), w, bias)
+    check_categorical(categorical_linear_gpu, got, exact, most)
 
 
 # By how many chains there are, how many share a tile of a TPU's matrix unit, of two terms and of three,
@@ -208,8 +218,7 @@ def check_chains(chip, chains, precision, most):
         got = jax.vmap(of_chain)((jnp.asarray(w), jnp.asarray(bias)))
     for chain in range(chains):
         truths = exact_categorical(np.asarray(x, np.float64), w[chain], bias[chain])
-        for one, truth in zip(got, truths, strict=True):
-            assert error(one[chain], truth) < most
+        check_categorical(chip, [one[chain] for one in got], truths, most)
 
 
 @pytest.mark.parametrize("chip", [categorical_linear_gpu, categorical_linear_tpu])
@@ -241,7 +250,13 @@ def test_a_kernel_of_one_term_would_be_seen():
     labels, weights = jnp.asarray(LABELS), jnp.asarray(WEIGHTS)
     with jax.default_matmul_precision(PRODUCTS["one term"]):
         got = categorical_linear_gpu.gradients(x, labels, parameters, weights, interpret=True)
-    assert error(got[0], exact_categorical(np.asarray(x, np.float64))[0]) > 2e-4
+    assert error(got[1], exact_categorical(np.asarray(x, np.float64))[1]) > 2e-4
+
+
+def test_a_sum_of_many_blocks_is_right(monkeypatch):
+    """Of few features there are so many blocks that XLA adds them."""
+    monkeypatch.setattr(categorical_linear_gpu, "MOST_ADDED", 1)
+    check_chains(categorical_linear_gpu, 1, "full", 1e-6)
 
 
 COLUMNS, RANK = 1100, 6

@@ -34,9 +34,10 @@ ROWS, FEATURES = 64, 128
 MOST_COLUMNS = 128  # of the chains that share a tile: classes, in terms that stand side by side
 MOST_SIDE_BY_SIDE = 64  # of a chain; more take too many registers, and terms are products of their own
 LEAST_COLUMNS = 16  # that a product of a tile takes
-# That a large GPU runs at a time, with few sums and with many; rows are added up in as many blocks as
-# make these.
-PROGRAMS, OF_MANY_SUMS, MANY_COLUMNS = 396, 264, 64
+# Programs that sum over rows, as many as a large GPU runs at a time: so many a core with at most so
+# many columns of sums. Rows are added up in as many blocks as make these.
+CORES, AT_A_TIME = 132, {32: 4, 64: 3, MOST_COLUMNS: 2}
+MOST_ADDED = 96  # blocks, in the pass over parameters that uses their sum
 NO_CLASS = -1e30  # the logit of a class that is padding
 LOG2_E = 1.4426950408889634
 
@@ -79,14 +80,15 @@ def _gradients(
     """Return the derivatives of some chains, which parameters and cotangents begin with."""
     w, bias = parameters
     (num, features), (chains, _, classes) = x.shape, w.shape
-    together = _side_by_side(terms, classes)
+    together, kept = _side_by_side(terms, classes), NUM_FULL if terms == NUM_FULL else 1
     sets, block, columns = terms // together, _block(together, classes), _padded(together * classes)
+    beside = _side_by_side(kept, classes)
+    of_sums = chains * _padded(beside * classes)
     rows = min(max(MOST_SUMS // (chains * columns), LEAST_ROWS), MOST_ROWS)
-    of_factors = 2 * chains * sets * columns  # bytes, for a feature of residuals or a row of products
-    is_wide = (rows * x.dtype.itemsize + of_factors) * MOST_STEP <= SHARED // 2
-    step = MOST_STEP if is_wide else LEAST_STEP
+    of_feature = rows * x.dtype.itemsize + 2 * chains * sets * columns  # bytes that a step loads
+    step = MOST_STEP if of_feature * MOST_STEP <= SHARED // 2 else LEAST_STEP
     tiles, parts = -(-num // rows), -(-features // FEATURES)
-    programs = PROGRAMS if chains * columns <= MANY_COLUMNS else OF_MANY_SUMS
+    programs = CORES * next(num for most, num in AT_A_TIME.items() if of_sums <= most)
     blocks = min(max(programs // parts, 1), tiles * rows // ROWS)
     split = jnp.stack(bfloat16_terms(w, terms), axis=2)
     split = jnp.pad(split, ((0, 0), (0, -features % step), (0, 0), (0, block - classes)))
@@ -94,40 +96,40 @@ def _gradients(
     factors = jnp.pad(factors, ((0, 0), (0, 0), (0, 0), (0, columns - together * block)))
     factors = _as_operand(factors.swapaxes(1, 2), 2)
 
-    def call(kernel, tile, lines, **shapes):
-        """Call a kernel that reads so many numbers of the data in a step, and lines of the factor."""
-        of_step = tile * x.dtype.itemsize + of_factors * lines
-        return pl.pallas_call(kernel, compiler_params=settings(of_step), interpret=interpret, **shapes)
-
-    shape = jax.ShapeDtypeStruct
-    residuals, of_bias = call(
-        partial(_residuals, interpret, (num, features), (rows, step), (terms, classes, block)),
-        *(rows * step, step),
+    shape, num_lines = jax.ShapeDtypeStruct, chains * kept * classes
+    residuals, of_bias = pl.pallas_call(
+        partial(_residuals, interpret, (num, features), (rows, step), (terms, kept, classes, block)),
         grid=(tiles,),
         out_shape=[
-            shape((chains * terms * classes, tiles * rows), jnp.bfloat16),
+            shape((num_lines, tiles * rows), jnp.bfloat16),
             shape((chains, tiles, _padded(classes)), w.dtype),
         ],
+        compiler_params=settings(of_feature * step),
+        interpret=interpret,
     )(x, labels, cotangent, factors, bias)
-    of_w = call(
-        partial(_products, interpret, (num, features), (chains, sets, together, classes)),
-        *(ROWS * FEATURES, ROWS),
+    of_row = FEATURES * x.dtype.itemsize + 2 * of_sums * (kept // beside)
+    of_w = pl.pallas_call(
+        partial(_products, interpret, (num, features), (chains, kept // beside, beside, classes)),
         grid=(parts, blocks),
-        out_shape=shape((chains * blocks * classes, features), w.dtype),
+        out_shape=shape((chains, blocks, features * classes), w.dtype),
+        compiler_params=settings(of_row * ROWS),
+        interpret=interpret,
     )(x, residuals)
-    of_w = jnp.sum(of_w.reshape(chains, blocks, classes, features), axis=1)
-    return of_w.mT, jnp.sum(of_bias, axis=1)[:, :classes]
+    # A sum of XLA's own is a pass apart.
+    first, *others = of_w.swapaxes(0, 1) if blocks <= MOST_ADDED else (jnp.sum(of_w, axis=1),)
+    total = sum(others, start=first)
+    return total.reshape(w.shape), jnp.sum(of_bias, axis=1)[:, :classes]
 
 
 def _residuals(
     interpret: bool,
     shape: tuple[int, int],
     of_tile: tuple[int, int],
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
     *refs: Any,
 ) -> None:
     x, labels, cotangent, factors, biases, of_rows, of_bias = refs
-    (chains, sets, height, columns), (terms, classes, block) = factors.shape, sizes
+    (chains, sets, height, columns), (terms, kept, classes, block) = factors.shape, sizes
     (height_of_tile, width), padded = of_tile, of_bias.shape[2]
     tile = pl.program_id(0)
     first_row = tile * height_of_tile
@@ -136,9 +138,8 @@ def _residuals(
     number = jnp.arange(padded, dtype=jnp.int32)
 
     def add(step, products):
-        here = in_bfloat16(
-            _as_operand(_tile(x, shape, (first_row, step * width), of_tile), 1), interpret
-        )
+        loaded = _tile(x, shape, (first_row, step * width), of_tile)
+        here = in_bfloat16(_as_operand(loaded, 1), interpret)
         features = pl.ds(step * width, width)
         for chain in range(chains):
             for i in range(sets):
@@ -163,8 +164,8 @@ def _residuals(
         of_label = jnp.where(number[None, :] == label[:, None], weight[:, None], 0.0)
         residuals = of_label - odds * share[:, None]
         of_bias[chain, tile, :] = jnp.sum(residuals, axis=0)
-        for term, residual in enumerate(bfloat16_terms(residuals, terms, in_kernel=True)):
-            first = (chain * terms + term) * classes + 0 * tile
+        for term, residual in enumerate(bfloat16_terms(residuals, kept, in_kernel=True)):
+            first = (chain * kept + term) * classes + 0 * tile
             at, mask = _lines(of_rows, first, classes, padded, rows)
             triton.store(at, residual.T, mask=mask)
 
@@ -198,13 +199,12 @@ def _products(
 
     steps = (tiles - block + blocks - 1) // blocks
     zeros = [jnp.zeros((FEATURES, columns))] * chains
-    features = pl.ds(first_feature, FEATURES)
-    is_feature = first_feature + jnp.arange(FEATURES, dtype=jnp.int32) < shape[1]
+    feature = first_feature + jnp.arange(FEATURES, dtype=jnp.int32)[:, None]
+    number = jnp.arange(_padded(classes), dtype=jnp.int32)[None, :]
+    mask, at = (feature < shape[1]) & (number < classes), feature * classes + number
     for chain, products in enumerate(jax.lax.fori_loop(0, steps, add, zeros)):
-        total = _turned_back(_sum_of_terms(products, together, classes, classes).T)
-        first = (chain * blocks + block) * classes
-        at, mask = _lines(of_w, first, classes, len(total), features)
-        triton.store(at, total, mask=mask & is_feature[None, :])
+        total = _turned_back(_sum_of_terms(products, together, classes, classes))
+        triton.store(of_w.at[chain + 0 * at, block + 0 * at, at], total, mask=mask)
 
 
 def _as_operand(array: jax.Array, axis: int) -> jax.Array:
@@ -229,10 +229,10 @@ def _as_turned_operand(tile: jax.Array) -> jax.Array:
     return split.transpose(3, 1, 4, 2, 0).reshape(features, rows)
 
 
-def _turned_back(lines: jax.Array) -> jax.Array:
-    """Return lines whose features `_as_turned_operand` ordered in the order of the data."""
-    split = lines.reshape(len(lines), -1, 4, 2, 8)
-    return split.transpose(0, 2, 4, 1, 3).reshape(lines.shape)
+def _turned_back(tile: jax.Array) -> jax.Array:
+    """Return sums whose features `_as_turned_operand` ordered in the order of the data."""
+    split = tile.reshape(-1, 4, 2, 8, tile.shape[1])  # step, group, half, thread
+    return split.transpose(1, 3, 0, 2, 4).reshape(tile.shape)
 
 
 def _sum_of_terms(products: jax.Array, num: int, classes: int, block: int) -> jax.Array:
@@ -241,6 +241,8 @@ def _sum_of_terms(products: jax.Array, num: int, classes: int, block: int) -> ja
     Whole blocks are added as they are, others by products with ones, as a tile has no slices.
     """
     padded = _padded(classes)
+    if num == 1:
+        return products
     if block == padded:
         return jnp.sum(products.reshape(len(products), num, padded), axis=1)
     column = jnp.arange(products.shape[1], dtype=jnp.int32)[:, None]
