@@ -253,12 +253,6 @@ def test_a_kernel_of_one_term_would_be_seen():
     assert error(got[1], exact_categorical(np.asarray(x, np.float64))[1]) > 2e-4
 
 
-def test_a_sum_of_many_blocks_is_right(monkeypatch):
-    """Of few features there are so many blocks that XLA adds them."""
-    monkeypatch.setattr(categorical_linear_gpu, "MOST_ADDED", 1)
-    check_chains(categorical_linear_gpu, 1, "full", 1e-6)
-
-
 COLUMNS, RANK = 1100, 6
 FACTORS = tuple(
     0.5 * RNG.normal(size=shape).astype(np.float32)

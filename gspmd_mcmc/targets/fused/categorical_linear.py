@@ -22,6 +22,7 @@ def categorical_linear(x: jax.Array, w: jax.Array, bias: jax.Array, labels: jax.
     The value is that of ``categorical_logits(linear(x, w) + bias, labels)``. In the gradient of a
     `Plate` on a TPU or an NVIDIA GPU it is one kernel, if ``x`` are bytes or bfloat16: the data are
     read once, and logits and residuals are never written to memory. Elsewhere it is that expression.
+    Where a GPU's gradients have less than full precision, residuals are rounded to bfloat16 there.
     Differentiable in reverse, and forward over reverse.
 
     Parameters

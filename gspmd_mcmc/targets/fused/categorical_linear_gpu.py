@@ -10,6 +10,8 @@ The data are a product's left factor, of which each thread holds a few numbers i
 these are is free, so long as the other factor or the result follows. So rows and features are taken in
 an order (`_as_operand`, `_as_turned_operand`) in which a thread's numbers lie side by side: it loads
 them at once, where it would load one or two at a time from everywhere.
+
+Where gradients have less than full precision, residuals are rounded to bfloat16.
 """
 
 from functools import partial
@@ -25,10 +27,8 @@ from gspmd_mcmc.targets.fused.chains import of_chains_together
 from gspmd_mcmc.targets.fused.gpu_numbers import in_bfloat16
 from gspmd_mcmc.targets.fused.gpu_settings import SHARED, settings
 
-# Of a tile of residuals: rows, and features that it takes at a time. The more, the fewer loads of
-# weights, but sums (rows times columns of all chains) take registers.
-MOST_ROWS, LEAST_ROWS, MOST_SUMS = 128, 64, 16384
-MOST_STEP, LEAST_STEP = 128, 64
+# Of a tile of residuals: rows, and features that it takes at a time, fewer if weights are many.
+OF_RESIDUALS, MOST_STEP, LEAST_STEP = 128, 128, 64
 # Of a tile that is summed over rows.
 ROWS, FEATURES = 64, 128
 MOST_COLUMNS = 128  # of the chains that share a tile: classes, in terms that stand side by side
@@ -37,7 +37,6 @@ LEAST_COLUMNS = 16  # that a product of a tile takes
 # Programs that sum over rows, as many as a large GPU runs at a time: so many a core with at most so
 # many columns of sums. Rows are added up in as many blocks as make these.
 CORES, AT_A_TIME = 132, {32: 4, 64: 3, MOST_COLUMNS: 2}
-MOST_ADDED = 96  # blocks, in the pass over parameters that uses their sum
 NO_CLASS = -1e30  # the logit of a class that is padding
 LOG2_E = 1.4426950408889634
 
@@ -84,12 +83,13 @@ def _gradients(
     sets, block, columns = terms // together, _block(together, classes), _padded(together * classes)
     beside = _side_by_side(kept, classes)
     of_sums = chains * _padded(beside * classes)
-    rows = min(max(MOST_SUMS // (chains * columns), LEAST_ROWS), MOST_ROWS)
-    of_feature = rows * x.dtype.itemsize + 2 * chains * sets * columns  # bytes that a step loads
+    of_feature = (
+        OF_RESIDUALS * x.dtype.itemsize + 2 * chains * sets * columns
+    )  # bytes that a step loads
     step = MOST_STEP if of_feature * MOST_STEP <= SHARED // 2 else LEAST_STEP
-    tiles, parts = -(-num // rows), -(-features // FEATURES)
+    tiles, parts = -(-num // OF_RESIDUALS), -(-features // FEATURES)
     programs = CORES * next(num for most, num in AT_A_TIME.items() if of_sums <= most)
-    blocks = min(max(programs // parts, 1), tiles * rows // ROWS)
+    blocks = min(max(programs // parts, 1), tiles * OF_RESIDUALS // ROWS)
     split = jnp.stack(bfloat16_terms(w, terms), axis=2)
     split = jnp.pad(split, ((0, 0), (0, -features % step), (0, 0), (0, block - classes)))
     factors = split.reshape(chains, -1, sets, together * block)
@@ -98,10 +98,10 @@ def _gradients(
 
     shape, num_lines = jax.ShapeDtypeStruct, chains * kept * classes
     residuals, of_bias = pl.pallas_call(
-        partial(_residuals, interpret, (num, features), (rows, step), (terms, kept, classes, block)),
+        partial(_residuals, interpret, (num, features), step, (terms, kept, classes, block)),
         grid=(tiles,),
         out_shape=[
-            shape((num_lines, tiles * rows), jnp.bfloat16),
+            shape((num_lines, tiles * OF_RESIDUALS), jnp.bfloat16),
             shape((chains, tiles, _padded(classes)), w.dtype),
         ],
         compiler_params=settings(of_feature * step),
@@ -115,30 +115,26 @@ def _gradients(
         compiler_params=settings(of_row * ROWS),
         interpret=interpret,
     )(x, residuals)
-    # A sum of XLA's own is a pass apart.
-    first, *others = of_w.swapaxes(0, 1) if blocks <= MOST_ADDED else (jnp.sum(of_w, axis=1),)
-    total = sum(others, start=first)
-    return total.reshape(w.shape), jnp.sum(of_bias, axis=1)[:, :classes]
+    return jnp.sum(of_w, axis=1).reshape(w.shape), jnp.sum(of_bias, axis=1)[:, :classes]
 
 
 def _residuals(
     interpret: bool,
     shape: tuple[int, int],
-    of_tile: tuple[int, int],
+    width: int,
     sizes: tuple[int, int, int, int],
     *refs: Any,
 ) -> None:
     x, labels, cotangent, factors, biases, of_rows, of_bias = refs
     (chains, sets, height, columns), (terms, kept, classes, block) = factors.shape, sizes
-    (height_of_tile, width), padded = of_tile, of_bias.shape[2]
-    tile = pl.program_id(0)
-    first_row = tile * height_of_tile
-    rows = pl.ds(first_row, height_of_tile)
-    is_row = first_row + jnp.arange(height_of_tile, dtype=jnp.int32) < shape[0]
+    padded, tile = of_bias.shape[2], pl.program_id(0)
+    first_row = tile * OF_RESIDUALS
+    rows = pl.ds(first_row, OF_RESIDUALS)
+    is_row = first_row + jnp.arange(OF_RESIDUALS, dtype=jnp.int32) < shape[0]
     number = jnp.arange(padded, dtype=jnp.int32)
 
     def add(step, products):
-        loaded = _tile(x, shape, (first_row, step * width), of_tile)
+        loaded = _tile(x, shape, (first_row, step * width), (OF_RESIDUALS, width))
         here = in_bfloat16(_as_operand(loaded, 1), interpret)
         features = pl.ds(step * width, width)
         for chain in range(chains):
@@ -154,7 +150,7 @@ def _residuals(
     ]
     of_classes = (biases.at[chain + 0 * tile, pl.ds(0 * tile, padded)] for chain in range(chains))
     bias = [triton.load(at, mask=number < classes, other=NO_CLASS) for at in of_classes]
-    start = [jnp.zeros((height_of_tile, columns))] * chains
+    start = [jnp.zeros((OF_RESIDUALS, columns))] * chains
     found = jax.lax.fori_loop(0, height // width, add, start)
     for chain, (products, weight) in enumerate(zip(found, weights, strict=True)):
         sums = _sum_of_terms(products, terms // sets, classes, block)
