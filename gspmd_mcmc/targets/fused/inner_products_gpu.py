@@ -249,11 +249,10 @@ def _kernel(slope: Callable, tiles: Tiles, lines: Lines, rank: int, axis: int, *
     padded = of_rows.shape[2]
     total = jnp.zeros((padded, SIDE) if axis else (SIDE, padded))
     total = jax.lax.fori_loop(0, div(steps - begin + stride - 1, stride), add, total)
-    found = _of_factors(total.T if axis else total, lines, rank, axis)
+    found, number, is_found = _of_factors(total.T if axis else total, lines, rank, axis)
     length = (of_rows, of_columns)[axis].shape[1]
-    number = jnp.arange(found.shape[1], dtype=jnp.int32)[None, :]
-    at = (part * length + at_own)[:, None]
-    triton.store(out.at[at + 0 * number, number + 0 * at], found, mask=number + 0 * at <= rank)
+    place = (part * length + at_own)[:, None]
+    triton.store(out.at[place + 0 * number, number + 0 * place], found, mask=is_found & (place >= 0))
 
 
 def _in_order(array: jax.Array, axis: int) -> jax.Array:
@@ -266,24 +265,29 @@ def _in_order(array: jax.Array, axis: int) -> jax.Array:
     return jnp.swapaxes(split, axis + 1, axis + 2).reshape(shape)
 
 
-def _of_factors(total: jax.Array, lines: Lines, rank: int, axis: int) -> jax.Array:
-    """Add up the numbers of a line that belong to one factor, and in the last column those of a bias.
+def _of_factors(
+    total: jax.Array, lines: Lines, rank: int, axis: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return sums by factor, the factor of each column, after the last one the bias, and a mask.
 
-    By products with ones, as a tile has no slices.
+    Terms that stand side by side are added by products with ones, as a tile has no slices.
     """
     own, others = (lines.of_columns, lines.of_rows) if axis else (lines.of_rows, lines.of_columns)
     num, biases = len(others[0]), lines.terms if len(others) == 1 else 1
     one = rank * num + (biases if axis else 0)
     at = jnp.arange(total.shape[1], dtype=jnp.int32)
+    is_used = (at < rank * num) | (at == one)
+    if num == 1:
+        return total, jnp.where(at == one, rank, at)[None, :], is_used[None, :]
     factor = jnp.arange(max(LEAST_LINE, 1 << rank.bit_length()), dtype=jnp.int32)[None, :]
     is_own = (at[:, None] == one) & (factor == rank)
     for place in (i for i, term in enumerate(own[0]) if term == 0):  # each term of the others once
         is_own |= (at[:, None] == factor * num + place) & (factor < rank)
     ones = jnp.where(is_own, 1.0, 0.0).astype(jnp.bfloat16)
     # Biases may be so large that sums of them are infinite, which times zero is no number.
-    total = jnp.where((at < rank * num) | (at == one), total, 0.0)
-    terms = bfloat16_terms(total, NUM_FULL, in_kernel=True)
-    return sum((_dot(a, ones) for a in reversed(terms[:-1])), start=_dot(terms[-1], ones))
+    terms = bfloat16_terms(jnp.where(is_used, total, 0.0), NUM_FULL, in_kernel=True)
+    found = sum((_dot(a, ones) for a in reversed(terms[:-1])), start=_dot(terms[-1], ones))
+    return found, factor, factor <= rank
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
