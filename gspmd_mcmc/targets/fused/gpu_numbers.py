@@ -50,7 +50,7 @@ def in_bfloat16(x: jax.Array, interpret: bool) -> jax.Array:
     return (counted - COUNTING).astype(jnp.bfloat16)
 
 
-def logistic(x: jax.Array, interpret: bool, **_: Any) -> jax.Array:
+def logistic(x: jax.Array, interpret: bool) -> jax.Array:
     """Return 1 / (1 + exp(-x)), right to a few units of float32's last place; 0 below -87."""
     if interpret:
         return 1 / (1 + jnp.exp(-x))

@@ -184,6 +184,80 @@ def _in_lines(
     return jnp.pad(jnp.stack(found), ((0, 0), (0, 0), (0, padded - size)))
 
 
+@dataclass(frozen=True, eq=False)
+class _Operands:
+    """What a kernel reads of rows that begin alike.
+
+    Attributes
+    ----------
+    tiles
+        Which cells a tile takes.
+    kind
+        The first of these rows.
+    cells
+        Arrays of cells, one row after the other.
+    of_rows, of_columns
+        Lines.
+    """
+
+    tiles: Tiles
+    kind: Any
+    cells: list[Any]
+    of_rows: Any
+    of_columns: Any
+
+    @property
+    def start(self) -> Any:
+        """The last place before the first cell of `kind` that a thread loads from."""
+        return jax.lax.div(self.kind * self.tiles.columns, self.tiles.align) * self.tiles.align
+
+    @property
+    def shift(self) -> Any:
+        """How many cells after that place the row begins."""
+        return self.kind * self.tiles.columns - self.start
+
+    def rows(self, tile: Any) -> jax.Array:
+        """Return the rows of a tile."""
+        return (tile * SIDE + _places()) * self.tiles.period + self.kind
+
+    def columns(self, tile: Any) -> jax.Array:
+        """Return the columns of a tile in their order; those before the first one are negative."""
+        return tile * SIDE + _in_order(_places(), 0) - self.shift
+
+    def lines_of_rows(self, tile: Any) -> list[jax.Array]:
+        """Return the lines of a tile's rows."""
+        at = self.rows(tile)
+        return [self.of_rows[i, at, :] for i in range(self.of_rows.shape[0])]
+
+    def lines_of_columns(self, tile: Any) -> list[jax.Array]:
+        """Return the lines of a tile's columns."""
+        at = self.tiles.room + self.columns(tile)
+        return [self.of_columns[i, at, :] for i in range(self.of_columns.shape[0])]
+
+    def values(self, row: Any, column: Any) -> list[jax.Array]:
+        """Return a tile of each array of cells."""
+        tiles, (down, right) = self.tiles, (row * SIDE + _places(), column * SIDE + _places())
+        first_of_load = jax.lax.div(right, tiles.align) * tiles.align
+        is_loaded = (first_of_load < tiles.columns + self.shift)[None, :]
+        mask = (self.rows(row) < tiles.rows)[:, None] & is_loaded
+        at = self.start + (down * (tiles.period * tiles.columns))[:, None] + right[None, :]
+        return [_in_order(triton.load(a.at[at], mask=mask, other=0), 1) for a in self.cells]
+
+    def of_cells(self, residuals: jax.Array, tile: Any, axis: int) -> jax.Array:
+        """Return residuals, zero for columns (axis 0) or rows of a tile that are none.
+
+        Only tiles at an edge have such. Sums of own rows and columns that are none are left out later.
+        """
+        if axis == 0:
+            columns = self.columns(tile)
+            is_cell = ((columns >= 0) & (columns < self.tiles.columns))[None, :]
+            is_edge = (tile == 0) | ((tile + 1) * SIDE > self.tiles.columns + self.shift)
+        else:
+            is_cell = (self.rows(tile) < self.tiles.rows)[:, None]
+            is_edge = tile == self.tiles.down - 1
+        return jax.lax.cond(is_edge, lambda a: jnp.where(is_cell, a, 0.0), lambda a: a, residuals)
+
+
 def _kernel(slope: Callable, tiles: Tiles, lines: Lines, rank: int, axis: int, *refs: Any) -> None:
     """Add up residuals times lines: of a tile's own rows (axis 0) or columns over a part of the others.
 
@@ -191,68 +265,40 @@ def _kernel(slope: Callable, tiles: Tiles, lines: Lines, rank: int, axis: int, *
     """
     *cells, of_rows, of_columns, weights, out = refs
     tile, part, parts = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
-    div, places = jax.lax.div, jnp.arange(SIDE, dtype=jnp.int32)
+    div, rem = jax.lax.div, jax.lax.rem
     if axis == 0:
-        kind, first, begin, stride = div(tile, tiles.down), jax.lax.rem(tile, tiles.down), part, parts
-        steps = tiles.across
+        kind, own, begin, stride = div(tile, tiles.down), rem(tile, tiles.down), part, parts
     else:
-        kind, first = jax.lax.rem(part, tiles.period), tile
-        begin, stride, steps = div(part, tiles.period), parts // tiles.period, tiles.down
-    # Rows of a kind begin so much after a place that threads load from.
-    start = div(kind * tiles.columns, tiles.align) * tiles.align
-    shift = kind * tiles.columns - start
-
-    def rows_of(tile):
-        return (tile * SIDE + places) * tiles.period + kind
-
-    def lines_of_columns(tile):
-        at = tile * SIDE + _in_order(places, 0) + (tiles.room - shift if tiles.room else 0)
-        return at, [of_columns[i, at, :] for i in range(of_columns.shape[0])]
-
-    def lines_of_rows(tile):
-        at = rows_of(tile)
-        return at, [of_rows[i, at, :] for i in range(of_rows.shape[0])]
-
-    at_own, own = (lines_of_columns if axis else lines_of_rows)(first)
+        kind, own, begin = rem(part, tiles.period), tile, div(part, tiles.period)
+        stride = parts // tiles.period
+    read = _Operands(tiles, kind, cells, of_rows, of_columns)
+    own_lines = read.lines_of_columns(own) if axis else read.lines_of_rows(own)
 
     def add(step, total):
         other = begin + step * stride
-        row, column = (other, first) if axis else (first, other)
-        left = lines_of_rows(row)[1] if axis else own
-        right = own if axis else lines_of_columns(column)[1]
-        rows, columns = rows_of(row), column * SIDE + places
-        is_row, is_loaded = (
-            rows < tiles.rows,
-            div(columns, tiles.align) * tiles.align < tiles.columns + shift,
-        )
-        at = (
-            start + ((row * SIDE + places) * (tiles.period * tiles.columns))[:, None] + columns[None, :]
-        )
-        mask = is_row[:, None] & is_loaded[None, :]
-        values = [_in_order(triton.load(a.at[at], mask=mask, other=0), 1) for a in cells]
+        others = read.lines_of_rows(other) if axis else read.lines_of_columns(other)
+        left, right = (others, own_lines) if axis else (own_lines, others)
         logits = sum(_dot(left[i], right[j].T) for i, j in reversed(lines.pairs))
-        residuals = slope(logits, *values)
-        if axis == 0:
-            number = _in_order(columns, 0) - shift
-            is_cell = ((number >= 0) & (number < tiles.columns))[None, :]
-            is_edge = (other == 0) | ((other + 1) * SIDE > tiles.columns + shift)
-        else:
-            residuals *= weights[rows][:, None]
-            is_cell, is_edge = is_row[:, None], other == steps - 1
-        residuals = jax.lax.cond(is_edge, lambda a: jnp.where(is_cell, a, 0.0), lambda a: a, residuals)
+        residuals = slope(logits, *(read.values(other, own) if axis else read.values(own, other)))
+        if axis == 1:
+            residuals *= weights[read.rows(other)][:, None]
+        residuals = read.of_cells(residuals, other, axis)
         num = NUM_FULL if lines.terms == NUM_FULL else 1
         of_residuals = bfloat16_terms(residuals, num, in_kernel=True)
-        others = left if axis else right
         pairs = [(a, b) for i, a in enumerate(of_residuals) for b in others[: lines.terms - i]]
         return total + sum(_dot(b.T, a) if axis else _dot(a, b) for a, b in reversed(pairs))
 
-    padded = of_rows.shape[2]
+    padded, steps = of_rows.shape[2], tiles.down if axis else tiles.across
     total = jnp.zeros((padded, SIDE) if axis else (SIDE, padded))
     total = jax.lax.fori_loop(0, div(steps - begin + stride - 1, stride), add, total)
     found, number, is_found = _of_factors(total.T if axis else total, lines, rank, axis)
-    length = (of_rows, of_columns)[axis].shape[1]
-    place = (part * length + at_own)[:, None]
+    at = tiles.room + read.columns(own) if axis else read.rows(own)
+    place = (part * (of_rows, of_columns)[axis].shape[1] + at)[:, None]
     triton.store(out.at[place + 0 * number, number + 0 * place], found, mask=is_found & (place >= 0))
+
+
+def _places() -> jax.Array:
+    return jnp.arange(SIDE, dtype=jnp.int32)
 
 
 def _in_order(array: jax.Array, axis: int) -> jax.Array:
