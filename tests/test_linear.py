@@ -143,10 +143,10 @@ def test_other_arrays_are_refused(x, w, kind, message):
 # Kernels, interpreted
 
 
-def exact_categorical(x, w=W, bias=BIAS):
+def exact_categorical(x, w=W, bias=BIAS, labels=LABELS):
     logits = x @ w[: x.shape[1]].astype(np.float64) + bias
     odds = np.exp(logits - logits.max(axis=1, keepdims=True))
-    residuals = (np.eye(w.shape[1])[LABELS] - odds / odds.sum(axis=1, keepdims=True)) * WEIGHTS[:, None]
+    residuals = (np.eye(w.shape[1])[labels] - odds / odds.sum(axis=1, keepdims=True)) * WEIGHTS[:, None]
     return x.T @ residuals, residuals.sum(axis=0)
 
 
@@ -174,13 +174,17 @@ def test_the_kernel_of_a_categorical_is_right(chip, precision, most, dtype, feat
 
 
 @pytest.mark.parametrize(("precision", "most"), [("full", 1e-6), ("two terms", 2e-5)])
-def test_terms_of_many_classes_are_products_of_their_own(precision, most):
-    w, bias = np.concatenate([W, -W, 0.5 * W, W[::-1]], axis=1), np.tile(BIAS, 4)
-    x = jnp.asarray(DTYPES["uint8"])
+@pytest.mark.parametrize("classes", [2, 8, 16, 17, 40])
+def test_a_card_s_kernel_takes_terms_of_so_many_classes(classes, precision, most):
+    """In blocks side by side, one after the other, and as products of their own."""
+    w, bias = (
+        np.concatenate([a, -a, 0.5 * a, a[..., ::-1]], axis=-1)[..., :classes] for a in (W, BIAS)
+    )
+    x, labels = jnp.asarray(DTYPES["uint8"]), LABELS % classes
     with jax.default_matmul_precision(PRODUCTS[precision]):
-        labels, parameters, weights = jax.tree.map(jnp.asarray, (LABELS, (w, bias), WEIGHTS))
-        got = categorical_linear_gpu.gradients(x, labels, parameters, weights, interpret=True)
-    exact = exact_categorical(np.asarray(x, np.float64), w, bias)
+        args = jax.tree.map(jnp.asarray, (labels, (w, bias), WEIGHTS))
+        got = categorical_linear_gpu.gradients(x, *args, interpret=True)
+    exact = exact_categorical(np.asarray(x, np.float64), w, bias, labels)
     check_categorical(categorical_linear_gpu, got, exact, most)
 
 

@@ -239,8 +239,8 @@ def _sum_of_terms(products: jax.Array, num: int, classes: int, block: int) -> ja
     padded = _padded(classes)
     if num == 1:
         return products
-    if block == padded:
-        return jnp.sum(products.reshape(len(products), num, padded), axis=1)
+    if block == padded and num * block == products.shape[1]:
+        return jnp.sum(products.reshape(len(products), num, block), axis=1)
     column = jnp.arange(products.shape[1], dtype=jnp.int32)[:, None]
     own = jnp.arange(padded, dtype=jnp.int32)[None, :]
     is_own = (column % block == own) & (column < num * block)
