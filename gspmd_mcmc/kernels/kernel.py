@@ -130,6 +130,8 @@ class Kernel(ABC):
             if self.gradient_precision == FULL:
                 return self.target.terms_and_grad(position)
             terms = self.target.terms(position)
+        # One pass after the other, so that what each holds of all rows is not there at the same time.
+        terms, position = jax.lax.optimization_barrier((terms, position))
         return terms, self.grad(position)
 
     def velocity(self, momentum: PyTree) -> PyTree:

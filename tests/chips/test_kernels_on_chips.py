@@ -3,6 +3,7 @@
 from typing import Any
 
 import audit
+import build
 import programs
 import pytest
 
@@ -98,3 +99,9 @@ def test_every_other_chip_has_a_compiler_here(on):
     assert best.seconds > plan.data_bytes / best.throughput.memory_bandwidth
     assert plan.compiled is not None
     assert {c.times("leapfrog") for c in plan.report.collectives if c.loops} <= {1}
+
+
+def test_terms_and_gradients_of_all_rows_are_not_there_at_the_same_time():
+    """At a trajectory's end, in products of two precisions, each pass has arrays of all cells."""
+    plan = gm.plan(build("movielens", "HMC"), data=8, on="TPU v3")
+    assert plan.report.peak_bytes < 50e6
