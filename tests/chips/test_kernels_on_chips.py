@@ -103,5 +103,5 @@ def test_every_other_chip_has_a_compiler_here(on):
 
 def test_terms_and_gradients_of_all_rows_are_not_there_at_the_same_time():
     """At a trajectory's end, in products of two precisions, each pass has arrays of all cells."""
-    plan = gm.plan(build("movielens", "HMC"), data=8, on="TPU v3")
+    plan = gm.plan(programs.build("movielens", "HMC"), data=8, on="TPU v3")
     assert plan.report.peak_bytes < 50e6
