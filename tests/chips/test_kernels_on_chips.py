@@ -3,7 +3,6 @@
 from typing import Any
 
 import audit
-import build
 import programs
 import pytest
 
