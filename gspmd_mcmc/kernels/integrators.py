@@ -110,9 +110,9 @@ def compose(
     Where one step ends and the next begins, two kicks at one position are one kick of both times. So an
     iteration of the loop is a gradient, a kick and a drift: what updates momenta and positions is one
     pass over both. The last gradient is separate: its kick is shorter, and the target's terms come with
-    it. D drifts are D reductions over a mesh, and D
-    passes over the data, or one more if terms have another precision than gradients. The number of
-    steps may be traced; the program is the same for any number.
+    it. D drifts are D reductions over a mesh, and D passes over the data, or one more if terms have
+    another precision than gradients. The number of steps may be traced; the program is the same for any
+    number.
 
     Parameters
     ----------

@@ -266,8 +266,8 @@ def advance(
 
 # On a GPU the loops of the steps are CUDA graphs. By default only what is between loops is one: the
 # host starts the kernels of each leapfrog, and waits for each loop's condition. Loops with collectives,
-# which nobody has tried so, stay as they are. Kernels that do not depend on each other run at a time:
-# the derivatives by row and by column, and the updates of latents.
+# which nobody has tried so, stay as they are. Kernels that do not depend on each other run at the same
+# time: the derivatives by row and by column, and the updates of latents.
 LOOPS_IN_GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
     "CONDITIONAL,WHILE",
