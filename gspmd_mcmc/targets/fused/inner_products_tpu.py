@@ -1,10 +1,11 @@
 """The gradient of a factor model's terms as one kernel of a TPU.
 
-A core goes over the cells in tiles. What it multiplies it puts into lines: factors as terms that
-bfloat16 holds, biases beside ones, and ones, whose products with residuals are the derivatives of
-biases. So a tile is three products and the likelihood's derivative, no sum besides. Derivatives by row,
-and lines of rows, stay in the core's memory while a row's tiles follow each other; derivatives by
-column stay there all the while.
+A core goes over the cells in tiles, and over a tile in strips of 128 columns. What it multiplies it
+puts into lines: factors as terms that bfloat16 holds, biases beside ones, and ones, whose products with
+residuals are the derivatives of biases. So a strip is three products and the likelihood's derivative,
+no sum besides: while the matrix units multiply the residuals of one, those of the next are computed.
+Derivatives by row, and lines of rows, stay in the core's memory while a row's tiles follow each other;
+derivatives by column stay there all the while.
 """
 
 import itertools
@@ -47,7 +48,7 @@ def gradients(
     tile = _tile(num, width, size, [a.dtype.itemsize for a in cells])
     grid = -(-num // tile[0]), -(-width // tile[1])
     tall, whole = grid[0] * tile[0], grid[1] * tile[1]
-    slope, unpacks = _slope(term, rows, cells, tile)
+    slope, unpacks = _slope(term, rows, cells, (tile[0], LANES))
 
     def by_row(height):
         return pl.BlockSpec((height, tile[0]), lambda i, j: (0, i))
@@ -62,7 +63,7 @@ def gradients(
         (height, tall, whole),
     ]
     by_rows, by_columns = pl.pallas_call(
-        partial(_kernel, slope, (num, width), tile, len(cells)),
+        partial(_kernel, slope, unpacks, (num, width, rank)),
         grid=grid,
         in_specs=[
             *(by_row(size), by_row(1), by_row(1), by_column(size), by_column(1)),
@@ -73,15 +74,13 @@ def gradients(
         scratch_shapes=[
             pltpu.VMEM((tile[0], products[0][1]), jnp.float32),
             pltpu.VMEM((height, tile[0]), jnp.float32),
-            *(tpu_numbers.memory_to_unpack(*tile, jnp.int32) for _ in cells if unpacks),
         ],
         cost_estimate=tpu_cost.stated(
             products * (6 if _precision() in BY_SIX else 1), tall * whole, cells
         ),
         interpret=interpret,
     )(
-        *(_by_dimension(rows, size), row_bias[None], cotangent[None]),
-        *(_by_dimension(columns, size), column_bias[None], *cells),
+        *(rows.T, row_bias[None], cotangent[None], columns.T, column_bias[None], *cells),
     )
     by_rows = by_rows * cotangent[None]
     return (
@@ -90,18 +89,14 @@ def gradients(
     )
 
 
-def _by_dimension(factors: jax.Array, size: int) -> jax.Array:
-    """Return factors with their dimensions first, so that terms of them lie below each other."""
-    return jnp.pad(factors.T, ((0, size - factors.shape[1]), (0, 0)))
-
-
-def _slope(term: Callable, rows: jax.Array, cells: list[jax.Array], tile: tuple) -> tuple[Any, bool]:
-    """Return the derivative of a tile's terms, and whether it takes bytes that are unpacked."""
+def _slope(term: Callable, rows: jax.Array, cells: list[jax.Array], strip: tuple) -> tuple[Any, bool]:
+    """Return the derivative of a strip's terms, and whether it takes bytes that are unpacked."""
+    instead = {} if _precision() in BY_SIX else {"logistic": tpu_numbers.logistic}
     if all(map(tpu_numbers.are_bytes, cells)):
-        slope = slope_of_cells(term, rows, cells, tile, of_int32=True)
+        slope = slope_of_cells(term, rows, cells, strip, of_int32=True, instead=instead)
         if slope is not None:
             return slope, True
-    return slope_of_cells(term, rows, cells, tile), False
+    return slope_of_cells(term, rows, cells, strip, instead=instead), False
 
 
 def _tile(num: int, width: int, size: int, bytes_of_cells: list[int]) -> tuple[int, int]:
@@ -136,24 +131,16 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _kernel(slope: Callable, shape: tuple, tile: tuple, num_cells: int, *refs: Any) -> None:
-    rows, row_bias, cotangent, columns, column_bias, *others = refs
-    cells, (by_rows, by_columns, of_logits, of_columns, *memory) = (
-        others[:num_cells],
-        others[num_cells:],
-    )
-    i, j = pl.program_id(0), pl.program_id(1)
-    here = pl.ds(pl.multiple_of(j * tile[1], LANES), tile[1])
-    # The last tiles reach beyond the arrays, where anything may stand.
-    is_row, is_column = (_is_within(shape[axis], tile[axis], (i, j)[axis]) for axis in (0, 1))
-
-    @pl.when((i == 0) & (j == 0))
-    def _():
-        by_columns[...] = jnp.zeros_like(by_columns)
+def _kernel(slope: Callable, unpacks: bool, shape: tuple[int, int, int], *refs: Any) -> None:
+    rows, row_bias, cotangent, columns, column_bias, *cells = refs[:-4]
+    by_rows, by_columns, of_logits, of_columns = refs[-4:]
+    i, j, (num, width, rank) = pl.program_id(0), pl.program_id(1), shape
+    tile = rows.shape[1], columns.shape[1]
 
     @pl.when(j == 0)
     def _():
-        x, u, c = (jnp.where(is_row, ref[...], 0) for ref in (rows, row_bias, cotangent))
+        is_row = _is_within(num - i * tile[0], row_bias.shape, 1)
+        x, u, c = _kept(rows, rank, is_row), *(jnp.where(is_row, ref[...], 0) for ref in (row_bias, cotangent))
         one = is_row.astype(jnp.float32)
         lines = [
             *_taken(_terms(x), (0, 1, 0)),
@@ -161,28 +148,41 @@ def _kernel(slope: Callable, shape: tuple, tile: tuple, num_cells: int, *refs: A
         ]
         of_logits[...] = jnp.concatenate(lines).T
         of_columns[...] = jnp.concatenate([*_terms(c * x), _others(*_bias_terms(c))])
-        by_rows[...] = jnp.zeros_like(by_rows)
 
-    w, v = (jnp.where(is_column, ref[...], 0) for ref in (columns, column_bias))
+    is_column = _is_within(width - j * tile[1], column_bias.shape, 1)
+    w, v = _kept(columns, rank, is_column), jnp.where(is_column, column_bias[...], 0)
     one = is_column.astype(jnp.float32)
     factors, rest = _terms(w), _others(*(one for _ in _bias_terms(v)), *_bias_terms(v))
-    logits = _dot(of_logits[...], jnp.concatenate([*_taken(factors, (0, 0, 1)), rest]), NN)
-    values = [ref[...] for ref in cells]
-    if memory:
-        values = map(tpu_numbers.unpacked, values, memory)
-    residuals = slope(logits, *values)
-    residuals = jnp.where(_is_within(shape[0], tile[0], i, tile) & is_column, residuals, 0)
-    if len(factors) > 1:
-        (residuals,) = tpu_numbers.split(residuals, 1)
     lines = jnp.concatenate([*factors, rest])
-    by_rows[...] += _sum_of_terms(_dot(lines, residuals, NT), len(by_rows))
-    by_columns[:, here] += _sum_of_terms(_dot(of_columns[...], residuals, NN), len(by_columns))
+    to_logits = jnp.concatenate([*_taken(factors, (0, 0, 1)), rest])
+
+    def residuals_of(strip):
+        logits = _dot(of_logits[...], to_logits[:, strip], NN)
+        values = (tpu_numbers.unpacked(ref, strip) if unpacks else ref[:, strip] for ref in cells)
+        # The last tiles reach beyond the arrays, where anything may stand.
+        most = jnp.where(is_column[:, strip], num - i * tile[0], 0)
+        residuals = jnp.where(_is_within(most, logits.shape, 0), slope(logits, *values), 0)
+        return residuals if len(factors) == 1 else tpu_numbers.split(residuals, 1)[0]
+
+    strips = [slice(k, k + LANES) for k in range(0, tile[1], LANES)]
+    of_row, following = jnp.where(j == 0, 0, by_rows[...]), residuals_of(strips[0])
+    for strip, after in zip(strips, [*strips[1:], None], strict=True):
+        residuals, following = following, None if after is None else residuals_of(after)
+        here = pl.ds(pl.multiple_of(j * tile[1] + strip.start, LANES), LANES)
+        of_column = _sum_of_terms(_dot(of_columns[...], residuals, NN), len(by_columns))
+        by_columns[:, here] = jnp.where(i == 0, 0, by_columns[:, here]) + of_column
+        of_row += _sum_of_terms(_dot(lines[:, strip], residuals, NT), len(by_rows))
+    by_rows[...] = of_row
 
 
-def _is_within(size: int, tile: int, step: Any, shape: tuple[int, int] | None = None) -> jax.Array:
-    """Tell which lanes of a tile are of the array; with a shape, which rows of it."""
-    place = jax.lax.broadcasted_iota(jnp.int32, shape or (1, tile), int(shape is None))
-    return place < size - step * tile
+def _is_within(size: Any, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Tell what is among the first of an axis."""
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < size
+
+
+def _kept(factors: Any, rank: int, is_kept: jax.Array) -> jax.Array:
+    """Return factors, and zeros beyond the last of them and of their dimensions."""
+    return jnp.where(_is_within(rank, factors.shape, 0) & is_kept, factors[...], 0)
 
 
 # Lines. Two terms of a factor and their products lie below each other: dimensions are few, and one pass

@@ -1,21 +1,17 @@
 """Bytes and bfloat16 numbers in a TPU's kernel.
 
 Older chips convert both through memory, which takes as long as a product of them. So bytes are shifted
-out of the words that hold four of them, of four rows, and written to every fourth row. Numbers are
-rounded as integers, and stay float32.
+out of the words that hold four of them, of four rows. Numbers are rounded as integers, and stay float32.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from gspmd_mcmc.targets.bfloat16_terms import rounded_as_integers
 
-LANES = 128
-MULTIPLE = 32  # of a tile's rows: words fill whole registers
+MULTIPLE = SUBLANES = 8  # of a tile's rows
 IN_A_WORD = 4
 
 
@@ -24,24 +20,21 @@ def are_bytes(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
 
 
-def memory_to_unpack(rows: int, columns: int, dtype: Any) -> Any:
-    """Return the memory that `unpacked` needs: every fourth row is written, 128 lanes wide."""
-    return pltpu.VMEM((columns // LANES, rows, LANES), dtype)
+def unpacked(x: Any, columns: slice) -> jax.Array:
+    """Return some columns of the bytes that a reference refers to, as int32.
 
-
-def unpacked(x: jax.Array, memory: Any) -> jax.Array:
-    """Return the bytes of a tile as numbers of 32 bits, of the memory's dtype."""
-    words = pltpu.bitcast(x, jnp.int32)
-    for i in range(IN_A_WORD):
-        if jnp.issubdtype(x.dtype, jnp.signedinteger):
-            numbers = words << (24 - 8 * i) >> 24
-        else:
-            numbers = words >> 8 * i & 255
-        rows = pl.ds(i, len(words), stride=IN_A_WORD)
-        for k in range(len(memory)):
-            columns = numbers[None, :, k * LANES : (k + 1) * LANES].astype(memory.dtype)
-            memory[pl.ds(k, 1), rows, :] = columns
-    return jnp.concatenate([memory[k] for k in range(len(memory))], axis=1)
+    Two words are read into each register, as often as they have bytes, which are shifted where they are.
+    """
+    words = x.bitcast(jnp.int32).reshape(-1, SUBLANES // IN_A_WORD, x.shape[1])
+    row = jax.lax.broadcasted_iota(jnp.int32, (1, SUBLANES, 1), 1)
+    first, second = (words[:, i : i + 1, columns] for i in range(2))
+    both = jnp.where(row < IN_A_WORD, first, second)
+    place = jnp.broadcast_to(8 * (row % IN_A_WORD), both.shape)
+    if jnp.issubdtype(x.dtype, jnp.signedinteger):
+        numbers = both << (24 - place) >> 24
+    else:
+        numbers = both >> place & 255
+    return numbers.reshape(x.shape[0], -1)
 
 
 def split(x: jax.Array, num: int) -> list[jax.Array]:
@@ -51,3 +44,8 @@ def split(x: jax.Array, num: int) -> list[jax.Array]:
         terms.append(rounded_as_integers(x))
         x = x - terms[-1]
     return terms
+
+
+def logistic(x: jax.Array) -> jax.Array:
+    """Return the logistic function, by the chip's own tangent: without a division."""
+    return 0.5 + 0.5 * jnp.tanh(0.5 * x)
