@@ -1,8 +1,10 @@
 """The gradient of multinomial logistic regression as one kernel of a TPU.
 
-A core goes over the rows in tiles. Classes come first, so that rows fill the vector lanes, and the
-terms of a factor lie below each other, those of all chains: one product for all of them. The
-derivatives stay in the core's memory. A tile's rows come first or last, as in the chip's memory.
+A core goes over the rows in tiles, and over a tile in strips of 128 rows. Classes come first, so that
+rows fill the vector lanes, and the terms of a factor lie below each other, those of all chains: one
+product for all of them. The matrix units multiply one strip's residuals while the next one's are
+computed. The derivatives stay in the core's memory. A tile's rows come first or last, as in the chip's
+memory.
 """
 
 from functools import partial
@@ -16,11 +18,9 @@ from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms, sum_of_
 from gspmd_mcmc.targets.fused import tpu_cost, tpu_numbers
 from gspmd_mcmc.targets.fused.chains import of_chains_together
 
-TILE_BYTES = (
-    2 << 20
-)  # of a tile's features in float32: with copies it fits the 16 MB of a TPU v2's core
-LEAST_ROWS = LANES = 128
-SUBLANES = 8
+# Of a tile's features in float32: with copies it fits the 16 MB of a TPU v2's core.
+TILE_BYTES = 2 << 20
+SUBLANES, LANES = 8, 128
 NO_CLASS = -1e30  # the logit of a class that is padding
 
 
@@ -54,11 +54,11 @@ def _gradients(
     w, bias = parameters
     (num, features), (chains, _, classes) = x.shape, w.shape
     padded, rows_last = _padded(classes), lies_by_columns(x)
-    of_tile = max(LEAST_ROWS, TILE_BYTES // (4 * features) // LEAST_ROWS * LEAST_ROWS)
-    tile = min(of_tile, -(-num // LEAST_ROWS) * LEAST_ROWS)
+    of_tile = max(1, TILE_BYTES // (4 * features * LANES)) * LANES
+    tile = min(of_tile, -(-num // LANES) * LANES)
     tiles = -(-num // tile)
     # Where features are a tile's rows, those beyond the last meet weights of zero.
-    height = -(-features // tpu_numbers.MULTIPLE) * tpu_numbers.MULTIPLE if rows_last else features
+    height = -(-features // SUBLANES) * SUBLANES if rows_last else features
 
     def of_rows(a):
         return jnp.pad(a, ((0, 0), (0, tiles * tile - num)))
@@ -77,9 +77,6 @@ def _gradients(
     lines = len(factors)
     products = [(lines, height, tiles * tile), (lines, tiles * tile, height)]
     of_x = by_row(height) if rows_last else pl.BlockSpec((tile, features), lambda i: (i, 0))
-    rows, columns = (height, tile) if rows_last else (tile, features)
-    unpacks = tpu_numbers.are_bytes(x) and columns % LANES == 0
-    memory = [tpu_numbers.memory_to_unpack(rows, columns, jnp.float32)] if unpacks else []
     outs = [jax.ShapeDtypeStruct((len(biases), size), w.dtype) for size in (height, 1)]
     of_w, of_bias = pl.pallas_call(
         partial(_kernel, (num, features), terms, rows_last),
@@ -90,7 +87,6 @@ def _gradients(
         ],
         out_specs=[whole(out) for out in outs],
         out_shape=outs,
-        scratch_shapes=memory,
         cost_estimate=tpu_cost.stated(products, len(biases) * tiles * tile, (x, labels, cotangent)),
         interpret=interpret,
     )(
@@ -121,7 +117,7 @@ def lies_by_columns(x: jax.Array) -> bool:
 
 
 def _kernel(shape: tuple[int, int], terms: int, rows_last: bool, *refs: Any) -> None:
-    features, labels, cotangent, factors, biases, of_w, of_bias, *memory = refs
+    features, labels, cotangent, factors, biases, of_w, of_bias = refs
     step, tile, axis = pl.program_id(0), labels.shape[1], int(rows_last)  # the axis of a tile's rows
 
     @pl.when(step == 0)
@@ -129,26 +125,43 @@ def _kernel(shape: tuple[int, int], terms: int, rows_last: bool, *refs: Any) -> 
         of_w[...] = jnp.zeros_like(of_w)
         of_bias[...] = jnp.zeros_like(of_bias)
 
-    # The last tile reaches beyond the rows, where anything may stand, and the cotangent is zero. Any
-    # byte is a number, but not all bits of bfloat16 are.
-    x = features[...]
-    if memory:
-        x = tpu_numbers.unpacked(x, *memory)
-    elif tpu_numbers.are_bytes(x):
-        x = x.astype(jnp.int32).astype(jnp.float32)
-    else:
-        is_row = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + step * tile < shape[0]
-        is_feature = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1 - axis) < shape[1]
-        x = jnp.where(is_row & is_feature, x.astype(jnp.float32), 0)
-    logits = sum_of_terms(_dot(factors[...], x, (1, 1 - axis)), terms, axis=0) + biases[...]
-    logits = logits.reshape(len(cotangent), -1, tile)  # chains, classes, rows
-    odds = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
-    is_label = jax.lax.broadcasted_iota(jnp.int32, odds.shape, 1) == labels[...][None]
-    slope = jnp.where(is_label, 1.0, 0.0) - odds / jnp.sum(odds, axis=1, keepdims=True)
-    residuals = (slope * cotangent[...]).reshape(-1, tile)
-    stacked = jnp.concatenate(tpu_numbers.split(residuals, terms))
-    of_w[...] += sum_of_terms(_dot(stacked, x, (1, axis)), terms, axis=0)
-    of_bias[...] += jnp.sum(residuals, axis=1, keepdims=True)
+    def of_strip(first):
+        strip = slice(first, first + LANES)
+        x = _numbers(features, strip, axis, (shape[1], shape[0] - step * tile))
+        logits = sum_of_terms(_dot(factors[...], x, (1, 1 - axis)), terms, axis=0) + biases[...]
+        logits = logits.reshape(len(cotangent), -1, LANES)  # chains, classes, rows
+        odds = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
+        is_label = jax.lax.broadcasted_iota(jnp.int32, odds.shape, 1) == labels[:, strip][None]
+        slope = jnp.where(is_label, 1.0, 0.0) - odds / jnp.sum(odds, axis=1, keepdims=True)
+        return x, (slope * cotangent[:, :, strip]).reshape(-1, LANES)
+
+    def add_products(x, residuals):
+        stacked = jnp.concatenate(tpu_numbers.split(residuals, terms))
+        of_w[...] += sum_of_terms(_dot(stacked, x, (1, axis)), terms, axis=0)
+        of_bias[...] += jnp.sum(residuals, axis=1, keepdims=True)
+
+    before = of_strip(0)
+    for first in range(LANES, tile, LANES):
+        following = of_strip(first)
+        add_products(*before)
+        before = following
+    add_products(*before)
+
+
+def _numbers(features: Any, strip: slice, axis: int, num: tuple[Any, Any]) -> jax.Array:
+    """Return a strip of features in float32.
+
+    The last tile reaches beyond the rows, where anything may stand, and the cotangent is zero. Any byte
+    is a number, but not all bits of bfloat16 are.
+    """
+    if tpu_numbers.are_bytes(features) and features.shape[1] % LANES == 0:
+        return tpu_numbers.unpacked(features, strip, axis).astype(jnp.float32)
+    x = features[:, strip] if axis else features[strip, :]
+    if tpu_numbers.are_bytes(x):
+        return x.astype(jnp.int32).astype(jnp.float32)
+    is_row = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + strip.start < num[1]
+    is_feature = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1 - axis) < num[0]
+    return jnp.where(is_row & is_feature, x.astype(jnp.float32), 0)
 
 
 def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:

@@ -30,13 +30,16 @@ def of_chains_together(
             lambda a, is_batched: a if is_batched else jnp.broadcast_to(a, (chains, *a.shape)),
             *(each, of_each),
         )
-        if any(of_data):  # chains that have rows of their own
-            axes = (0 if is_batched else None for is_batched in of_data)
-            return jax.vmap(of_one, (*axes, 0, 0))(x, labels, *each), (True, True)
+        if any(jax.tree.leaves(of_data)):  # chains that have rows of their own
+            axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, of_data)
+            return batched(jax.vmap(of_one, (*axes, 0, 0))(x, labels, *each))
         together = next(n for n in range(max(1, min(most, chains)), 0, -1) if chains % n == 0)
         parts = jax.tree.map(lambda a: a.reshape(-1, together, *a.shape[1:]), each)
         found = jax.vmap(of_chains, (None, None, 0, 0))(x, labels, *parts)
-        return jax.tree.map(lambda a: a.reshape(chains, *a.shape[2:]), found), (True, True)
+        return batched(jax.tree.map(lambda a: a.reshape(chains, *a.shape[2:]), found))
+
+    def batched(found):
+        return found, jax.tree.map(lambda _: True, found)
 
     of_chain = jax.custom_batching.custom_vmap(of_one)
     of_chain.def_vmap(of_many)

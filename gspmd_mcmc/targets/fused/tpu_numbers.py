@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from gspmd_mcmc.targets.bfloat16_terms import rounded_as_integers
 
-MULTIPLE = SUBLANES = 8  # of a tile's rows
+SUBLANES = 8
 IN_A_WORD = 4
 
 
@@ -20,21 +20,26 @@ def are_bytes(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
 
 
-def unpacked(x: Any, columns: slice) -> jax.Array:
-    """Return some columns of the bytes that a reference refers to, as int32.
+def unpacked(x: Any, strip: Any, axis: int) -> jax.Array:
+    """Return a strip of the bytes that a reference refers to as int32: some rows (axis 0) or columns.
 
     Two words are read into each register, as often as they have bytes, which are shifted where they are.
     """
     words = x.bitcast(jnp.int32).reshape(-1, SUBLANES // IN_A_WORD, x.shape[1])
+    rows = columns = slice(None)
+    if axis == 0:
+        rows = slice(strip.start // SUBLANES, strip.stop // SUBLANES)
+    else:
+        columns = strip
     row = jax.lax.broadcasted_iota(jnp.int32, (1, SUBLANES, 1), 1)
-    first, second = (words[:, i : i + 1, columns] for i in range(2))
+    first, second = (words[rows, i : i + 1, columns] for i in range(2))
     both = jnp.where(row < IN_A_WORD, first, second)
     place = jnp.broadcast_to(8 * (row % IN_A_WORD), both.shape)
     if jnp.issubdtype(x.dtype, jnp.signedinteger):
         numbers = both << (24 - place) >> 24
     else:
         numbers = both >> place & 255
-    return numbers.reshape(x.shape[0], -1)
+    return numbers.reshape(-1, numbers.shape[-1])
 
 
 def split(x: jax.Array, num: int) -> list[jax.Array]:

@@ -14,6 +14,7 @@ import math
 import re
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 # A TPU's kernel in the text of a program, as far as its name and where its settings begin.
 KERNEL = re.compile(r'%?(\S+) = [^\n]*custom_call_target="tpu_custom_call"[^\n]*?backend_config=\{')
 SCHEDULE = "packed-bundles-post-ra"  # with all registers found: what is left is where to wait
-BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
-STEPS = re.compile(r", (\d+) /\* loop exit test \*/")
+# A bundle of instructions: whether a loop begins with it, a mark for each loop that it is in, the rest.
+BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +(LB|) *\w* *:([> ]*)\{(.*)", re.M)
+ROUNDS = re.compile(r", (\d+) /\* loop exit test \*/")
 # A loop over a kernel's grid goes on for as many steps, in which it only fetches or writes back.
-STEPS_AROUND = 2
+OF_A_GRID, STEPS_AROUND = "iteration index, stage", 2
 
 
 def main(folder: Path) -> None:
@@ -113,19 +115,43 @@ def _with_cycles(text: str, schedules: Path) -> str:
 
 
 def _scheduled_cycles(schedules: Path, name: str) -> int | None:
-    """Return a kernel's cycles, one a bundle of instructions, of all steps; None if not known.
-
-    Of a kernel with loops of its own nobody says which bundles are whose.
-    """
-    analyses = list(schedules.glob(f"*-{name}-*-schedule-analysis_{SCHEDULE}.txt"))
+    """Return a kernel's cycles, one a bundle of instructions, of all steps; None if not known."""
     programs = list(schedules.glob(f"*-{name}-[0-9]*-{SCHEDULE}.txt"))
-    if len(analyses) != 1 or len(programs) != 1:
-        return None
-    bundles, loops = BUNDLES.search(analyses[0].read_text()), STEPS.findall(programs[0].read_text())
-    if bundles is None or len(loops) > 1:
-        return None
-    steps = max(1, int(loops[0]) - STEPS_AROUND) if loops else 1
-    return int(bundles[1]) * steps
+    return _cycles(programs[0].read_text()) if len(programs) == 1 else None
+
+
+def _cycles(schedule: str) -> int | None:
+    """Count bundles, those of a loop as often as it goes round; None if one does not say how often."""
+    opened = [Loop(rounds=1)]  # the kernel, and the loops that a bundle is in
+    for begins, marks, instructions in [*BUNDLE.findall(schedule), ("", "", "")]:
+        depth = 1 + marks.count(">")
+        # A bundle without instructions, which waits, has no marks: it is where the one before is.
+        is_empty = instructions.lstrip().startswith("}")
+        while not is_empty and (len(opened) > depth or (begins and len(opened) == depth)):
+            loop = opened.pop()
+            if loop.rounds is None:
+                return None
+            opened[-1].cycles += loop.cycles * max(1, loop.rounds - loop.around)
+        opened += [Loop()] if begins else []
+        opened[-1].read(instructions)
+    return opened[0].cycles
+
+
+@dataclass
+class Loop:
+    """What is known of a loop after some of its bundles."""
+
+    rounds: int | None = None
+    around: int = 0
+    cycles: int = 0
+
+    def read(self, instructions: str) -> None:
+        """Take in one more bundle."""
+        self.cycles += 1
+        found = ROUNDS.search(instructions)
+        self.rounds = int(found[1]) if found else self.rounds
+        if OF_A_GRID in instructions:
+            self.around = STEPS_AROUND
 
 
 def _describe(sharding: Any, shape: tuple[int, ...]) -> dict:
