@@ -365,12 +365,16 @@ def test_a_card_s_kernels_take_every_rank_and_width(rank, width, dtype, precisio
         assert off < (2e-6 if precision == "highest" else 4e-3), off
 
 
-def check_factors(chip, precision, most, biases, all_factors=FACTORS):
-    rows, columns, u, v = (a.astype(np.float64) for a in all_factors)
+def exact_factors(factors, biases):
+    rows, columns, u, v = (a.astype(np.float64) for a in factors)
     logits = rows @ columns.T + (u[:, None] + v if biases else 0)
     with np.errstate(over="ignore"):
         slope = np.where(CELLS >= 2, 0, (CELLS & 1) - 1 / (1 + np.exp(-logits))) * WEIGHTS[:, None]
-    exact = (slope @ columns, slope.T @ rows, slope.sum(1), slope.sum(0))
+    return slope @ columns, slope.T @ rows, slope.sum(1), slope.sum(0)
+
+
+def check_factors(chip, precision, most, biases, all_factors=FACTORS):
+    exact = exact_factors(all_factors, biases)
     given = tuple(map(jnp.asarray, all_factors))
     factors = given if biases else (*given[:2], None, None)
     kernel = functools.partial(chip.gradients, interpret=True)
@@ -381,6 +385,56 @@ def check_factors(chip, precision, most, biases, all_factors=FACTORS):
     assert [a is None for a in got] == [a is None for a in factors]
     for one, truth in zip(got, exact, strict=True):
         assert one is None or error(one, truth) < most
+
+
+@pytest.mark.parametrize(("chains", "together"), [(1, 1), (2, 2), (3, 1), (4, 2)])
+@pytest.mark.parametrize("biases", [True, False])
+def test_chains_of_a_factor_model_share_the_tiles_of_a_tpu_s_kernel(
+    chains, together, biases, monkeypatch
+):
+    """Two at a time, if they come in pairs; the weights of rows are every chain's."""
+    sizes = []
+    kernel = inner_products_tpu._gradients
+
+    def counted(*args):
+        sizes.append(len(args[-1]))
+        return kernel(*args)
+
+    monkeypatch.setattr(inner_products_tpu, "_gradients", counted)
+    check_chains_of_factors(chains, biases)
+    assert sizes[-1] == together
+
+
+def check_chains_of_factors(chains, biases):
+    scales = np.linspace(1, -0.5, chains).astype(np.float32)
+    factors = [scales.reshape(-1, *[1] * a.ndim) * a for a in FACTORS]
+
+    def of_chain(factors):
+        kernel = functools.partial(inner_products_tpu.gradients, interpret=True)
+        return inner_product_terms._with_biases(
+            kernel, seen, [jnp.asarray(CELLS)], factors, jnp.asarray(WEIGHTS)
+        )
+
+    given = tuple(map(jnp.asarray, factors))
+    with jax.default_matmul_precision("highest"):
+        got = jax.vmap(of_chain)(given if biases else (*given[:2], None, None))
+    for chain in range(chains):
+        exact = exact_factors([a[chain] for a in factors], biases)
+        for one, truth in zip(got, exact, strict=True):
+            assert one is None or error(one[chain], truth) < FULL
+
+
+def test_chains_of_a_factor_model_with_cells_of_their_own_are_right():
+    cells = jnp.stack([jnp.asarray(CELLS), jnp.asarray(CELLS)[:, ::-1]])
+    factors, weights = tuple(map(jnp.asarray, FACTORS)), jnp.asarray(WEIGHTS)
+    kernel = functools.partial(inner_products_tpu.gradients, seen, interpret=True)
+    got = jax.vmap(lambda cells: kernel([cells], factors, weights))(cells)
+    mirrored = (FACTORS[0], FACTORS[1][::-1], FACTORS[2], FACTORS[3][::-1])
+    u, v, row_bias, column_bias = exact_factors(mirrored, biases=True)
+    second = (u, v[::-1], row_bias, column_bias[::-1])
+    for i, exact in enumerate((exact_factors(FACTORS, biases=True), second)):
+        for one, truth in zip(got, exact, strict=True):
+            assert error(one[i], truth) < FULL
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int32", "mixed"])
@@ -425,28 +479,37 @@ def test_cells_beyond_the_last_are_not_counted(chip):
         assert error(one, truth) < FULL
 
 
-# Rows, columns and dimensions, bytes of a cell, the precision of products.
+# Rows, columns and dimensions, bytes of a cell, the precision of products, chains.
 TILES = {
-    "movielens": ((755, 3706, 24), [1], "high", (768, 640)),
-    "highest": ((755, 3706, 24), [1], "highest", (256, 768)),
-    "many cells": ((755, 3706, 24), [4] * 3, "high", (384, 640)),
-    "wide factors": ((755, 14_500, 64), [1], "highest", (256, 512)),
-    "few": ((7, 130, 8), [1], "high", (128, 256)),
-    "many": ((10**7, 10**4, 8), [1], "high", (768, 640)),
+    "movielens": ((755, 3706, 24), [1], "high", 1, (768, 3840)),
+    "two chains": ((755, 3706, 24), [1], "high", 2, (768, 3712)),
+    "highest": ((755, 3706, 24), [1], "highest", 1, (768, 1280)),
+    "many cells": ((755, 3706, 24), [4] * 3, "high", 1, (384, 768)),
+    "wide factors": ((755, 14_500, 64), [1], "highest", 1, (384, 3072)),
+    "few": ((7, 130, 8), [1], "high", 1, (128, 256)),
+    "many": ((10**7, 10**4, 8), [1], "high", 1, (1280, 2560)),
 }
 
 
 @pytest.mark.parametrize("case", TILES)
 def test_a_tpu_s_tile_is_as_large_as_its_core_has_memory_for(case, monkeypatch):
     """Larger tiles take fewer steps: what compilers make of these is in `chips/test_linear.py`."""
-    (rows, columns, size), bytes_of_cells, precision, expected = TILES[case]
+    shape, bytes_of_cells, precision, chains, expected = TILES[case]
     monkeypatch.setattr(inner_products_tpu, "MEMORY", 15 << 20)
-    with jax.default_matmul_precision(precision):
-        assert inner_products_tpu._tile(rows, columns, size, bytes_of_cells) == expected
+    assert tile_of(shape, bytes_of_cells, precision, chains) == expected
 
 
 def test_a_tile_that_fits_nowhere_is_the_least():
-    assert inner_products_tpu._tile(755, 10**6, 128, [1]) == (128, 128)
+    assert tile_of((755, 10**6, 128), [1], "high", 1) == (128, 256)
+    assert tile_of((755, 10**6, 128), [1], "high", 2) == (128, 128)
+
+
+def tile_of(shape, bytes_of_cells, precision, chains):
+    *of_cells, size = shape
+    terms = 2 if precision == "high" else 1
+    heights = size, (2 * terms - 1) * size + 8, terms * size + 8
+    with jax.default_matmul_precision(precision):
+        return inner_products_tpu._tile(of_cells, heights, bytes_of_cells, chains)
 
 
 @pytest.mark.parametrize("chip", [inner_products_gpu, inner_products_tpu])
@@ -497,8 +560,7 @@ def test_factors_have_two_terms_in_the_products_with_residuals():
 
 def test_a_rest_that_is_left_out_of_a_product_with_residuals_would_be_seen(monkeypatch):
     def of_first(products, size):
-        of_factors = size - inner_products_tpu.SUBLANES
-        return jnp.concatenate([products[:of_factors], products[2 * of_factors :]])
+        return products[:size], products[2 * size :]
 
     monkeypatch.setattr(inner_products_tpu, "_sum_of_terms", of_first)
     assert error_of_exact_residuals() > 2e-4
@@ -536,41 +598,44 @@ def kernels_in(jaxpr):
             yield from kernels_in(equation.params["call"].jaxpr)
 
 
-def products_of(jaxpr):
-    """Yield rows, terms and columns of each matrix product."""
+def products_of(jaxpr, times=1):
+    """Yield how often each matrix product is made, its rows, terms and columns."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (((axis,), (other,)), _) = equation.params["dimension_numbers"]
             left, right = (x.aval.shape for x in equation.invars)
-            yield left[1 - axis], left[axis], right[1 - other]
+            yield times, left[1 - axis], left[axis], right[1 - other]
+        elif equation.primitive.name == "scan":
+            yield from products_of(equation.params["jaxpr"].jaxpr, times * equation.params["length"])
 
 
+@pytest.mark.parametrize("chains", [1, 2])
 @pytest.mark.parametrize(
-    ("precision", "model", "products", "passes"),
+    ("precision", "model", "passes"),
     [
-        *(("high", "factors", 3, 1), ("default", "factors", 3, 1), ("highest", "factors", 3, 6)),
-        *((precision, "classes", 2, 1) for precision in ("high", "default", "highest")),
+        *(("high", "factors", 1), ("default", "factors", 1), ("highest", "factors", 6)),
+        *((precision, "classes", 1) for precision in ("high", "default", "highest")),
     ],
 )
-def test_a_tpu_s_kernel_states_the_products_that_it_makes(precision, model, products, passes):
-    """All tiles of them, in a matrix unit of 128 x 128 that takes a float32 product in six passes."""
+def test_a_tpu_s_kernel_states_the_products_that_it_makes(precision, model, passes, chains):
+    """All strips of them, in a matrix unit of 128 x 128 that takes a float32 product in six passes."""
     factors, weights = tuple(map(jnp.asarray, FACTORS)), jnp.asarray(WEIGHTS)
     parameters = (jnp.asarray(W), jnp.asarray(BIAS))
+    of_chains = jax.tree.map(lambda a: jnp.stack([a] * chains), (factors, parameters, weights))
     with jax.default_matmul_precision(precision):
         if model == "factors":
-            of_factors = functools.partial(inner_products_tpu.gradients, seen)
-            kernel = kernel_of(of_factors, [jnp.asarray(CELLS)], factors, weights)
+            of_factors = functools.partial(inner_products_tpu.gradients, seen, [jnp.asarray(CELLS)])
+            kernel = kernel_of(jax.vmap(of_factors), of_chains[0], of_chains[2])
         else:
-            of_classes = categorical_linear_tpu.gradients
-            kernel = kernel_of(
-                of_classes, jnp.asarray(DTYPES["uint8"]), jnp.asarray(LABELS), parameters, weights
-            )
+            x, labels = jnp.asarray(DTYPES["uint8"]), jnp.asarray(LABELS)
+            of_classes = functools.partial(categorical_linear_tpu.gradients, x, labels)
+            kernel = kernel_of(jax.vmap(of_classes), *of_chains[1:])
     made = list(products_of(kernel["jaxpr"]))
-    assert len(made) == products
+    assert len(made) >= 2
     flops, tiles = 0, np.prod(kernel["grid_mapping"].grid)
-    for rows, terms, columns in made:
+    for times, rows, terms, columns in made:
         narrow, long = sorted((rows, columns))
-        flops += passes * 2 * long * -(-terms // 128) * 128 * -(-narrow // 128) * 128
+        flops += times * passes * 2 * long * -(-terms // 128) * 128 * -(-narrow // 128) * 128
     assert kernel["cost_estimate"].flops == tiles * flops
 
 

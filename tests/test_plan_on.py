@@ -246,23 +246,50 @@ ENTRY %main (p: f32[8,128]) -> f32[8,128] {
 backend_config={"custom_call_config":{"body":"TUzv"}}
 }
 """
+
+
+def schedule(*loops, waits=0):
+    """Write a schedule as a TPU's compiler does: two bundles and a wait around each loop.
+
+    A loop is given by marks, what its first bundle says besides, its bundles, and its last bundle.
+    """
+    lines = ["     0   :  { %s0 = inlined_call_operand.hbm }", "   0x1   :  { %1 = sst }"]
+    for marks, first, num, last in loops:
+        lines += [f"   0x2 LB: {marks} {{ %2 = smov 0 {first} }}"]
+        lines += [f"   0x3   : {marks} {{ %v1 = vadd.f32 1.0, %v2 }}"] * (num - 2 - waits)
+        lines += ["   0x4   :  { } /* End region 1 */"] * waits
+        lines += [f"   0x5   : {marks} {{ %p1 = scmp.ge.s32.totalorder %s1{last} }}"]
+    return "LB: loop body\n" + "\n".join([*lines, "   0x6   :  { %3 = shalt.err }"])
+
+
+GRID = ("> ", "/* phi copy :: iteration index, stage = 0 */", 100, ", 12 /* loop exit test */")
+OF_STRIPS = (">> ", "", 30, ", 5 /* loop exit test */")
+TWO = (">", "", 30, OF_STRIPS[3]), (">", "", 20, ", 3 /* loop exit test */")
 SCHEDULE = {
     "17-mine.2-01-schedule-analysis_packed-bundles-post-ra.txt": "\ttotal scheduled bundles:    250\n",
-    "17-mine.2-00-packed-bundles-post-ra.txt": "{ %p1 = scmp.ge.s32 %s1, 12 /* loop exit test */ }",
-    "18-mine.21-01-schedule-analysis_packed-bundles-post-ra.txt": "total scheduled bundles: 9",
+    "17-mine.2-00-packed-bundles-post-ra.txt": schedule(GRID),
     "18-mine.21-00-packed-bundles-post-ra.txt": "",
 }
+
+
+def of_kernel(*loops, waits=0):
+    return SCHEDULE | {"17-mine.2-00-packed-bundles-post-ra.txt": schedule(*loops, waits=waits)}
 
 
 @pytest.mark.parametrize(
     ("left", "cycles"),
     [
-        (SCHEDULE, 7 + 2500),  # two of twelve steps only fetch or write back
-        (SCHEDULE | {"17-mine.2-00-packed-bundles-post-ra.txt": "{ %p1 = scmp.ge.s32 }"}, 7 + 250),
+        (SCHEDULE, 7 + 3 + 1000),  # two of twelve steps only fetch or write back
+        (of_kernel(GRID, waits=40), 7 + 3 + 1000),
+        (of_kernel(), 7 + 3),
+        # Loops of its own: in the grid's, after one another, and one whose rounds nobody knows.
+        (of_kernel((*GRID[:2], 100, GRID[3]), OF_STRIPS), 7 + 3 + 10 * (100 + 5 * 30)),
+        (
+            of_kernel((">", "", 30, OF_STRIPS[3]), (">", "", 20, ", 3 /* loop exit test */")),
+            7 + 3 + 210,
+        ),
+        (of_kernel((*OF_STRIPS[:3], "")), 7),
         ({}, 7),
-        # A loop that is no grid's, as it goes round less often; and two, of which none is known.
-        (SCHEDULE | {"17-mine.2-00-packed-bundles-post-ra.txt": ", 1 /* loop exit test */"}, 7 + 250),
-        (SCHEDULE | {"17-mine.2-00-packed-bundles-post-ra.txt": 2 * ", 9 /* loop exit test */"}, 7),
         (SCHEDULE | {"19-mine.2-00-packed-bundles-post-ra.txt": "of another module"}, 7),
     ],
 )

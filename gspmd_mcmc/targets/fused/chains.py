@@ -1,21 +1,20 @@
 """Kernels that read the data once for several chains."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
-def of_chains_together(
-    of_chains: Callable, most: int
-) -> Callable[[jax.Array, jax.Array, tuple, jax.Array], tuple]:
+def of_chains_together(of_chains: Callable, most: int) -> Callable[[Any, Any, tuple, jax.Array], tuple]:
     """Return the gradients of one chain, which under ``vmap`` are computed for several at a time.
 
     Parameters
     ----------
     of_chains
         ``of_chains(x, labels, parameters, cotangent)``, where parameters and cotangents begin with an
-        axis of chains, as its results do.
+        axis of chains, as its results do. Data are arrays, or trees of them.
     most
         Of how many chains it is called at most: of equal parts of all.
     """

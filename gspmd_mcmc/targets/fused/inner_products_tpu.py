@@ -30,8 +30,8 @@ MEMORY = 15 << 20  # of the 16 MB of older chips' cores
 NN, NT = ((1,), (0,)), ((1,), (1,))  # which axes a product sums over
 # Precisions of products that are made of three, by our own hand, and of six.
 BY_THREE, BY_SIX = ("high", "bfloat16_3x", "tensorfloat32"), ("highest", "float32")
-# Bytes to allow for a cell of a strip besides its data, where products are made of three and of six. For
-# logistic terms the TPU v3's compiler uses 26 and 88; other terms may need more.
+# Bytes to allow for a cell of a strip besides its data, where products are made of three and of six.
+# For logistic terms the TPU v3's compiler uses 26 and 88; other terms may need more.
 OF_A_CELL, OF_A_CELL_BY_SIX = 32, 96
 
 
@@ -73,8 +73,10 @@ def _gradients(
     def all_columns(height):
         return pl.BlockSpec((chains, height, whole), lambda i, j: (0, 0, 0))
 
-    products = [(tall, lines, whole), (height, whole, tall), (height, tall, whole)]
-    passes = chains * (6 if _precision() in BY_SIX else 1)
+    products = [(tall, lines, whole)] * chains
+    for num_summed in [whole] * chains + [LANES] * grid[1]:  # a tile's first sums are of zeros
+        products += [(height, num_summed, tall), (height, tall, num_summed)]
+    passes = 6 if _precision() in BY_SIX else 1
     of_rows, of_row_bias, of_columns, of_column_bias = pl.pallas_call(
         partial(_kernel, slope, unpacks, (num, width, rank)),
         grid=grid,
@@ -118,8 +120,8 @@ def _tile(
 ) -> tuple[int, int]:
     """Return the rows and columns of a tile: of those that a core can hold, what takes the least time.
 
-    The work for each row, each column and each step counts as much as `LANES` more rows and `LANES` more
-    columns would: for each row it takes about as long, for each column less.
+    The work for each row, each column and each step counts as much as `LANES` more rows and `LANES`
+    more columns would: for each row it takes about as long, for each column less.
 
     Parameters
     ----------
@@ -214,15 +216,18 @@ def _kernel(slope: Callable, unpacks: bool, shape: tuple[int, int, int], *refs: 
         of_column_bias[c, :, here] = before + jnp.sum(by_column_bias, axis=0, keepdims=True)
 
     def of_round(n, _):
-        ks = [n * (BLOCKS // chains) + k for k in range(BLOCKS // chains)]
-        (k, c, values), (*after, values_after) = (
-            (k, c, values) for k, values in zip(ks, map(cells_of, ks), strict=True) for c in range(chains)
+        """Compute two blocks of residuals, and multiply the one before them and the first of them."""
+        strips = [n * (BLOCKS // chains) + k for k in range(BLOCKS // chains)]
+        first, second = (
+            (k, chain, values)
+            for k, values in zip(strips, map(cells_of, strips), strict=True)
+            for chain in range(chains)
         )
-        residuals = residuals_of(k, c, values)
-        add_products(jnp.maximum(ks[0] - 1, 0), chains - 1, kept[...])
-        residuals_after = residuals_of(*after, values_after)
-        add_products(k, c, residuals)
-        kept[...] = residuals_after
+        residuals = residuals_of(*first)
+        add_products(jnp.maximum(strips[0] - 1, 0), chains - 1, kept[...])
+        following = residuals_of(*second)
+        add_products(*first[:2], residuals)
+        kept[...] = following
 
     kept[...] = jnp.zeros_like(kept)
     jax.lax.fori_loop(0, num_strips * chains // BLOCKS, of_round, None)

@@ -1,7 +1,8 @@
 """Bytes and bfloat16 numbers in a TPU's kernel.
 
 Older chips convert both through memory, which takes as long as a product of them. So bytes are shifted
-out of the words that hold four of them, of four rows. Numbers are rounded as integers, and stay float32.
+out of the words that hold four of them, of four rows. Numbers are rounded as integers, and stay
+float32.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ def are_bytes(x: Any) -> bool:
 def unpacked(x: Any, strip: Any, axis: int) -> jax.Array:
     """Return a strip of the bytes that a reference refers to as int32: some rows (axis 0) or columns.
 
-    Two words are read into each register, as often as they have bytes, which are shifted where they are.
+    A register reads each of its two words as often as it has bytes, and shifts them where they are.
     """
     words = x.bitcast(jnp.int32).reshape(-1, SUBLANES // IN_A_WORD, x.shape[1])
     rows = columns = slice(None)

@@ -123,27 +123,30 @@ def _scheduled_cycles(schedules: Path, name: str) -> int | None:
 def _cycles(schedule: str) -> int | None:
     """Count bundles, those of a loop as often as it goes round; None if one does not say how often."""
     opened = [Loop(rounds=1)]  # the kernel, and the loops that a bundle is in
-    for begins, marks, instructions in [*BUNDLE.findall(schedule), ("", "", "")]:
-        depth = 1 + marks.count(">")
+    for begins, marks, instructions in BUNDLE.findall(schedule):
         # A bundle without instructions, which waits, has no marks: it is where the one before is.
-        is_empty = instructions.lstrip().startswith("}")
-        while not is_empty and (len(opened) > depth or (begins and len(opened) == depth)):
-            loop = opened.pop()
-            if loop.rounds is None:
-                return None
-            opened[-1].cycles += loop.cycles * max(1, loop.rounds - loop.around)
+        if not instructions.lstrip().startswith("}"):
+            _close(opened, marks.count(">") + (not begins))
         opened += [Loop()] if begins else []
         opened[-1].read(instructions)
-    return opened[0].cycles
+    _close(opened, 1)
+    return None if math.isnan(opened[0].cycles) else int(opened[0].cycles)
+
+
+def _close(opened: list["Loop"], num: int) -> None:
+    """Leave so many loops open, and count the others' bundles in those around them."""
+    while len(opened) > max(num, 1):
+        loop = opened.pop()
+        opened[-1].cycles += loop.cycles * max(loop.rounds - loop.around, 1)
 
 
 @dataclass
 class Loop:
     """What is known of a loop after some of its bundles."""
 
-    rounds: int | None = None
+    rounds: float = math.nan
     around: int = 0
-    cycles: int = 0
+    cycles: float = 0
 
     def read(self, instructions: str) -> None:
         """Take in one more bundle."""
