@@ -406,7 +406,7 @@ def test_chains_of_a_factor_model_share_the_tiles_of_a_tpu_s_kernel(
 
 
 def check_chains_of_factors(chains, biases):
-    scales = np.linspace(1, -0.5, chains).astype(np.float32)
+    scales = np.linspace(1, -0.6, chains).astype(np.float32)
     factors = [scales.reshape(-1, *[1] * a.ndim) * a for a in FACTORS]
 
     def of_chain(factors):
