@@ -163,7 +163,7 @@ def _up(number: int, multiple: int) -> int:
 def _kernel(slope: Callable, unpacks: bool, shape: tuple[int, int, int], *refs: Any) -> None:
     rows, row_bias, cotangent, columns, column_bias, *cells = refs[:-9]
     of_rows, of_row_bias, of_columns, of_column_bias = refs[-9:-5]
-    logits_by_row, sums_by_row, sums_by_column, most, kept = refs[-5:]
+    logits_by_row, sums_by_row, sums_by_column, most, waiting = refs[-5:]
     i, j, (num, width, rank) = pl.program_id(0), pl.program_id(1), shape
     (chains, size, *tile), num_strips = (*rows.shape, columns.shape[2]), columns.shape[2] // LANES
 
@@ -224,14 +224,14 @@ def _kernel(slope: Callable, unpacks: bool, shape: tuple[int, int, int], *refs: 
             for chain in range(chains)
         )
         residuals = residuals_of(*first)
-        add_products(jnp.maximum(strips[0] - 1, 0), chains - 1, kept[...])
+        add_products(jnp.maximum(strips[0] - 1, 0), chains - 1, waiting[...])
         following = residuals_of(*second)
         add_products(*first[:2], residuals)
-        kept[...] = following
+        waiting[...] = following
 
-    kept[...] = jnp.zeros_like(kept)
+    waiting[...] = jnp.zeros_like(waiting)
     jax.lax.fori_loop(0, num_strips * chains // BLOCKS, of_round, None)
-    add_products(num_strips - 1, chains - 1, kept[...])
+    add_products(num_strips - 1, chains - 1, waiting[...])
 
 
 def _strip(k: Any) -> Any:
