@@ -505,11 +505,11 @@ def test_a_tile_that_fits_nowhere_is_the_least():
 
 
 def tile_of(shape, bytes_of_cells, precision, chains):
-    *of_cells, size = shape
+    rows, columns, size = shape
     terms = 2 if precision == "high" else 1
     heights = size, (2 * terms - 1) * size + 8, terms * size + 8
     with jax.default_matmul_precision(precision):
-        return inner_products_tpu._tile(of_cells, heights, bytes_of_cells, chains)
+        return inner_products_tpu._tile((rows, columns), heights, bytes_of_cells, chains)
 
 
 @pytest.mark.parametrize("chip", [inner_products_gpu, inner_products_tpu])
