@@ -530,7 +530,7 @@ def test_a_term_may_multiply_functions_of_its_logit(chip):
 
 
 def test_bytes_that_wrap_around_are_not_read_as_wider_numbers():
-    """Of such terms the kernel takes the bytes as they are."""
+    """A TPU's kernel computes with no bytes, and leaves such terms to the compiler."""
     logit, cell = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.uint8)
     shape = (8, 128)
     logits, cells = jnp.ones(shape), jnp.arange(1024, dtype=jnp.int32).reshape(shape) % 256
@@ -551,6 +551,11 @@ def test_bytes_that_wrap_around_are_not_read_as_wider_numbers():
     ):
         assert slope_of_cells(term, logit, [cell], shape, of_int32=True) is None
         assert slope_of_cells(term, logit, [cell], shape) is not None
+        factors, data = (jnp.ones((8, 3)), jnp.ones((9, 3))), jnp.ones((8, 9), jnp.uint8)
+        for platform in ("tpu", "gpu"):
+            with kernels_where(platform):
+                traced = jax.make_jaxpr(functools.partial(gm.inner_product_terms, term, data))(*factors)
+            assert has_kernel(traced.jaxpr) == (platform == "gpu")
 
 
 def test_factors_have_two_terms_in_the_products_with_residuals():

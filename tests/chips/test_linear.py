@@ -103,12 +103,23 @@ def long_term(logit, *cells):
 
 @pytest.mark.parametrize("chip", ["TPU v2", "TPU v3"])
 @pytest.mark.parametrize("precision", ["high", "highest"])
-@pytest.mark.parametrize("dtypes", [[jnp.uint8] * 2, [jnp.int32] * 3])
+@pytest.mark.parametrize("dtypes", [[jnp.uint8] * 2, [jnp.int32] * 3, [jnp.uint8, jnp.int32]])
 def test_tiles_of_long_terms_and_many_cells_fit_a_core(chip, precision, dtypes):
     gradient = in_precision(precision, gradient_of_factors(20, 3706, long_term, dtypes))
     plan = gm.plan(gradient, data=8, on=chip)
     assert plan.fits
     assert any(kernel.stated_flops for kernel in plan.work().each)
+
+
+@pytest.mark.parametrize("chip", ["TPU v3", "TPU v5e", "H100"])
+def test_a_term_whose_bytes_wrap_around_compiles(chip):
+    """A TPU's compiler of kernels has no arithmetic of bytes, so that there it has none."""
+
+    def term(logit, cell):
+        return logit * (cell + cell).astype(jnp.float32)
+
+    plan = gm.plan(in_precision("high", gradient_of_factors(20, 900, term)), data=8, on=chip)
+    assert not any(kernel.stated_flops for kernel in plan.work().each)
 
 
 def gradient_of_classes(features, classes, chains):

@@ -65,11 +65,9 @@ def inner_product_terms(
     """
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(cells)]
     factors = (rows, columns, row_bias, column_bias)
-    if _fits(leaves, factors):
-        slope = slope_of_cells(term, rows, leaves, (8, 128))
-        if slope is not None:
-            precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-            return marked(_terms(term, precision, leaves, factors))
+    if _fits(leaves, factors) and _is_lowered(term, rows, leaves, platform_of_kernels()):
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore
+        return marked(_terms(term, precision, leaves, factors))
     return _plain(term, leaves, factors)
 
 
@@ -88,6 +86,15 @@ def _fits(cells: list[Any], factors: tuple) -> bool:
         "gpu": of_a_row <= MOST_OF_A_ROW and len(factors[0]) * width <= MOST_CELLS,
     }.get(platform or "", False)
     return are_floats and are_whole and rank <= MOST_RANK and is_small
+
+
+def _is_lowered(term: Callable, rows: jax.Array, cells: list[Any], platform: str) -> bool:
+    """Tell whether a platform's kernels can do what a term does.
+
+    A TPU's compute with bytes as int32, so with none that may wrap around.
+    """
+    of_int32 = platform == "tpu"
+    return slope_of_cells(term, rows, cells, (8, 128), of_int32=of_int32) is not None
 
 
 def _plain(term: Callable, cells: list[jax.Array], factors: tuple) -> jax.Array:
@@ -125,7 +132,9 @@ def _gradients(term: Callable, cells: list[jax.Array], factors: tuple, cotangent
     # Here, as who samples on a CPU need not wait for the compiler of kernels to be imported.
     from gspmd_mcmc.targets.fused import inner_products_tpu
 
-    kernels = {"tpu": partial(_with_biases, inner_products_tpu.gradients, term)}
+    kernels = {}
+    if _is_lowered(term, factors[0], cells, "tpu"):
+        kernels["tpu"] = partial(_with_biases, inner_products_tpu.gradients, term)
     if has_triton():
         from gspmd_mcmc.targets.fused import inner_products_gpu
 

@@ -62,7 +62,9 @@ def _gradients(
     tile = _tile((num, width), (size, lines, height), [a.dtype.itemsize for a in cells], chains)
     grid = -(-num // tile[0]), -(-width // tile[1])
     tall, whole = grid[0] * tile[0], grid[1] * tile[1]
-    slope, unpacks = _slope(term, rows, cells, (tile[0], LANES))
+    instead = {} if _precision() in BY_SIX else {"logistic": tpu_numbers.logistic}
+    strip = tile[0], LANES
+    slope: Any = slope_of_cells(term, rows, cells, strip, of_int32=True, instead=instead)
 
     def by_row(height):
         return pl.BlockSpec((chains, height, tile[0]), lambda i, j: (0, 0, i))
@@ -78,7 +80,7 @@ def _gradients(
         products += [(height, num_summed, tall), (height, tall, num_summed)]
     passes = 6 if _precision() in BY_SIX else 1
     of_rows, of_row_bias, of_columns, of_column_bias = pl.pallas_call(
-        partial(_kernel, slope, unpacks, (num, width, rank)),
+        partial(_kernel, slope, (num, width, rank)),
         grid=grid,
         in_specs=[
             *(by_row(size), by_row(1), by_row(1), by_column(size), by_column(1)),
@@ -103,16 +105,6 @@ def _gradients(
     )
     of_rows, of_row_bias = (a * cotangent[:, None] for a in (of_rows, of_row_bias))
     return of_rows.mT, of_columns.mT, of_row_bias[:, 0], of_column_bias[:, 0]
-
-
-def _slope(term: Callable, rows: jax.Array, cells: list[jax.Array], strip: tuple) -> tuple[Any, bool]:
-    """Return the derivative of a strip's terms, and whether it takes bytes that are unpacked."""
-    instead = {} if _precision() in BY_SIX else {"logistic": tpu_numbers.logistic}
-    if all(map(tpu_numbers.are_bytes, cells)):
-        slope = slope_of_cells(term, rows, cells, strip, of_int32=True, instead=instead)
-        if slope is not None:
-            return slope, True
-    return slope_of_cells(term, rows, cells, strip, instead=instead), False
 
 
 def _tile(
@@ -160,7 +152,7 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _kernel(slope: Callable, unpacks: bool, shape: tuple[int, int, int], *refs: Any) -> None:
+def _kernel(slope: Callable, shape: tuple[int, int, int], *refs: Any) -> None:
     rows, row_bias, cotangent, columns, column_bias, *cells = refs[:-9]
     of_rows, of_row_bias, of_columns, of_column_bias = refs[-9:-5]
     logits_by_row, sums_by_row, sums_by_column, most, waiting = refs[-5:]
@@ -192,8 +184,11 @@ def _kernel(slope: Callable, unpacks: bool, shape: tuple[int, int, int], *refs: 
     most[...] = jnp.where(is_column, num - i * tile[0], 0)
 
     def cells_of(k):
-        strip = _strip(k)
-        return [tpu_numbers.unpacked(x, strip, 1) if unpacks else x[:, strip] for x in cells]
+        def of_array(x):
+            is_packed = tpu_numbers.are_bytes(x)
+            return tpu_numbers.unpacked(x, _strip(k), 1) if is_packed else x[:, _strip(k)]
+
+        return list(map(of_array, cells))
 
     def residuals_of(k, c, values):
         strip = _strip(k)
