@@ -289,6 +289,8 @@ def of_kernel(*loops, waits=0):
             7 + 3 + 210,
         ),
         (of_kernel((*OF_STRIPS[:3], "")), 7),
+        ({"17-mine.2-00-packed-bundles-post-ra.txt": schedule(GRID).replace("LB:", "  :")}, 7),
+        ({"17-mine.2-00-packed-bundles-post-ra.txt": "of another form"}, 7),
         ({}, 7),
         (SCHEDULE | {"19-mine.2-00-packed-bundles-post-ra.txt": "of another module"}, 7),
     ],

@@ -127,7 +127,7 @@ def _kernel(shape: tuple[int, int], terms: int, rows_last: bool, *refs: Any) -> 
 
     def of_strip(first):
         strip = slice(first, first + LANES)
-        x = _numbers(features, strip, axis, (shape[1], shape[0] - step * tile))
+        x = _numbers(features, strip, axis, (shape[0] - step * tile, shape[1]))
         logits = sum_of_terms(_dot(factors[...], x, (1, 1 - axis)), terms, axis=0) + biases[...]
         logits = logits.reshape(len(cotangent), -1, LANES)  # chains, classes, rows
         odds = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
@@ -148,8 +148,8 @@ def _kernel(shape: tuple[int, int], terms: int, rows_last: bool, *refs: Any) -> 
     add_products(*before)
 
 
-def _numbers(features: Any, strip: slice, axis: int, num: tuple[Any, Any]) -> jax.Array:
-    """Return a strip of features in float32.
+def _numbers(features: Any, strip: slice, axis: int, shape: tuple[Any, int]) -> jax.Array:
+    """Return a strip of features in float32, of as many rows and features as there are.
 
     The last tile reaches beyond the rows, where anything may stand, and the cotangent is zero. Any byte
     is a number, but not all bits of bfloat16 are.
@@ -159,8 +159,8 @@ def _numbers(features: Any, strip: slice, axis: int, num: tuple[Any, Any]) -> ja
     x = features[:, strip] if axis else features[strip, :]
     if tpu_numbers.are_bytes(x):
         return x.astype(jnp.int32).astype(jnp.float32)
-    is_row = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + strip.start < num[1]
-    is_feature = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1 - axis) < num[0]
+    is_row = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + strip.start < shape[0]
+    is_feature = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1 - axis) < shape[1]
     return jnp.where(is_row & is_feature, x.astype(jnp.float32), 0)
 
 

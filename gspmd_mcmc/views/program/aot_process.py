@@ -121,7 +121,10 @@ def _scheduled_cycles(schedules: Path, name: str) -> int | None:
 
 
 def _cycles(schedule: str) -> int | None:
-    """Count bundles, those of a loop as often as it goes round; None if one does not say how often."""
+    """Count bundles, those of a loop as often as it goes round.
+
+    None if a loop does not say how often, or where it begins, and if there are no bundles.
+    """
     opened = [Loop(rounds=1)]  # the kernel, and the loops that a bundle is in
     for begins, marks, instructions in BUNDLE.findall(schedule):
         # A bundle without instructions, which waits, has no marks: it is where the one before is.
@@ -130,7 +133,9 @@ def _cycles(schedule: str) -> int | None:
         opened += [Loop()] if begins else []
         opened[-1].read(instructions)
     _close(opened, 1)
-    return None if math.isnan(opened[0].cycles) else int(opened[0].cycles)
+    (kernel,) = opened
+    is_known = kernel.cycles > 0 and kernel.rounds == 1  # NaN is not
+    return int(kernel.cycles) if is_known else None
 
 
 def _close(opened: list["Loop"], num: int) -> None:
