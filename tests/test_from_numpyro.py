@@ -417,6 +417,27 @@ def test_terms_and_gradient_alone_are_those_of_one_pass(name):
         )
 
 
+def test_parameters_are_validated_where_the_model_is_read_and_in_no_other_trace(monkeypatch):
+    """Of a Cholesky factor NumPyro would compile some ten programs in each."""
+    validate, seen = dist.Distribution.validate_args, []
+
+    def counted(self, strict=True):
+        seen.append(type(self))
+        return validate(self, strict)
+
+    monkeypatch.setattr(dist.Distribution, "validate_args", counted)
+    target = CASES["varying effects"].target("8", check=True)
+    assert seen.count(dist.MultivariateNormal) == 1
+    jax.jit(gm.HMC.init)(gm.HMC(target, 0.1, 1), target.origin())
+    assert seen.count(dist.MultivariateNormal) == 1
+
+    def below_zero(y):
+        numpyro.sample("y", dist.Normal(numpyro.sample("mean", dist.Normal(0, -1)), 1), obs=y)
+
+    with pytest.raises(ValueError, match="got invalid scale parameter"):
+        gm.from_numpyro(below_zero, normal(0, 3))
+
+
 def test_arguments_may_be_positional_and_variadic():
     x, y, offset = gm.place((X, Y, np.zeros(61)), mesh_of("8"), ROWS)
     target = gm.from_numpyro(positional, x, y, 1.0, plates={"rows": "data"}, offset=offset)

@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +37,16 @@ def module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError("numpyro is missing: pip install 'gspmd_mcmc[models]' brings it") from error
+
+
+def without_validation() -> AbstractContextManager:
+    """Return a context in which NumPyro does not validate parameters: the first run has done so.
+
+    Parameters that are numbers are the same in each run, and of a tracer there is nothing to tell. NumPyro
+    tries all the same, and compiles what its constraints compute apart from the parameter: some ten
+    programs for each Cholesky factor in each trace.
+    """
+    return module("numpyro").validation_enabled(False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +124,10 @@ class Bound:
 
         What is neither substituted nor observed is drawn.
         """
+        with without_validation():
+            return self._run(arrays, substitute, rng_key)
+
+    def _run(self, arrays: dict[str, Any], substitute: Callable, rng_key: Any = 0) -> dict[str, dict]:
         handlers, (model, given) = module("numpyro.handlers"), self.opened(arrays)
         model = handlers.substitute(handlers.seed(model, rng_key), substitute_fn=substitute)
         with jax.numpy_rank_promotion("allow"):  # NumPyro's own code relies on it
@@ -132,7 +147,7 @@ class Bound:
 
     def _sites(self, look: Callable[[dict], Any]) -> dict[str, dict]:
         def run(arrays: dict[str, Any]) -> None:
-            found.update(self.call(arrays, start))
+            found.update(self._run(arrays, start))
             for site in found.values():
                 site |= look(site)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc.models import indexed_plates
-from gspmd_mcmc.models.numpyro_arguments import Bound, module
+from gspmd_mcmc.models.numpyro_arguments import Bound, module, without_validation
 from gspmd_mcmc.models.numpyro_trace import given
 from gspmd_mcmc.models.site_model import (
     CannotStream,
@@ -178,7 +178,7 @@ class NumpyroModel(SiteModel):
         model, given = self.bound.opened(arrays)
         seeded = module("numpyro.handlers").seed(model, 0)
         jacobians = tuple(f"_{name}_log_det" for name in self.latents)
-        with jax.numpy_rank_promotion("allow"), unscaled(jacobians):
+        with jax.numpy_rank_promotion("allow"), without_validation(), unscaled(jacobians):
             return -potential_energy(seeded, given.args, given.kwargs, self._as_numpyro(position))
 
     def trace(self, values: dict, arrays: dict, sizes: dict) -> dict[str, dict]:
