@@ -143,6 +143,11 @@ def test_other_arrays_are_refused(x, w, kind, message):
 # Kernels, interpreted
 
 
+def interpreted(chip, *first):
+    """Return a chip's gradients as a program of their own, `first` arguments (a term) bound to it."""
+    return jax.jit(functools.partial(chip.gradients, *first, interpret=True))
+
+
 def exact_categorical(x, w=W, bias=BIAS, labels=LABELS):
     logits = x @ w[: x.shape[1]].astype(np.float64) + bias
     odds = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -166,10 +171,10 @@ def check_categorical(chip, got, exact, most):
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "bfloat16"])
 @pytest.mark.parametrize("features", [128, FEATURES])  # a TPU stores them by rows, by columns
 def test_the_kernel_of_a_categorical_is_right(chip, precision, most, dtype, features):
-    x, w = jnp.asarray(DTYPES[dtype][:, :features]), jnp.asarray(W[:features])
+    x, w = jnp.asarray(DTYPES[dtype][:, :features]), W[:features]
     assert categorical_linear_tpu.lies_by_columns(x) == (features == FEATURES)
     with jax.default_matmul_precision(PRODUCTS[precision]):
-        got = chip.gradients(x, LABELS, (w, jnp.asarray(BIAS)), WEIGHTS, interpret=True)
+        got = interpreted(chip)(x, LABELS, (w, BIAS), WEIGHTS)
     check_categorical(chip, got, exact_categorical(np.asarray(x, np.float64)), most)
 
 
@@ -182,8 +187,7 @@ def test_a_card_s_kernel_takes_terms_of_so_many_classes(classes, precision, most
     )
     x, labels = jnp.asarray(DTYPES["uint8"]), LABELS % classes
     with jax.default_matmul_precision(PRODUCTS[precision]):
-        args = jax.tree.map(jnp.asarray, (labels, (w, bias), WEIGHTS))
-        got = categorical_linear_gpu.gradients(x, *args, interpret=True)
+        got = interpreted(categorical_linear_gpu)(x, labels, (w, bias), WEIGHTS)
     exact = exact_categorical(np.asarray(x, np.float64), w, bias, labels)
     check_categorical(categorical_linear_gpu, got, exact, most)
 
@@ -215,11 +219,9 @@ def check_chains(chip, chains, precision, most):
     x, scales = jnp.asarray(DTYPES["uint8"]), np.linspace(1, -1, chains).astype(np.float32)
     w, bias = scales[:, None, None] * W, scales[:, None] * BIAS
 
-    def of_chain(parameters):
-        return chip.gradients(x, jnp.asarray(LABELS), parameters, jnp.asarray(WEIGHTS), interpret=True)
-
+    of_chains = jax.vmap(interpreted(chip), (None, None, 0, None))
     with jax.default_matmul_precision(PRODUCTS[precision]):
-        got = jax.vmap(of_chain)((jnp.asarray(w), jnp.asarray(bias)))
+        got = of_chains(x, LABELS, (w, bias), WEIGHTS)
     for chain in range(chains):
         truths = exact_categorical(np.asarray(x, np.float64), w[chain], bias[chain])
         check_categorical(chip, [one[chain] for one in got], truths, most)
@@ -241,19 +243,16 @@ def test_chains_that_are_interchanged_would_be_seen(chip, monkeypatch):
 def test_chains_with_rows_of_their_own_are_right(chip):
     x = jnp.asarray(DTYPES["uint8"])
     rows = jnp.stack([x, x[::-1]])
-    kernel = functools.partial(chip.gradients, interpret=True)
-    args = (jnp.asarray(LABELS), (jnp.asarray(W), jnp.asarray(BIAS)), jnp.asarray(WEIGHTS))
-    got = jax.vmap(kernel, (0, None, None, None))(rows, *args)
+    got = jax.vmap(interpreted(chip), (0, None, None, None))(rows, LABELS, (W, BIAS), WEIGHTS)
     for i in range(2):
         for one, truth in zip(got, exact_categorical(np.asarray(rows[i], np.float64)), strict=True):
             assert error(one[i], truth) < 1e-6
 
 
 def test_a_kernel_of_one_term_would_be_seen():
-    x, parameters = jnp.asarray(DTYPES["uint8"]), (jnp.asarray(W), jnp.asarray(BIAS))
-    labels, weights = jnp.asarray(LABELS), jnp.asarray(WEIGHTS)
+    x = jnp.asarray(DTYPES["uint8"])
     with jax.default_matmul_precision(PRODUCTS["one term"]):
-        got = categorical_linear_gpu.gradients(x, labels, parameters, weights, interpret=True)
+        got = interpreted(categorical_linear_gpu)(x, LABELS, (W, BIAS), WEIGHTS)
     assert error(got[1], exact_categorical(np.asarray(x, np.float64))[1]) > 2e-4
 
 
@@ -355,11 +354,11 @@ def test_a_card_s_kernels_take_every_rank_and_width(rank, width, dtype, precisio
     sides = [0.5 * rng.normal(size=(n, rank)).astype(np.float32) for n in (70, width)]
     biases = [rng.normal(size=n).astype(np.float32) for n in (70, width)]
     cells = rng.integers(0, 2, (70, width)).astype(dtype)
-    args = (gm.bernoulli_logits, [jnp.asarray(cells)], tuple(map(jnp.asarray, (*sides, *biases))))
-    weights = jnp.asarray(rng.uniform(0.5, 2, 70).astype(np.float32))
+    weights = rng.uniform(0.5, 2, 70).astype(np.float32)
+    args, term = ([cells], (*sides, *biases), weights), gm.bernoulli_logits
     with jax.default_matmul_precision(precision):
-        got = inner_products_gpu.gradients(*args, weights, interpret=True)
-    exact = inner_product_terms._plain_gradients(*args, weights)
+        got = interpreted(inner_products_gpu, term)(*args)
+    exact = jax.jit(functools.partial(inner_product_terms._plain_gradients, term))(*args)
     for one, truth in zip(got, exact, strict=True):
         off = error(one, np.asarray(truth))
         assert off < (2e-6 if precision == "highest" else 4e-3), off
@@ -373,15 +372,17 @@ def exact_factors(factors, biases):
     return slope @ columns, slope.T @ rows, slope.sum(1), slope.sum(0)
 
 
+def with_biases(chip):
+    """Return a chip's gradients of `seen`, of factors without biases too."""
+    kernel = functools.partial(chip.gradients, interpret=True)
+    return jax.jit(functools.partial(inner_product_terms._with_biases, kernel, seen))
+
+
 def check_factors(chip, precision, most, biases, all_factors=FACTORS):
     exact = exact_factors(all_factors, biases)
-    given = tuple(map(jnp.asarray, all_factors))
-    factors = given if biases else (*given[:2], None, None)
-    kernel = functools.partial(chip.gradients, interpret=True)
+    factors = all_factors if biases else (*all_factors[:2], None, None)
     with jax.default_matmul_precision(precision):
-        got = inner_product_terms._with_biases(
-            kernel, seen, [jnp.asarray(CELLS)], factors, jnp.asarray(WEIGHTS)
-        )
+        got = with_biases(chip)([CELLS], factors, WEIGHTS)
     assert [a is None for a in got] == [a is None for a in factors]
     for one, truth in zip(got, exact, strict=True):
         assert one is None or error(one, truth) < most
@@ -408,16 +409,9 @@ def test_chains_of_a_factor_model_share_the_tiles_of_a_tpu_s_kernel(
 def check_chains_of_factors(chains, biases):
     scales = np.linspace(1, -0.6, chains).astype(np.float32)
     factors = [scales.reshape(-1, *[1] * a.ndim) * a for a in FACTORS]
-
-    def of_chain(factors):
-        kernel = functools.partial(inner_products_tpu.gradients, interpret=True)
-        return inner_product_terms._with_biases(
-            kernel, seen, [jnp.asarray(CELLS)], factors, jnp.asarray(WEIGHTS)
-        )
-
-    given = tuple(map(jnp.asarray, factors))
+    of_chains = jax.vmap(with_biases(inner_products_tpu), (None, 0, None))
     with jax.default_matmul_precision("highest"):
-        got = jax.vmap(of_chain)(given if biases else (*given[:2], None, None))
+        got = of_chains([CELLS], factors if biases else (*factors[:2], None, None), WEIGHTS)
     for chain in range(chains):
         exact = exact_factors([a[chain] for a in factors], biases)
         for one, truth in zip(got, exact, strict=True):
@@ -425,10 +419,9 @@ def check_chains_of_factors(chains, biases):
 
 
 def test_chains_of_a_factor_model_with_cells_of_their_own_are_right():
-    cells = jnp.stack([jnp.asarray(CELLS), jnp.asarray(CELLS)[:, ::-1]])
-    factors, weights = tuple(map(jnp.asarray, FACTORS)), jnp.asarray(WEIGHTS)
-    kernel = functools.partial(inner_products_tpu.gradients, seen, interpret=True)
-    got = jax.vmap(lambda cells: kernel([cells], factors, weights))(cells)
+    cells = np.stack([CELLS, CELLS[:, ::-1]])
+    of_chains = jax.vmap(interpreted(inner_products_tpu, seen), (0, None, None))
+    got = of_chains([cells], FACTORS, WEIGHTS)
     mirrored = (FACTORS[0], FACTORS[1][::-1], FACTORS[2], FACTORS[3][::-1])
     u, v, row_bias, column_bias = exact_factors(mirrored, biases=True)
     second = (u, v[::-1], row_bias, column_bias[::-1])
@@ -447,13 +440,13 @@ def test_cells_of_every_integer_are_read_right_by_a_tpu_s_kernel(dtype):
         "mixed": [BYTES, BYTES - 1000],
     }[dtype]
     dtypes = ["uint8", "int32"] if dtype == "mixed" else [dtype]
-    given = [jnp.asarray(a.astype(d)) for a, d in zip(cells, dtypes, strict=True)]
+    given = [a.astype(d) for a, d in zip(cells, dtypes, strict=True)]
     factors = (*FACTORS[:1], FACTORS[1][:FEATURES], FACTORS[2], FACTORS[3][:FEATURES])
-    got = inner_products_tpu.gradients(
-        *(lambda logit, *cells: logit * sum(c.astype(jnp.float32) for c in cells), given),
-        *(tuple(map(jnp.asarray, factors)), jnp.asarray(WEIGHTS)),
-        interpret=True,
-    )
+
+    def term(logit, *cells):
+        return logit * sum(c.astype(jnp.float32) for c in cells)
+
+    got = interpreted(inner_products_tpu, term)(given, factors, WEIGHTS)
     slope = sum(cells) * WEIGHTS[:, None].astype(np.float64)
     exact = (slope @ factors[1], slope.T @ factors[0], slope.sum(1), slope.sum(0))
     for one, truth in zip(got, exact, strict=True):
@@ -469,10 +462,7 @@ def test_cells_beyond_the_last_are_not_counted(chip):
 
     cells = CELLS[:300, :1050] + np.uint8(1)
     factors = [a[: cells.shape[i % 2]] for i, a in enumerate(FACTORS)]
-    got = chip.gradients(
-        *(term, [jnp.asarray(cells)], tuple(map(jnp.asarray, factors)), jnp.asarray(WEIGHTS[:300])),
-        interpret=True,
-    )
+    got = interpreted(chip, term)([cells], factors, WEIGHTS[:300])
     slope = WEIGHTS[:300, None] * cells.astype(np.float64)
     exact = (slope @ factors[1], slope.T @ factors[0], slope.sum(1), slope.sum(0))
     for one, truth in zip(got, exact, strict=True):
@@ -519,9 +509,8 @@ def test_a_term_may_multiply_functions_of_its_logit(chip):
     def term(logit, cell):
         return jnp.tanh(logit) * logit * cell.astype(jnp.float32)
 
-    cells, factors = [jnp.asarray(CELLS)], tuple(map(jnp.asarray, FACTORS))
-    assert slope_of_cells(term, factors[0], cells, (8, 128)) is not None
-    got = chip.gradients(term, cells, factors, jnp.asarray(WEIGHTS), interpret=True)
+    assert slope_of_cells(term, FACTORS[0], [CELLS], (8, 128)) is not None
+    got = interpreted(chip, term)([CELLS], FACTORS, WEIGHTS)
     u, v, row_bias, column_bias = (a.astype(np.float64) for a in FACTORS)
     logits = u @ v.T + row_bias[:, None] + column_bias
     slope = WEIGHTS[:, None] * CELLS * (np.tanh(logits) + logits / np.cosh(logits) ** 2)
@@ -580,10 +569,7 @@ def error_of_exact_residuals():
     weights = np.exp2(np.arange(ROWS) % 5 - 2).astype(np.float32)
     residuals = CELLS * weights[:, None].astype(np.float64)
     with jax.default_matmul_precision("high"):
-        got = inner_products_tpu.gradients(
-            *(term, [jnp.asarray(CELLS)], tuple(map(jnp.asarray, FACTORS)), jnp.asarray(weights)),
-            interpret=True,
-        )
+        got = interpreted(inner_products_tpu, term)([CELLS], FACTORS, weights)
     truths = residuals @ FACTORS[1], residuals.T @ FACTORS[0]
     return max(error(one, truth) for one, truth in zip(got[:2], truths, strict=True))
 
@@ -690,8 +676,8 @@ def test_terms_and_derivatives_are_those_of_the_plain_expression(model, platform
         lambda f: lambda p: jax.jvp(jax.grad(lambda p: jnp.sum(f(p) * WEIGHTS)), (p,), (vector,))[1],
     ):
         with kernels_where(platform):
-            got = make(lambda p: ours(p, jax.tree.map(jnp.asarray, data)))(position)
-        expected = make(lambda p: plain(p, jax.tree.map(jnp.asarray, data)))(position)
+            got = jax.jit(make(lambda p: ours(p, jax.tree.map(jnp.asarray, data))))(position)
+        expected = jax.jit(make(lambda p: plain(p, jax.tree.map(jnp.asarray, data))))(position)
         assert max(jax.tree.leaves(jax.tree.map(error, got, expected))) < 5e-6
 
 

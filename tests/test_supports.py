@@ -87,7 +87,8 @@ def test_density_is_numpyro_s_and_starts_are_draws_from_the_prior(model):
 
 
 def target_position(target, position):
-    return gm.HMC(target, step_size=0.1, num_integration_steps=1).init(position).position
+    kernel = gm.HMC(target, step_size=0.1, num_integration_steps=1)
+    return jax.jit(gm.HMC.init)(kernel, position).position
 
 
 @pytest.mark.parametrize("is_of_rows", [False, True])
