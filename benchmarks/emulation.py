@@ -69,30 +69,36 @@ class Emulated(gm.Target):
 
 
 def emulated(function: Callable, platform: str, full: str = "float32") -> Callable:
-    """Return a function whose products are those of a platform."""
+    """Return a function whose products are those of a platform; one without products is refused."""
     names = OF_PLATFORM[platform] | {HIGHEST: full}
 
     def run(*args):
         program, out = jax.make_jaxpr(function, return_shape=True)(*args)
-        leaves = jaxpr_as_fun(_with_products(program, names))(*jax.tree.leaves(args))
+        found: list[str] = []
+        rounded = _with_products(program, names, found)
+        if not found:
+            raise ValueError(f"{platform}: the function has no matrix product, so nothing is emulated")
+        leaves = jaxpr_as_fun(rounded)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
     return run
 
 
-def _with_products(program: Any, names: dict) -> Any:
+def _with_products(program: Any, names: dict, found: list[str]) -> Any:
+    """Return a program that rounds; add the precision of each product to those that were found."""
     if not isinstance(program, Jaxpr):  # a closed one, which is the same class since JAX 0.12
-        return program.replace(jaxpr=_with_products(program.jaxpr, names))
-    return program.replace(eqns=[_with_product(eqn, names) for eqn in program.eqns])
+        return program.replace(jaxpr=_with_products(program.jaxpr, names, found))
+    return program.replace(eqns=[_with_product(eqn, names, found) for eqn in program.eqns])
 
 
-def _with_product(eqn: Any, names: dict) -> Any:
+def _with_product(eqn: Any, names: dict, found: list[str]) -> Any:
     if eqn.primitive is jax.lax.dot_general_p:
         precision = eqn.params["precision"]
         name = names[DEFAULT if precision is None else precision[0]]
+        found.append(name)
         return _call(partial(_product, name, eqn.params), eqn, eqn.invars)
     params = jax.tree.map(
-        lambda x: _with_products(x, names) if isinstance(x, ClosedJaxpr | Jaxpr) else x,
+        lambda x: _with_products(x, names, found) if isinstance(x, ClosedJaxpr | Jaxpr) else x,
         eqn.params,
         is_leaf=lambda x: not isinstance(x, dict | tuple) or x == (),
     )

@@ -176,6 +176,12 @@ def test_a_small_move_of_a_factor_models_bias_is_kept_on_a_chip():
     np.testing.assert_array_equal(whole(x, after), whole(x, before))
 
 
+def test_a_function_without_products_is_not_emulated():
+    """What hides them, as a kernel does, would be taken for exact."""
+    with pytest.raises(ValueError, match="tpu: the function has no matrix product"):
+        emulated(jnp.sin, "tpu")(jnp.ones(3))
+
+
 @pytest.mark.parametrize("name", ["1", "8"])
 def test_an_emulated_chip_rounds_products_on_any_mesh(name):
     """Rows over a mesh are in a program of each device, within that of all."""
