@@ -42,9 +42,9 @@ def module(name: str) -> Any:
 def without_validation() -> AbstractContextManager:
     """Return a context in which NumPyro does not validate parameters: the first run has done so.
 
-    Parameters that are numbers are the same in each run, and of a tracer there is nothing to tell. NumPyro
-    tries all the same, and compiles what its constraints compute apart from the parameter: some ten
-    programs for each Cholesky factor in each trace.
+    Parameters that are numbers are the same in each run, and of a tracer there is nothing to tell.
+    NumPyro tries all the same, and compiles what its constraints compute apart from the parameter: some
+    ten programs for each Cholesky factor in each trace.
     """
     return module("numpyro").validation_enabled(False)
 
