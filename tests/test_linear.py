@@ -144,7 +144,7 @@ def test_other_arrays_are_refused(x, w, kind, message):
 
 
 def interpreted(chip, *first):
-    """Return a chip's gradients as a program of their own, `first` arguments (a term) bound to it."""
+    """Return gradients by a chip's kernel as one program; `first` may be the term of a factor model."""
     return jax.jit(functools.partial(chip.gradients, *first, interpret=True))
 
 
