@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.functions import meaning
 from gspmd_mcmc.views.communication import with_origins
-from gspmd_mcmc.views.program import closures
 from gspmd_mcmc.views.program.closures import closed_over
 
 
@@ -169,10 +169,11 @@ def test_strange_objects_do_no_harm():
 
 
 def test_a_search_without_end_is_given_up(monkeypatch):
-    monkeypatch.setattr(closures, "MOST_OBJECTS", 100)
+    monkeypatch.setattr(meaning, "MOST_OBJECTS", 100)
     near, far = numbers(3), numbers(4)
     many = [near, [[i] for i in range(1000)], [[[far]]]]
-    assert [found is near for _, found in closed_over(lambda: many)] == [True]
+    with pytest.warns(UserWarning, match="100 objects are read"):
+        assert [found is near for _, found in closed_over(lambda: many)] == [True]
 
 
 # As constants of a program.

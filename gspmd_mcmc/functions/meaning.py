@@ -1,293 +1,235 @@
-"""The meaning of a function: its code and all that it reads apart from its arguments, as one value.
+"""The meaning of a function: its code, and the values that it reads apart from its arguments.
 
-Two functions of equal meaning trace to the same program, whichever objects they are; one function has
-another meaning once a global, a closure, a field or an entry that it reads has changed.
+Functions of equal meaning trace to the same program. A meaning is read anew each time that it is
+needed, because a remembered one may be out of date. The guide (``docs/sampling.md``) states how each
+kind of value is compared, and which changes are not seen.
 """
 
-import enum
+import contextvars
+import functools
+import operator
+import sys
 import types
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Set
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
-from gspmd_mcmc.functions.contents import (
-    Same,
-    digest_of,
-    is_code,
-    is_data,
-    is_leaf,
-    is_of_python,
-    is_value,
-    of_jax_array,
-    pickle_of,
-    unboxed,
-)
-from gspmd_mcmc.functions.reads import (
-    MISSING,
-    Read,
-    attributes_of,
-    is_constant,
-    is_library,
-    key_of,
-    names_of,
-    part_of,
-    reads_of,
-)
+from gspmd_mcmc.functions.names import is_library, names_of, without_lines
+from gspmd_mcmc.values import Same, hides_state, is_value, of_jax, of_numpy, opaque, plain, slots_of
 
-MOST_OBJECTS = 20_000  # what is beyond is compared by identity
-_PLAIN = (bool, int, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
-_WRAPPERS = (property, staticmethod, classmethod)
+Place = tuple[Any, ...]  # keys from the root
+Parts = list[tuple[Any, str, Any]]  # key, name for people, value
+EMPTY: Mapping[Place, Any] = {}
+MOST_OBJECTS = 20_000
+_MAP = dict | types.MappingProxyType
+_CONTAINERS = _MAP | list | tuple | deque | set | frozenset
 
 
 class Meaning:
-    """The meaning of a function; equal ones are one object."""
+    """What stands at each place that a root reads; compares by these values."""
 
-    __slots__ = ("__weakref__", "entries", "has_users_code")
+    def __init__(self, root: Any, written: Mapping[Place, Any] = EMPTY, *, with_methods: bool = False):
+        walk = Walk(root, written, with_methods=with_methods)
+        self.values, self.where, self.has_users_code = walk.values, walk.where, walk.has_users_code
+        self._hash = hash(frozenset(self.values.items()))
 
-    def __init__(self, entries: tuple, has_users_code: bool):
-        self.entries, self.has_users_code = entries, has_users_code
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Meaning) and self._hash == other._hash and self.values == other.values
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def changes(self, now: "Meaning", written: Mapping[Place, Any] = EMPTY) -> dict[Place, str]:
+        """Return places whose values differ, with their names; not those that ``now`` leaves out."""
+        places, names = dict.fromkeys((*self.values, *now.values)), now.where | self.where
+        differ = [p for p in places if self.values.get(p, self) != now.values.get(p, self)]
+        return {p: names[p] for p in differ if p in now.values or p not in written}
 
 
-_KNOWN: weakref.WeakValueDictionary[tuple, Meaning] = weakref.WeakValueDictionary()
+class Walk:
+    """Goes from a root through everything that it reads, breadth first.
 
-
-class Place(NamedTuple):
-    """A place that was read: what a quick look at it saw then, to compare with what it sees now."""
-
-    look: Callable[[], Any]
-    seen: Any
-    where: str
-    key: tuple[int, Any]  # id of what holds it, and key there
-
-
-class Look:
-    """What a function means now, and what to look at to see whether it still does.
-
-    Parameters
-    ----------
-    root
-        A function, or any object.
-    ignored
-        Places (`Place.key`) that are no part of the meaning.
-    with_methods
-        Whether all methods of users' classes count: this library calls them, so no user's code has to
-        name them.
+    Of objects, classes and modules of the user it follows the attributes that code on the way names.
+    Places that still hold what a function itself has ``written`` there are left out.
     """
 
-    __slots__ = ("_alive", "_looks", "meaning", "places")
-
-    def __init__(
-        self, root: Any, ignored: Set[tuple[int, Any]] = frozenset(), *, with_methods: bool = False
-    ):
-        walk = _Walk(root, ignored, with_methods)
-        entries = tuple(walk.entries)
-        self.meaning = _KNOWN.setdefault(entries, Meaning(entries, walk.has_users_code))
-        self._alive = walk.alive  # so that identities stay theirs
-        self._looks = [(place.look, place.seen) for place in walk.places]
-        self.places = {place.key: (place.where, place.seen) for place in walk.places}
-
-    def is_current(self) -> bool:
-        """Tell whether nothing that was read has been replaced: microseconds."""
-        return all(look() == seen for look, seen in self._looks)
-
-
-class _Walk:
-    """Goes through all that a root reads, breadth first; of objects only attributes that code names."""
-
-    def __init__(self, root: Any, ignored: Set[tuple[int, Any]], with_methods: bool):
-        self.entries: list[Any] = []
-        self.places: list[Place] = []
-        self.alive: list[Any] = []
-        self.has_users_code = False
-        self._ignored, self._with_methods = ignored, with_methods
-        self._numbers: dict[int, int] = {}
-        self._queue: deque[tuple[str, Any, int]] = deque()
+    def __init__(self, root: Any, written: Mapping = EMPTY, *, with_methods=False, where: str = ""):
+        self.values: dict[Place, Any] = {}
+        self.where: dict[Place, str] = {}
+        self.objects: list[tuple[str, Any]] = []  # keeps them alive while they are compared by identity
+        self.has_users_code, self._with_methods, self._is_any_read = False, with_methods, False
+        self._first: dict[int, Place] = {}
         self._names: set[str] = set()
-        self._is_dynamic = False
-        self._constant: set[int] = set()  # of dicts that need no look
-        self._of_leaves: set[type] = set()  # classes of objects that are leaves of pytrees
-        self._by_name: list[tuple[str, Any, int, set[str]]] = []  # where, object, number, names done
-        self.entries.append(self._ref("", root))
+        self._named: list[tuple[Place, str, Any, set[str]]] = []  # objects whose named attributes count
+        self._queue: deque[tuple[Place, str, Any]] = deque([((), where, root)])
         while self._queue or self._follow_names():
-            where, node, number = self._queue.popleft()
-            self.entries.append((number, *self._describe(where, node, number)))
+            place, where, node = self._queue.popleft()
+            self.where[place] = where
+            value = self._value(place, where, node)
+            if place not in written or written[place] != value:
+                self.values[place] = value
 
-    def _ref(self, where: str, node: Any) -> Any:
-        """Return what stands for a value: itself if it is plain, else its number in this walk."""
-        if type(node) in _PLAIN:
-            return (type(node), node)
-        if type(node) in (float, complex):
-            return (type(node), repr(node))  # zeros of either sign, and NaN
-        number = self._numbers.get(id(node))
-        if number is None:
-            number = self._numbers[id(node)] = len(self._numbers)
-            if number > MOST_OBJECTS:
-                return Same(node)
-            self.alive.append(node)
-            self._queue.append((where, node, number))
-        return number
+    def _value(self, place: Place, where: str, node: Any) -> Any:
+        if (value := plain(node)) is not None:
+            return value
+        if id(node) in self._first:
+            return ("again", self._first[id(node)])
+        number, self._first[id(node)] = len(self._first), place
+        self.objects.append((where, node))
+        if number == MOST_OBJECTS:
+            warnings.warn(f"{number} objects are read: changes in {where} are not seen", stacklevel=2)
+        if number >= MOST_OBJECTS:
+            return Same(node)
+        value, parts = self._described(place, where, node)
+        self._queue.extend(((*place, key), name, part) for key, name, part in parts)
+        return value
 
-    def _read(self, read: Read, *, watch: bool = True) -> Any:
-        """Return what stands for the value at a place, and watch the place."""
-        if (id(read.holder), read.key) in self._ignored:
-            return "ignored"
-        value = read.value
-        if watch:
-            self.alive += [read.holder, value]
-            self._watch(read.look, read.where, read.holder, read.key)
-        return None if value is MISSING else self._ref(read.where, value)
+    def _described(self, place: Place, where: str, node: Any) -> tuple[Any, Parts]:
+        """Return what a node is without its parts, and its parts."""
+        match node:
+            case types.FunctionType():
+                return self._function(place, where, node)
+            case types.MethodType():
+                return "method", [("function", where, node.__func__), ("self", where, node.__self__)]
+            case types.BuiltinFunctionType():
+                is_bound = not isinstance(node.__self__, types.ModuleType | None)
+                return node.__name__ if is_bound else Same(node), [("self", where, node.__self__)]
+            case functools.partial():
+                name = getattr(node.func, "__qualname__", type(node.func).__name__)
+                given = {f"args[{i}]": x for i, x in enumerate(node.args)} | node.keywords
+                parts = [(k, f"{k}, given to a partial of {name}", x) for k, x in given.items()]
+                return Same(type(node)), [("function", where, node.func), *parts]
+            case property():
+                return property, [("function", where, node.fget)]
+            case staticmethod() | classmethod():
+                return type(node), [("function", where, node.__func__)]
+            case np.ndarray() | np.generic() if not node.dtype.hasobject:
+                return of_numpy(node), []
+            case np.ndarray():
+                items = enumerate(np.ravel(node))
+                return node.shape, [(i, part_of(where, f".flat[{i}]"), x) for i, x in items]
+            case jax.Array():
+                return of_jax(node), []
+            case weakref.ref():
+                return weakref.ref, [("referent", where, node())]
+            case contextvars.ContextVar():
+                return Same(node), [("value", where, node.get(None))]
+            case types.ModuleType():
+                self._named += [] if is_library(node) else [(place, where, node, set())]
+                return node.__name__, []
+            case type():
+                return (Same(node), []) if is_library(node) else self._class(place, where, node)
+            case operator.attrgetter() | operator.methodcaller():
+                self._is_any_read = True
+        if isinstance(node, _CONTAINERS):
+            return self._container(place, where, node)
+        return self._object(place, where, node)
 
-    def _watch(self, look: Callable[[], Any], where: str, node: Any, key: Any = None) -> Any:
-        seen, place = look(), (id(node), key)
-        if place not in self._ignored:
-            self.places.append(Place(look, seen, where, place))
-        return seen
-
-    def _describe(self, where: str, node: Any, number: int) -> tuple:
-        """Return what a node is, its parts by what stands for them."""
-        if isinstance(node, types.FunctionType):
-            return self._function(node, number)
-        if isinstance(node, types.MethodType):
-            return ("method", self._ref(where, node.__func__), self._ref(where, node.__self__))
-        if isinstance(node, types.BuiltinFunctionType):
-            owner = node.__self__
-            is_plain = owner is None or isinstance(owner, types.ModuleType)
-            return (Same(node),) if is_plain else (node.__name__, self._ref(where, owner))
-        if isinstance(node, partial):
-            parts = (unboxed(node.func), node.args, node.keywords)
-            self._constant.add(id(node.keywords))
-            return ("partial", *(self._ref(where, part) for part in parts))
-        if isinstance(node, _WRAPPERS):
-            inner = node.fget if isinstance(node, property) else node.__func__
-            return (type(node), self._ref(where, inner))
-        if isinstance(node, np.ndarray | np.generic):
-            return self._array(where, node)
-        if isinstance(node, jax.Array):
-            return of_jax_array(node)
-        if isinstance(node, types.ModuleType):
-            self._by_name += [] if is_constant(node.__name__) else [(where, node, number, set())]
-            return ("module", node.__name__)
-        if isinstance(node, type):
-            return self._class(where, node, number)
-        if isinstance(node, enum.Enum):
-            return (Same(type(node)), node.name, self._ref(where, node.value))
-        if isinstance(node, dict | types.MappingProxyType):
-            return self._items(where, node) + self._object(where, node, number, is_opaque=False)
-        if isinstance(node, list | tuple | deque | set | frozenset):
-            return self._elements(where, node) + self._object(where, node, number, is_opaque=False)
-        return self._object(where, node, number)
-
-    def _function(self, function: types.FunctionType, number: int) -> tuple:
-        if is_library(function):
-            what = ("function", function.__code__)
-        else:
-            what = ("function", key_of(function.__code__))
-            names = names_of(function.__code__)
-            self.has_users_code = True
+    def _function(self, place: Place, where: str, node: types.FunctionType) -> tuple[Any, Parts]:
+        name, code, defaults = node.__qualname__, node.__code__, node.__defaults__ or ()
+        cells = zip(code.co_freevars, map(_in_cell, node.__closure__ or ()), strict=True)
+        positional = code.co_varnames[: code.co_argcount][-len(defaults) or code.co_argcount :]
+        # A decorator's function may show the defaults of the function that it wraps.
+        given = dict(zip(positional, defaults, strict=False)) | (node.__kwdefaults__ or {})
+        reads = {"closed over by {}": dict(cells), "a default of {}": given}
+        if not is_library(node):
+            self.has_users_code, self.where[place] = True, where or f"the code of {name}"
+            names = names_of(code)
             self._names |= names.attributes
-            self._is_dynamic |= names.is_dynamic
-            for part in ("__code__", "__defaults__"):
-                read = Read("", function, partial(getattr, function), part)
-                self.alive.append(read.value)
-                self._watch(read.look, f"{part} of {function.__qualname__}", function, part)
-            self._by_name += [("", function, number, set())] if vars(function) else []
-        refs = [(r.key, self._read(r, watch=r.holder is not function)) for r in reads_of(function)]
-        return (*what, *refs)
+            self._is_any_read |= names.reads_any
+            self._named.append((place, where or name, node, set()))
+            known = sorted(names.globals & node.__globals__.keys())
+            reads["a global that {} reads"] = {n: node.__globals__[n] for n in known}
+            reads["imported by {}"] = {n: sys.modules.get(n) for n in sorted(names.modules)}
+        found = ((how, n, x) for how, held in reads.items() for n, x in held.items())
+        parts = [((how, n), f"{n}, {how.format(name)}", x) for how, n, x in found]
+        parts += [("wrapped", where, node.__wrapped__)] if hasattr(node, "__wrapped__") else []
+        return without_lines(code), parts
 
-    def _array(self, where: str, node: Any) -> tuple:
-        if type(node) is not np.ndarray and not isinstance(node, np.generic):
-            return (Same(type(node)), self._opaque(where, node))
-        if node.dtype.hasobject:
-            return (node.shape, *(self._ref(where, x) for x in node.flat))
-        if isinstance(node, np.generic):
-            return (type(node), node.tobytes())
-        digest = self._watch(partial(digest_of, node), where, node)
-        return ("ignored",) if (id(node), None) in self._ignored else digest
+    def _class(self, place: Place, where: str, node: type) -> tuple[Any, Parts]:
+        self.has_users_code, where = True, where or node.__name__
+        self._named.append((place, where, node, set()))
+        bases = [(f"base {i}", where, x) for i, x in enumerate((*node.__bases__, type(node)))]
+        called = [n for n in vars(node) if self._with_methods or n[:2] == n[-2:] == "__"]
+        methods = [(n, f"{where}.{n}", vars(node)[n]) for n in called if _is_method(vars(node)[n])]
+        # A program returns the classes that it was traced with, apart from those of leaves.
+        is_of_leaf = bool(place) and str(place[-1]).startswith(("class", "base "))
+        return (node.__qualname__, None if is_of_leaf else Same(node)), bases + methods
 
-    def _class(self, where: str, node: type, number: int) -> tuple:
-        if is_library(node):
-            return (Same(node),)
-        self.has_users_code = True
-        self._by_name.append((where, node, number, set()))
-        is_all = self._with_methods
-        called = [
-            n for n, x in vars(node).items() if (is_all or n[:2] == n[-2:] == "__") and is_code(x)
-        ]
-        methods = [self._read(Read(f"{where}.{n}", node, vars(node).get, n)) for n in called]
-        if node in self._of_leaves:
-            self._of_leaves.update(node.__bases__)
-        bases = [self._ref(where, base) for base in node.__bases__]
-        # A program returns the classes that it was traced with; those of leaves it cannot return.
-        identity = None if node in self._of_leaves else Same(node)
-        return ("class", node.__qualname__, identity, *bases, *called, *methods)
+    def _container(self, place: Place, where: str, node: Any) -> tuple[Any, Parts]:
+        items = enumerate(sorted(node, key=repr) if isinstance(node, set | frozenset) else node)
+        pairs = list(node.items() if isinstance(node, _MAP) else items)
+        parts: Parts = [(i, part_of(where, f"[{k!r}]"), x) for i, (k, x) in enumerate(pairs)]
+        parts.append(("keys", where, tuple(k for k, _ in pairs)))
+        parts.append(("factory", where, getattr(node, "default_factory", None)))
+        of_object = [] if is_library(type(node)) else self._object(place, where, node)[1]
+        return (Same(type(node)), len(parts)), parts + of_object
 
-    def _items(self, where: str, node: Any) -> tuple:
-        if id(node) not in self._constant:
-            self._watch(lambda: ([*map(id, node.values())], [*map(id, node)]), where, node)
-        if (id(node), None) in self._ignored:
-            return ("ignored",)
-        return tuple(
-            (self._ref(where, k), self._ref(part_of(where, f"[{k!r}]"), v)) for k, v in node.items()
-        )
-
-    def _elements(self, where: str, node: Iterable) -> tuple:
-        if not isinstance(node, tuple | frozenset):
-            self._watch(lambda: [*map(id, node)], where, node)
-        if (id(node), None) in self._ignored:
-            return ("ignored",)
-        ordered = sorted(node, key=repr) if isinstance(node, set | frozenset) else node
-        return tuple(self._ref(part_of(where, f"[{i}]"), x) for i, x in enumerate(ordered))
-
-    def _object(self, where: str, node: Any, number: int, *, is_opaque: bool = True) -> tuple:
-        cls = type(node)
-        kept = attributes_of(node)
-        owner = where or cls.__name__
+    def _object(self, place: Place, where: str, node: Any) -> tuple[Any, Parts]:
+        cls, name = type(node), where or type(node).__name__
+        hidden = opaque(node) if hides_state(cls) and not isinstance(node, _CONTAINERS) else None
         if not is_library(cls):
-            self._of_leaves.update([cls] if is_leaf(node) else [])
-            held = getattr(node, "__dict__", None)
-            if isinstance(held, dict):
-                self._watch(partial(len, held), f"the attributes of {owner}", held, len)
-            self._by_name.append((owner, node, number, set()))
-            return ("object", self._ref("", cls))
-        if cls.__module__.startswith("jaxlib") and "__wrapped__" in getattr(node, "__dict__", ()):
-            return (Same(cls), self._ref(where, node.__wrapped__))  # a jitted function
-        if is_opaque and is_value(node):
-            return (cls, node)
-        if is_opaque and not kept and not is_of_python(cls):
-            return (Same(cls), self._opaque(where, node))
-        package = cls.__module__.split(".")[0]
-        if package == "gspmd_mcmc":  # nobody writes to the dicts of ours
-            self._constant.update(id(r.value) for r in kept)
-        is_frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
-        watch = not (is_frozen or package in ("gspmd_mcmc", "jax", "jaxlib"))
-        return (Same(cls), *((r.key, self._attribute(owner, r, watch)) for r in kept))
-
-    def _attribute(self, owner: str, read: Read, watch: bool = True) -> Any:
-        return self._read(read._replace(where=part_of(owner, read.where)), watch=watch)
+            self._named.append((place, name, node, set()))
+            kind = None if jax.tree_util.all_leaves([node]) else Same(cls)
+            return (kind, hidden), [("class", where, cls)]
+        held = dict(_attributes(node))
+        if hidden and "__wrapped__" in held:  # made by jax.jit or lru_cache
+            return Same(cls), [("wrapped", where, held["__wrapped__"])]
+        if is_value(node):
+            return (Same(cls), node), []
+        # Weak references are caches of libraries: NumPyro's transforms remember their inverses so.
+        shown = [n for n, x in held.items() if not isinstance(x, weakref.ref) and n[:2] != "__"]
+        shown += ["__wrapped__"] if "__wrapped__" in held else []
+        return (Same(cls), hidden), [(n, part_of(name, f".{n}"), held[n]) for n in shown]
 
     def _follow_names(self) -> bool:
-        """Read what the names met since lead to, and all attributes of objects that are data."""
-        for where, node, number, done in list(self._by_name):
-            if isinstance(node, types.ModuleType | type):
-                held: Any = vars(node)
-                names = (self._names & held.keys()) - done
-                reads = [Read(f".{n}", node, held.get, n) for n in sorted(names)]
-            else:
-                is_whole = self._is_dynamic or is_data(node)
-                kept = [r for r in attributes_of(node) if r.key not in done]
-                reads = [r for r in kept if is_whole or r.key in self._names]
-            done.update(r.key for r in reads)
-            self.entries += [(number, r.key, self._attribute(where, r)) for r in reads]
+        """Queue the attributes that code met so far names, and all attributes of data."""
+        for place, where, node, done in self._named:
+            is_space = isinstance(node, types.ModuleType | types.FunctionType | type)
+            found = list(vars(node).items()) if is_space else _attributes(node)
+            is_any_read = self._is_any_read and (isinstance(node, type) or not is_space)
+            is_whole = is_any_read or (not is_space and _is_data(node))
+            read = {n: x for n, x in found if n in self._names or (is_whole and n[:2] != "__")}
+            new = [(n, x) for n, x in read.items() if n not in done]
+            done.update(read)
+            self._queue.extend(((*place, (".", n)), part_of(where, f".{n}"), x) for n, x in new)
         return bool(self._queue)
 
-    def _opaque(self, where: str, node: Any) -> Any:
-        """Return what stands for an object that shows no attributes: its pickle, or its identity."""
-        if pickle_of(node) is None:
-            return Same(node)
-        found = self._watch(partial(pickle_of, node), where, node)
-        return "ignored" if (id(node), None) in self._ignored else found
+
+def part_of(where: str, part: str) -> str:
+    """Write a part: of ``data, closed over by f`` it is ``data['x'], closed over by f``."""
+    name, comma, how = where.partition(", ")
+    return f"{name}{part}{comma}{how}"
+
+
+def _in_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable is not bound yet
+        return None
+
+
+def _is_method(thing: Any) -> bool:
+    is_wrapper = callable(thing) and hasattr(thing, "__wrapped__")  # made by jax.jit
+    return is_wrapper or isinstance(thing, types.FunctionType | property | staticmethod | classmethod)
+
+
+def _is_data(node: Any) -> bool:
+    """Tell whether code that is not seen may read an object's attributes, such as a library's."""
+    classes, lookups = type(node).__mro__[:-1], {"__getattr__", "__getattribute__"}
+    is_derived = any(is_library(c) or lookups & {*vars(c)} for c in classes)
+    is_pytree = not jax.tree_util.all_leaves([node])
+    return is_pytree or is_derived or hasattr(type(node), "__dataclass_fields__")
+
+
+def _attributes(node: Any) -> list[tuple[str, Any]]:
+    """Return the attributes that an object keeps, in its slots and in its dictionary."""
+    held = getattr(node, "__dict__", None)
+    found = {n: getattr(node, n) for n in slots_of(type(node)) if hasattr(node, n)}
+    found |= held if isinstance(held, dict) else {}
+    return list(found.items())

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gspmd_mcmc.errors import answers
-from gspmd_mcmc.functions.function import Function, as_partial, name_of_function
 from gspmd_mcmc.models import sharded
 from gspmd_mcmc.models.conditioning import condition
 from gspmd_mcmc.models.joint_parts import (
@@ -39,6 +38,7 @@ from gspmd_mcmc.models.tfp import AnswersTFP, without_root
 from gspmd_mcmc.placement.explicit import OnMesh, on_any_mesh
 from gspmd_mcmc.placement.padding import is_padded, real_rows, refuse_padded
 from gspmd_mcmc.targets.checks import check_key, constant_megabytes
+from gspmd_mcmc.targets.function import Function, as_partial, name_of_function
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.tree import is_staging, pytree, set_fields, static
 

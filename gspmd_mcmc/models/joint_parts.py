@@ -10,12 +10,12 @@ import jax
 from jax.sharding import Mesh
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.functions.function import as_partial
-from gspmd_mcmc.functions.modules import hold, release
 from gspmd_mcmc.models.sharded import Sharded, check_value, draw_part, is_distribution, plain, shown
 from gspmd_mcmc.models.tfp import name_of, refuse_foreign
 from gspmd_mcmc.placement.mesh import auto_mesh
+from gspmd_mcmc.placement.modules import hold, release
 from gspmd_mcmc.placement.padding import is_padded, real_rows
+from gspmd_mcmc.targets.function import as_partial
 
 
 def run(joint: Any, visit: Callable[[int, str, Any], Any]) -> None:

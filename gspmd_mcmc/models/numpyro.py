@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.functions.function import as_partial, run
 from gspmd_mcmc.models.numpyro_arguments import Bound, module
 from gspmd_mcmc.models.numpyro_sites import NumpyroModel, read_sites
 from gspmd_mcmc.models.numpyro_trace import trace_sites
@@ -23,6 +22,7 @@ from gspmd_mcmc.placement.mesh import axes_of, named_sharding
 from gspmd_mcmc.placement.padding import unpadded, values_of
 from gspmd_mcmc.targets import independence
 from gspmd_mcmc.targets.checks import check_outside_programs
+from gspmd_mcmc.targets.function import as_partial, run
 from gspmd_mcmc.targets.local import cut, lay_out
 from gspmd_mcmc.targets.posterior import Posterior
 

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspmd_mcmc.functions.contents import unboxed
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.numbers import as_array, check_leaves
 from gspmd_mcmc.placement.padding import is_padded, real_rows, unpadded
 from gspmd_mcmc.targets.checks import CONSTANT_BYTES
+from gspmd_mcmc.targets.function import unboxed
 
 # What JAX raises where code asks for a value that only the running program has.
 LOOKS = (

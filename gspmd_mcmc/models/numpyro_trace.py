@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from gspmd_mcmc.functions.function import as_partial, run
 from gspmd_mcmc.models.numpyro_arguments import Bound, module, start
 from gspmd_mcmc.models.site_model import must_be_continuous
 from gspmd_mcmc.models.supports import bijection_for, bijection_of, is_tree
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.padding import num_real_rows, unpadded, values_of
 from gspmd_mcmc.targets.bijections import ByModel
+from gspmd_mcmc.targets.function import as_partial, run
 from gspmd_mcmc.targets.streaming.rows import row_axes
 
 

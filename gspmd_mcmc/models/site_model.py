@@ -17,11 +17,11 @@ import numpy as np
 from jax.tree_util import DictKey
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.functions.function import of_model
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.mesh import axes_of
 from gspmd_mcmc.placement.padding import is_padded, num_real_rows, real_rows, values_of
 from gspmd_mcmc.targets.bijections import ByModel, constrain
+from gspmd_mcmc.targets.function import of_model
 from gspmd_mcmc.targets.independence import coupling_of
 from gspmd_mcmc.targets.local import lay_out
 from gspmd_mcmc.targets.posterior import Posterior

@@ -21,7 +21,6 @@ from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Untuned
 from gspmd_mcmc.adaptation.stuck_chains import Move, are_stuck_below
 from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.errors import SamplingWarning
-from gspmd_mcmc.functions.function import changes, meanings
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import least
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
@@ -47,6 +46,7 @@ from gspmd_mcmc.sampling.run_state import (
 from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.storage.saved_draws import SavedDraws
 from gspmd_mcmc.storage.sink import Sink
+from gspmd_mcmc.targets.function import changes, meanings
 from gspmd_mcmc.targets.local import fill_pad, is_row_values, unwrap
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.tree import PyTree

@@ -20,7 +20,6 @@ from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Untuned
 from gspmd_mcmc.diagnostics.columns import SMALL_LEAF, apply_to_columns, shards_of
 from gspmd_mcmc.diagnostics.statistics import COPIES, column_statistics
 from gspmd_mcmc.diagnostics.table import named_leaves
-from gspmd_mcmc.functions.function import traced_with
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.placement.padding import refuse_padded
@@ -41,6 +40,7 @@ from gspmd_mcmc.sampling.run_state import (
     set_up,
 )
 from gspmd_mcmc.storage.sink import Sink
+from gspmd_mcmc.targets.function import traced_with
 from gspmd_mcmc.targets.local import is_row_values
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, roles

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.errors import CALLER_OF_SAMPLE, SamplingWarning, answers
-from gspmd_mcmc.functions.function import as_partial, changes, traced_with
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.processes import spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
@@ -36,6 +35,7 @@ from gspmd_mcmc.sampling.run_state import keep_position
 from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets import checks, independence
+from gspmd_mcmc.targets.function import as_partial, changes, traced_with
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, path_str
 

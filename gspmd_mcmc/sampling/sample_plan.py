@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
-from gspmd_mcmc.functions.function import as_partial
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
 from gspmd_mcmc.sampling.run import DEVICE_SHARE
@@ -28,6 +27,7 @@ from gspmd_mcmc.sampling.run_state import keep_position
 from gspmd_mcmc.sampling.sample import check_arguments
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets import checks
+from gspmd_mcmc.targets.function import as_partial
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.views.chips import Accelerator
 from gspmd_mcmc.views.notation import bytes_text

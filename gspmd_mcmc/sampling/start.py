@@ -14,14 +14,14 @@ from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.errors import CALLER_OF_SAMPLE, SamplingWarning
-from gspmd_mcmc.functions.function import as_partial
-from gspmd_mcmc.functions.modules import is_module
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.layout import Layout, read_layout
+from gspmd_mcmc.placement.modules import is_module
 from gspmd_mcmc.sampling.mode import Mode
 from gspmd_mcmc.targets import checks
+from gspmd_mcmc.targets.function import as_partial
 from gspmd_mcmc.targets.local import cut, lay_out, zero_pad
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, path_str, roles

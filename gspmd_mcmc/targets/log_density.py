@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import jax
 from jax.tree_util import Partial
 
-from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.placement.numbers import check_leaves
 from gspmd_mcmc.placement.padding import refuse_padded
 from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
+from gspmd_mcmc.targets.function import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, pytree, set_fields
 

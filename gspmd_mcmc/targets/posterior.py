@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, KeyPath, Partial, SequenceKey
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import whole
 from gspmd_mcmc.placement.laid_groups import Order
@@ -18,6 +17,7 @@ from gspmd_mcmc.placement.numbers import num_nonfinite
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
+from gspmd_mcmc.targets.function import as_partial, name_of_function, noting_shapes, summands
 from gspmd_mcmc.targets.local import Local, cut, without, wrap
 from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.targets.streaming.rows import Rows

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.functions.function import as_partial, name_of_function, noting_shapes
 from gspmd_mcmc.placement.groups import Groups
 from gspmd_mcmc.placement.laid_groups import GroupedRows, GroupLabels, GroupTable, Order
 from gspmd_mcmc.placement.lookup_index import with_orders
 from gspmd_mcmc.placement.padding import is_padded, refuse_laid_by_groups
 from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
+from gspmd_mcmc.targets.function import as_partial, name_of_function, noting_shapes
 from gspmd_mcmc.targets.fused.tracing import kernels_where
 from gspmd_mcmc.targets.local import Local, lay_out, without
 from gspmd_mcmc.targets.streaming import tiling

@@ -1,0 +1,114 @@
+"""What stands for a value where values are compared: its content, or its identity."""
+
+import functools
+import marshal
+import pickle
+import sys
+import warnings
+import weakref
+from hashlib import blake2b
+from typing import Any
+
+import jax
+import numpy as np
+
+from gspmd_mcmc.tree import is_traced
+
+_ATOMS = {bool, int, float, complex, str, bytes, type(None), type(Ellipsis)}
+_MOST_BYTES, _MOST_ITEMS = 1 << 20, 100  # a larger jax.Array is compared by identity
+_VALUES = sys.stdlib_module_names | {"jax", "jaxlib"}  # what compares by value there does not change
+_CONVERTED: dict[int, tuple[weakref.ref, Any]] = {}  # NumPy arrays that JAX converts, and their values
+
+
+class Same:
+    """Compares an object by identity. An object that has died equals nothing."""
+
+    def __init__(self, thing: Any):
+        self._hash = id(thing)
+        try:
+            self._get = weakref.ref(thing)
+        except TypeError:
+            self._get = lambda: thing
+
+    def __eq__(self, other: object) -> bool:
+        thing = self._get()
+        return self is other or (
+            isinstance(other, Same) and thing is not None and thing is other._get()
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def plain(node: Any) -> bytes | None:
+    """Return what stands for a number, a string or many of them; None for another object.
+
+    A short list is another object, because a function may write one of its items and read another.
+    """
+    kind = type(node)
+    if kind in (tuple, frozenset) or (kind in (list, set) and len(node) > _MOST_ITEMS):
+        return digest(marshal.dumps(node, 2)) if {*map(type, node)} <= _ATOMS else None
+    return digest(marshal.dumps(node, 2)) if kind in _ATOMS else None
+
+
+def digest(data: bytes) -> bytes:
+    """Return short data as they are, and a hash of long ones."""
+    return data if len(data) < 64 else blake2b(data).digest()
+
+
+def of_numpy(node: np.ndarray | np.generic) -> Any:
+    """Describe a NumPy array by its numbers."""
+    if isinstance(node, np.ndarray) and type(node) is not np.ndarray:  # a masked array
+        return opaque(node)
+    value = (type(node), node.dtype, node.shape, digest(node.tobytes()))
+    if isinstance(node, np.ndarray) and jax.dtypes.canonicalize_dtype(node.dtype) != node.dtype:
+        ref, earlier = _CONVERTED.get(id(node), (None, None))
+        if ref is not None and ref() is node and earlier != value:
+            jax.clear_caches()  # JAX keeps its conversion of an array, even if the array changes later
+        forget = functools.partial(lambda number, _: _CONVERTED.pop(number, None), id(node))
+        _CONVERTED[id(node)] = (weakref.ref(node, forget), value)
+    return value
+
+
+def of_jax(array: jax.Array) -> Any:
+    """Describe a JAX array by its numbers; a large one, or one that is not all here, is itself."""
+    if is_traced(array) or not array.is_fully_addressable or array.is_deleted():
+        return Same(array)
+    is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
+    with jax.ensure_compile_time_eval():
+        numbers = jax.random.key_data(array) if is_key else array
+    kind = (str(array.dtype), array.shape, getattr(array, "weak_type", False), array.sharding)
+    is_small = numbers.nbytes <= _MOST_BYTES
+    return (*kind, digest(np.asarray(jax.device_get(numbers)).tobytes())) if is_small else Same(array)
+
+
+def opaque(node: Any) -> Any:
+    """Describe an object that has state in C by its pickle; without one, it is itself."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return (Same(type(node)), digest(pickle.dumps(node)))
+    except Exception:  # whatever an object of unknown make raises
+        return Same(node)
+
+
+def is_value(node: Any) -> bool:
+    """Tell whether an object of the standard library or of JAX compares by value."""
+    cls = type(node)
+    if cls.__module__.split(".")[0] not in _VALUES or cls.__hash__ in (None, object.__hash__):
+        return False
+    try:
+        return cls.__eq__ is not object.__eq__ and isinstance(hash(node), int)
+    except Exception:  # of a part that cannot be hashed
+        return False
+
+
+def slots_of(cls: type) -> list[str]:
+    """Return the names of the slots of a class."""
+    declared = [vars(c).get("__slots__", ()) for c in cls.__mro__]
+    return [n for s in declared for n in ((s,) if isinstance(s, str) else s) if n[:2] != "__"]
+
+
+def hides_state(cls: type) -> bool:
+    """Tell whether instances have state in C, apart from slots and a dictionary (as pickle does)."""
+    num_pointers = len(slots_of(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
+    return bool(cls.__itemsize__) or cls.__basicsize__ > object.__basicsize__ + 8 * num_pointers
