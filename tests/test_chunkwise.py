@@ -41,6 +41,7 @@ ON_CHUNKS = {
     "a product with ones": lambda w, x: (w * x) @ np.arange(1.0, 1.0 + WIDTH),
     "two sums": lambda w, x: jnp.sum(w * x, axis=1) * jnp.sum(w * x**2, axis=1),
     "not centred": lambda w, x: jnp.sum((SHIFT + jnp.exp(0.1) * jnp.tanh(w)) * x, axis=1),
+    "logarithms to the base 2": lambda w, x: jnp.sum(jnp.log2(1 + w**2) * x, axis=1),
     "columns": lambda w, x: w[:, 0] + w[:, 1:2].squeeze(1) * x[:, 0],
     "latents alone": lambda w, x: jnp.sum(w * w, axis=1) + x[:, 0],
     "a column of columns": lambda w, x: jnp.sum(w[:, :1] * w * x, axis=1),

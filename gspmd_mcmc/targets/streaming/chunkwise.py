@@ -18,8 +18,8 @@ from jax.extend.core import jaxpr_as_fun
 # What computes each number from those in its place.
 ELEMENTWISE = frozenset(
     ("abs", "add", "clamp", "convert_element_type", "cos", "div", "erf", "exp", "expm1", "integer_pow")
-    + ("log", "log1p", "logistic", "max", "min", "mul", "neg", "pow", "rsqrt", "sign", "sin", "sqrt")
-    + ("square", "sub", "tanh")
+    + ("log", "log1p", "log2", "logistic", "max", "min", "mul", "neg", "one_minus_square", "pow")
+    + ("rsqrt", "sign", "sin", "sqrt", "square", "sub", "tanh")
 )
 # Products of two matrices row by row, and of a matrix and a vector, as `jax.lax.dot_general` has them.
 OF_ROWS, WITH_VECTOR = (((1,), (1,)), ((0,), (0,))), (((1,), (0,)), ((), ()))
