@@ -31,7 +31,7 @@ format: .venv/.installed
 
 # The oldest JAX that pyproject.toml admits. CI runs what leans on JAX most: how arrays lie, print and are
 # read back from programs, and how functions are known by what they mean.
-QUICK := chunkwise versions placement abstract_mesh positional device_groups visualize visualize_leaves hlo meaning mapped_axes
+QUICK := jax_private imports chunkwise versions placement abstract_mesh positional device_groups visualize visualize_leaves hlo meaning mapped_axes
 
 .venv-oldest/.installed: pyproject.toml
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest

@@ -19,11 +19,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src import compiler
+
+try:
+    from jax._src import compiler
+except ImportError:  # then programs of tests are compiled as a user's
+    compiler: Any = None
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -97,7 +102,9 @@ def pytest_collection_finish():
 def _quick_options():
     """Give XLA its options wherever LLVM optimises nothing."""
 
-    def options(*args, env_options_overrides=None, inner=compiler.get_compile_options, **named):
+    inner: Any = getattr(compiler, "get_compile_options", None)
+
+    def options(*args, env_options_overrides=None, **named):
         chosen = QUICKLY if jax.config.read("jax_disable_most_optimizations") else {}
         return inner(*args, env_options_overrides=chosen | (env_options_overrides or {}), **named)
 

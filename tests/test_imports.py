@@ -13,10 +13,11 @@ import gspmd_mcmc
 
 PACKAGE = "gspmd_mcmc"
 ROOT = Path(gspmd_mcmc.__file__).parent
-BASE = {"versions", "errors", "extras", "tree"}
+BASE = {"versions", "errors", "extras", "tree", "jax_private"}
 UP_TO_TARGETS = BASE | {"multihost", "placement", "functions", "targets"}
 MAY_IMPORT = {
     **{"versions": set(), "errors": set(), "extras": set(), "tree": {"errors"}},
+    "jax_private": {"errors"},
     "moments": {"tree"},
     "multihost": BASE,
     "placement": BASE | {"multihost"},

@@ -84,8 +84,3 @@ def test_maps_lie_within_each_other(mesh):
     jax.make_jaxpr(vmap_over("chains", vmap_over("data", function, (0,)), (0,)))(jnp.float32(AT))
     jax.make_jaxpr(vmap_over("chains", jax.vmap(function, spmd_axis_name="data"), (0,)))(AT)
     assert found == [{"chains", "data"}, None]
-
-
-def test_where_jax_does_not_tell_nothing_is_known(monkeypatch):
-    monkeypatch.delattr("jax._src.core.get_axis_env")
-    assert mapped_axes() is None

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.interpreters import pxla
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc import PositionalSharding
+from gspmd_mcmc import PositionalSharding, jax_private
 
 TUTORIAL_ORDER = [0, 1, 2, 3, 6, 7, 4, 5]
 ORDERS = [
@@ -408,7 +407,7 @@ def test_outputs_of_computations_have_names_on_the_same_mesh(monkeypatch):
     assert w.sharding.mesh == eight().mesh
     assert w.sharding.is_equivalent_to(eight().reshape(4, 2), 2)
     assert jnp.sin(y).sharding == y.sharding
-    monkeypatch.delitem(pxla._orig_out_sharding_handlers, PositionalSharding)
+    monkeypatch.delitem(jax_private.found("out_sharding_handlers"), PositionalSharding)
     w = jax.jit(lambda a, b: jnp.dot(a, b))(y, z)
     assert not isinstance(w.sharding, NamedSharding)
     assert_holds(w, array_of_sets(jax.devices()).reshape(4, 2), numbers(8, 8) @ numbers(8, 8))

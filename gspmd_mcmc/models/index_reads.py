@@ -7,14 +7,22 @@ traced once with numbers of rows and of groups that no other axis has.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
-from jax.interpreters.partial_eval import dce_jaxpr
 
+from gspmd_mcmc import jax_private
+from gspmd_mcmc.jax_private import (
+    evaluate,
+    fresh_variable,
+    is_literal,
+    open_program,
+    with_constants,
+    without_unused,
+)
 from gspmd_mcmc.multihost.processes import to_host
 
 # Equations that call a program; what they call is looked into.
@@ -62,14 +70,14 @@ class Program:
     def __init__(self, function: Callable, *args: Any):
         closed, self.out = jax.make_jaxpr(function, return_shape=True)(*args)
         flat = _flat(closed)
-        num_outputs = len(flat.jaxpr.outvars)
-        jaxpr, _ = dce_jaxpr(flat.jaxpr, [True] * num_outputs, instantiate=True)
-        self.closed = ClosedJaxpr(jaxpr, flat.consts)
+        inner = open_program(flat)
+        inner, _ = without_unused(inner, [True] * len(inner.outvars), keep_inputs=True)
+        self.closed = with_constants(inner, flat.consts, closed)
 
     @property
     def gathers(self) -> list[Any]:
         """The equations that gather."""
-        return [eqn for eqn in self.closed.jaxpr.eqns if eqn.primitive is jax.lax.gather_p]
+        return [eqn for eqn in open_program(self.closed).eqns if _is_gather(eqn)]
 
     def reads(self, num_groups: int, num_rows: int) -> list[Read]:
         """Find the gathers by which rows read groups; no other axis has these lengths.
@@ -80,19 +88,20 @@ class Program:
             If groups meet rows in another way: a sum over groups, an index that is no row's.
         """
         found, number = [], -1
-        for eqn in self.closed.jaxpr.eqns:
-            number += eqn.primitive is jax.lax.gather_p
+        for eqn in open_program(self.closed).eqns:
+            number += _is_gather(eqn)
             of_groups = [num_groups in _shape(v) for v in eqn.invars]
             if not any(of_groups) or all(num_groups in _shape(v) for v in eqn.outvars):
                 continue
-            if eqn.primitive is not jax.lax.gather_p:
+            if not _is_gather(eqn):
                 raise NotByIndex(f"all its rows meet in one operation ({eqn.primitive.name})")
             found.append(_read_of(eqn, number, num_groups, num_rows))
         return found
 
     def is_read(self) -> list[bool]:
         """Tell for each leaf of the arguments whether what is computed depends on it."""
-        return dce_jaxpr(self.closed.jaxpr, [True] * len(self.closed.jaxpr.outvars))[1]
+        inner = open_program(self.closed)
+        return without_unused(inner, [True] * len(inner.outvars))[1]
 
     def indices(self, number: int, arrays: Sequence[Any]) -> np.ndarray:
         """Compute the indices of a gather from arrays, which are the first arguments.
@@ -103,13 +112,14 @@ class Program:
             If they depend on others.
         """
         wanted = self.gathers[number].invars[1]
-        jaxpr, consts = self.closed.jaxpr, self.closed.consts
+        jaxpr, consts = open_program(self.closed), self.closed.consts
         alone = jaxpr.replace(outvars=[wanted], debug_info=jaxpr.debug_info.with_unknown_names())
-        alone, is_read = dce_jaxpr(alone, [True])
+        alone, is_read = without_unused(alone, [True])
         if any(is_read[len(arrays) :]):
             raise NotByIndex("by an index that is computed from latents")
         read = [x for x, reads in zip(arrays, is_read, strict=False) if reads]
-        return to_host(jax.jit(jaxpr_as_fun(ClosedJaxpr(alone, consts)))(*read)[0])
+        program = with_constants(alone, consts, self.closed)
+        return to_host(jax.jit(partial(evaluate, program))(*read)[0])
 
     def with_own_rows(self, reads: Sequence[Read]) -> Callable:
         """Return the function, of leaves, that takes each row's own group where it was gathered."""
@@ -122,38 +132,44 @@ class Program:
                     "be followed. Leave the plate that is read by an index out of plates="
                 )
         own = {id(gathers[read.number]): _own(gathers[read.number], read) for read in reads}
-        eqns = [own.get(id(eqn), eqn) for eqn in self.closed.jaxpr.eqns]
-        return jaxpr_as_fun(self.closed.replace(jaxpr=self.closed.jaxpr.replace(eqns=eqns)))
+        eqns = [own.get(id(eqn), eqn) for eqn in open_program(self.closed).eqns]
+        return partial(evaluate, jax_private.with_equations(self.closed, eqns))
 
 
-def _flat(closed: ClosedJaxpr) -> ClosedJaxpr:
+def _is_gather(eqn: Any) -> bool:
+    return eqn.primitive.name == "gather"
+
+
+def _flat(closed: Any) -> Any:
     """Return the program without calls: what it calls is among its own equations."""
-    consts: dict[Var, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    outer = open_program(closed)
+    consts: dict[Any, Any] = dict(zip(outer.constvars, closed.consts, strict=True))
 
     def equations(jaxpr: Any, names: dict) -> Iterator[Any]:
         def renamed(atoms: Sequence[Any]) -> list:
-            return [x if isinstance(x, Literal) else names.get(x, x) for x in atoms]
+            return [x if is_literal(x) else names.get(x, x) for x in atoms]
 
         for eqn in jaxpr.eqns:
             body = eqn.params.get("jaxpr")
-            if eqn.primitive.name in CALLS and isinstance(body, ClosedJaxpr):
-                inner = dict(zip(body.jaxpr.invars, renamed(eqn.invars), strict=True))
-                for var, value in zip(body.jaxpr.constvars, body.consts, strict=True):
-                    inner[var] = Var(var.aval)
+            if eqn.primitive.name in CALLS:
+                called = open_program(body)
+                inner = dict(zip(called.invars, renamed(eqn.invars), strict=True))
+                for var, value in zip(called.constvars, body.consts, strict=True):
+                    inner[var] = fresh_variable(var)
                     consts[inner[var]] = value
-                yield from equations(body.jaxpr, inner)
-                outs = [x if isinstance(x, Literal) else inner[x] for x in body.jaxpr.outvars]
+                yield from equations(called, inner)
+                outs = [x if is_literal(x) else inner[x] for x in called.outvars]
                 names.update(zip(eqn.outvars, outs, strict=True))
             else:
                 invars = renamed(eqn.invars)
-                names.update({v: Var(v.aval) for v in eqn.outvars})
+                names.update({v: fresh_variable(v) for v in eqn.outvars})
                 yield eqn.replace(invars=invars, outvars=[names[v] for v in eqn.outvars])
 
-    names = {v: v for v in (*closed.jaxpr.invars, *closed.jaxpr.constvars)}
-    eqns = list(equations(closed.jaxpr, names))
-    outvars = [x if isinstance(x, Literal) else names[x] for x in closed.jaxpr.outvars]
-    jaxpr = closed.jaxpr.replace(constvars=list(consts), eqns=eqns, outvars=outvars)
-    return ClosedJaxpr(jaxpr, list(consts.values()))
+    names = {v: v for v in (*outer.invars, *outer.constvars)}
+    eqns = list(equations(outer, names))
+    outvars = [x if is_literal(x) else names[x] for x in outer.outvars]
+    flat = outer.replace(constvars=list(consts), eqns=eqns, outvars=outvars)
+    return with_constants(flat, list(consts.values()), closed)
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
@@ -182,7 +198,7 @@ def _own(eqn: Any, read: Read) -> Any:
             return _gather_own(operand, indices, eqn.params, read)
         return _take_own(operand, eqn, read)
 
-    (new,) = jax.make_jaxpr(own_group)(*(v.aval for v in eqn.invars)).jaxpr.eqns
+    (new,) = open_program(jax.make_jaxpr(own_group)(*(v.aval for v in eqn.invars))).eqns
     return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc import jax_private
 from gspmd_mcmc.models.index_reads import NotByIndex, Program, Read
 from gspmd_mcmc.models.site_model import CannotStream, SiteModel, Streamed, fails_on_block
 from gspmd_mcmc.multihost.processes import to_host
@@ -161,6 +162,8 @@ def _indexed(
     groups, *others = sorted(owners, key=lambda name: (-_num_latents(model, name), name))
     whole = groups
     try:
+        if not jax_private.can_rewrite():
+            raise NotByIndex(f"by an index that cannot be followed with JAX {jax.__version__}")
         if model.latents_of(plate):
             raise NotByIndex("has latents of its own, which lie with its rows")
         if axes_of(over[plate]) != axes_of(over[groups]):

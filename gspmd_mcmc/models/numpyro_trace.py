@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters.partial_eval import dce_jaxpr
 
+from gspmd_mcmc.jax_private import open_program, without_unused
 from gspmd_mcmc.models.numpyro_arguments import Bound, module, start
 from gspmd_mcmc.models.site_model import must_be_continuous
 from gspmd_mcmc.models.supports import bijection_for, bijection_of, is_tree
@@ -48,7 +48,7 @@ def trace_sites(bound: Bound) -> tuple[Bound, dict[str, dict]]:
     owners += [n for n in sorted(shapes[1]) for _ in jax.tree.leaves(shapes[1][n])]
 
     def read_by(owner: str | None) -> set[str]:
-        _, reads = dce_jaxpr(jaxpr.jaxpr, [x == owner for x in owners])
+        _, reads = without_unused(open_program(jaxpr), [x == owner for x in owners])
         return {name for name, is_read in zip(inputs, reads, strict=True) if is_read}
 
     if "key" in read_by(None):

@@ -17,6 +17,7 @@ import numpy as np
 from jax.tree_util import DictKey
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.jax_private import open_program
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.mesh import axes_of
 from gspmd_mcmc.placement.padding import is_padded, num_real_rows, real_rows, values_of
@@ -263,7 +264,7 @@ class SiteModel(ABC):
         paths = jax.tree_util.tree_leaves_with_path(self.args, is_leaf=is_padded)
         names = [f"argument {_argument(path)}" for path, _ in paths]
         names += [f"latent {name!r}" for name in sorted(dummies)]
-        live = is_live(jaxpr.jaxpr)[: len(owners)]
+        live = is_live(open_program(jaxpr))[: len(owners)]
         found = zip(owners, names, live, strict=True)
         return [(o, name) for o, name, reads in found if reads and o is not None and o != plate]
 

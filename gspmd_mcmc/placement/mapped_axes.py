@@ -5,6 +5,8 @@ from contextvars import ContextVar
 
 import jax
 
+from gspmd_mcmc import jax_private
+
 # JAX 0.9 reuses, inside a map, the trace that a jitted function has from outside. 0.10.2 does not; the
 # versions between were not tried.
 TRACES_ARE_APART = jax.__version_info__ >= (0, 10, 2)
@@ -32,13 +34,9 @@ def mapped_axes() -> frozenset[str] | None:
     None if that is of no use: an axis of a user's own map may have uneven chains, the caller may be
     inside `jax.shard_map`, and some versions of JAX, whose internals have the axes, do not tell them.
     """
-    if not TRACES_ARE_APART:
-        return None
-    try:
-        from jax._src.core import get_axis_env
-
-        axes = get_axis_env().spmd_axis_names
-    except (ImportError, AttributeError):
+    get_axis_env = jax_private.found("get_axis_env") if TRACES_ARE_APART else None
+    axes = getattr(get_axis_env(), "spmd_axis_names", None) if get_axis_env else None
+    if axes is None:
         return None
     is_cut = bool(jax.sharding.get_abstract_mesh().manual_axes)
     return None if is_cut or not axes <= _even.get() else axes

@@ -9,7 +9,7 @@ replications of 8 devices are specs on one mesh. JAX refuses two meshes in a pro
 
 import string
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import jax
@@ -17,6 +17,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc import jax_private
+
+LOWERINGS = ("to_sdy_sharding", "to_xla_hlo_sharding")  # of `jax_private.NAMES`
 Factor = tuple[int, int]  # Size of a mesh axis, and its stride in the flat order of the devices.
 
 
@@ -63,6 +66,8 @@ class PositionalSharding(NamedSharding):
     different meshes, and ``reshape`` after ``transpose`` can deal devices out as no mesh in their
     order does: ``reshape(3, 2).T.reshape(3, 2)``. Its blocks are right, but its mesh lists the devices
     in the order of the blocks, so that its arrays do not mix with the others.
+    The first `PositionalSharding` of a process adds the class to a private table of JAX, so that
+    outputs have names. Importing the package does not.
 
     References
     ----------
@@ -78,6 +83,7 @@ class PositionalSharding(NamedSharding):
         self._lay_out(tuple(grid.flat), sets, memory_kind)
 
     def _lay_out(self, devices: tuple, sets: np.ndarray, memory_kind: str | None) -> None:
+        _name_outputs()
         self._devices, self._sets = devices, sets
         mesh, spec = _mesh_and_spec(devices, self._blocks(), _into_primes)
         super().__init__(mesh, spec, memory_kind=memory_kind)
@@ -175,6 +181,13 @@ class PositionalSharding(NamedSharding):
         """Raise ValueError unless the sharding is congruent with the shape of a data array."""
         ndim = len(aval_shape)
         self._check_rank(ndim)
+        has_other_rank = not self.is_fully_replicated and ndim != self.ndim
+        if has_other_rank and not all(map(jax_private.found, LOWERINGS)):
+            raise NotImplementedError(
+                f"a PositionalSharding of rank {self.ndim} does not fit an array of rank {ndim} in JAX "
+                f"{jax.__version__}. Call sharding.reshape with one number for each axis of the array, "
+                f"pass sharding.named({ndim}), or install an earlier JAX"
+            )
         cuts = (1,) * ndim if self.is_fully_replicated else self.shape[self.ndim - ndim :]
         for axis, (size, cut) in enumerate(zip(aval_shape, cuts, strict=True)):
             if size % cut:
@@ -225,9 +238,9 @@ class PositionalSharding(NamedSharding):
     def __reduce__(self):
         return _remake, (self._devices, self._sets, self.memory_kind)
 
-    # The rest is private to JAX, the same in 0.9.0 and 0.10.2. These two lower the layout, for the
-    # partitioner and for the map of blocks. A spec has one length, but leading axes of one set may be
-    # missing from the data, and only here is the rank of the data known.
+    # JAX calls these private methods (`LOWERINGS`) to lower the layout for the partitioner and for the
+    # map of blocks. A spec has one length, but leading axes of one set may be missing from the data.
+    # Only here is the rank of the data known.
 
     def _to_sdy_sharding(self, num_dimensions: int, *args, **kwargs):
         return self._at_rank(num_dimensions)._to_sdy_sharding(num_dimensions, *args, **kwargs)
@@ -239,22 +252,18 @@ class PositionalSharding(NamedSharding):
         return NamedSharding(self.mesh, _for_rank(self.spec, ndim), memory_kind=self.memory_kind)
 
 
+@cache
 def _name_outputs() -> None:
     """Have JAX translate the compiler's layouts to names on the mesh, as it does for `NamedSharding`.
 
-    JAX looks the translator up by the exact type of an input's sharding. Without an entry values and
-    layouts are right, but an output's sharding is a ``GSPMDSharding``, with no mesh and no spec, and
-    ``vmap`` over a ``with_sharding_constraint`` fails.
+    The first `PositionalSharding` of a process registers the class with JAX, which has no public way
+    to do so. JAX looks the translator up by the exact type of an input's sharding. Without an entry an
+    output's sharding is a ``GSPMDSharding``, with no mesh and no spec, and ``vmap`` over a
+    ``with_sharding_constraint`` fails. Values and layouts are right.
     """
-    try:
-        from jax._src.interpreters.pxla import _orig_out_sharding_handlers as handlers
-
+    handlers = jax_private.found("out_sharding_handlers")
+    if handlers is not None and NamedSharding in handlers:
         handlers[PositionalSharding] = handlers[NamedSharding]
-    except (ImportError, KeyError):  # A JAX that does it otherwise: see what is lost above.
-        pass
-
-
-_name_outputs()
 
 
 def _remake(devices: tuple, sets: np.ndarray, memory_kind: str | None) -> PositionalSharding:

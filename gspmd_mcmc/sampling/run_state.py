@@ -1,6 +1,7 @@
 """A run as one pytree, and the few programs that move it."""
 
 import dataclasses
+import inspect
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -274,7 +275,7 @@ LOOPS_IN_GRAPHS = {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 advance_in_graphs = jax.jit(
-    advance.__wrapped__,  # pyright: ignore[reportAttributeAccessIssue]
+    inspect.unwrap(advance),
     donate_argnames="run",
     compiler_options=LOOPS_IN_GRAPHS,
 )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.jax_private import open_program
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.mesh import auto_mesh, named_sharding
 from gspmd_mcmc.placement.numbers import nonfinite
@@ -111,7 +112,7 @@ def _check_is_read(target: Target, position: PyTree) -> None:
     """Raise where nothing reads a leaf: without a density, chains wander off in it forever."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), position)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
-    jaxpr = jax.make_jaxpr(lambda x: target.densities(target.terms(x)))(shapes).jaxpr
+    jaxpr = open_program(jax.make_jaxpr(lambda x: target.densities(target.terms(x)))(shapes))
     for path, is_read in zip(paths, is_live(jaxpr), strict=True):
         if not is_read:
             raise ValueError(

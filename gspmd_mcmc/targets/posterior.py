@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, KeyPath, Partial, SequenceKey
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.jax_private import open_program
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import whole
 from gspmd_mcmc.placement.laid_groups import Order
@@ -240,7 +241,7 @@ class Posterior(Target):
             data = treedef.unflatten(leaves)
             return tree.replace(plate, data=data).log_likelihood_rows(params, hidden)
 
-        are_read = is_live(jax.make_jaxpr(terms)(*(leaf for _, leaf in leaves)).jaxpr)
+        are_read = is_live(open_program(jax.make_jaxpr(terms)(*(leaf for _, leaf in leaves))))
         for (path, leaf), is_read in zip(leaves, are_read, strict=True):
             if is_read and num_nonfinite(leaf[plate.slots.laid_row(bad[0])]):
                 where = (GetAttrKey("plates"), SequenceKey(index), GetAttrKey("data"), *path)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath, tree_leaves_with_path
 
+from gspmd_mcmc.jax_private import open_program
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.targets.bijections import ByModel, bijection_at
 from gspmd_mcmc.targets.target import Target
@@ -60,7 +61,7 @@ def on_coarse_terms(target: Target, states: Any) -> str:
 def _depends(target: Target, positions: Any) -> list[bool]:
     """Return for each plain term whether it depends on the position."""
     position = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), positions)
-    jaxpr = jax.make_jaxpr(lambda x: target.single_floats(target.terms(x)))(position).jaxpr
+    jaxpr = open_program(jax.make_jaxpr(lambda x: target.single_floats(target.terms(x)))(position))
     known = {id(v) for v in jaxpr.invars}
     for eqn in jaxpr.eqns:
         if any(id(v) in known for v in eqn.invars):

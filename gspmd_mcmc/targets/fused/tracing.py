@@ -18,9 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jax.interpreters import partial_eval
 
+from gspmd_mcmc import jax_private
 from gspmd_mcmc.errors import SamplingWarning
 
 MARK = "gspmd_mcmc_kernel"
@@ -119,7 +118,7 @@ def marked(terms: jax.Array) -> jax.Array:
     return checkpoint_name(terms, MARK)
 
 
-def has_kernel(jaxpr: Jaxpr) -> bool:
+def has_kernel(jaxpr: Any) -> bool:
     """Tell whether a traced function holds what is marked, at any depth."""
     return any(
         eqn.params.get("name") == MARK or any(has_kernel(inner) for inner in _bodies(eqn))
@@ -128,9 +127,9 @@ def has_kernel(jaxpr: Jaxpr) -> bool:
 
 
 def _bodies(eqn: Any) -> Iterator[Any]:
-    for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)):
-        if isinstance(value, ClosedJaxpr | Jaxpr):
-            yield getattr(value, "jaxpr", value)
+    for value in jax.tree.leaves(eqn.params, is_leaf=jax_private.is_program):
+        if jax_private.is_program(value):
+            yield jax_private.open_program(value)
 
 
 def slope_of_cells(
@@ -157,7 +156,8 @@ def slope_of_cells(
 
     tiles = [jax.ShapeDtypeStruct(shape, a.dtype) for a in (logit, *cells)]
     closed = jax.make_jaxpr(slope)(*tiles)
-    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True], instantiate=True)
+    inner = jax_private.open_program(closed)
+    jaxpr, _ = jax_private.without_unused(inner, [True], keep_inputs=True)
     if closed.consts or not _is_lowered(jaxpr) or (of_int32 and not _is_same_of_int32(jaxpr)):
         return None
     return lambda *args: _run(jaxpr, args, of_int32, instead)[0]
@@ -168,13 +168,13 @@ def over_cells(term: Callable) -> Callable:
     return jax.vmap(jax.vmap(term))
 
 
-def _is_lowered(jaxpr: Jaxpr) -> bool:
+def _is_lowered(jaxpr: Any) -> bool:
     return not jaxpr.constvars and all(
         eqn.primitive.name in LOWERED and all(map(_is_lowered, _bodies(eqn))) for eqn in jaxpr.eqns
     )
 
 
-def _is_same_of_int32(jaxpr: Jaxpr) -> bool:
+def _is_same_of_int32(jaxpr: Any) -> bool:
     """Tell whether bytes are only compared, selected and converted, as int32 would be too."""
 
     def is_same(eqn):
@@ -191,14 +191,12 @@ def _is_byte(atom: Any) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.integer) and atom.aval.dtype.itemsize == 1
 
 
-def _run(
-    jaxpr: Jaxpr, args: Sequence[Any], of_int32: bool, instead: Mapping[str, Callable]
-) -> list[Any]:
+def _run(jaxpr: Any, args: Sequence[Any], of_int32: bool, instead: Mapping[str, Callable]) -> list[Any]:
     """Run a program, perhaps with int32 for bytes, with functions in place of some operations."""
     values = dict(zip(jaxpr.invars, args, strict=True))
 
     def read(atom):
-        if not isinstance(atom, Literal):
+        if not jax_private.is_literal(atom):
             return values[atom]
         return jnp.int32(atom.val) if of_int32 and _is_byte(atom) else atom.val
 

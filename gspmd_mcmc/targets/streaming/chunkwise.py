@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
+
+from gspmd_mcmc import jax_private
 
 # What computes each number from those in its place.
 ELEMENTWISE = frozenset(
@@ -42,14 +43,17 @@ def chunkwise(function: Callable, latents: list[jax.Array], spread: Callable) ->
         return function(rows)
 
     rows = spread(latents)
+    if not jax_private.can_rewrite():
+        return function(rows)
     closed = jax.make_jaxpr(of_rows)(latents, rows)
-    num, invars = len(latents), closed.jaxpr.invars
+    inner = jax_private.open_program(closed)
+    num, invars = len(latents), inner.invars
     of_chunks = dict(zip(map(id, invars[num:]), invars[:num], strict=True))
     program = _Program(of_chunks, len(latents[0]) if latents else 0, spread)
-    for eqn in closed.jaxpr.eqns:
+    for eqn in inner.eqns:
         program.add(eqn)
-    jaxpr = closed.jaxpr.replace(eqns=program.eqns)
-    (terms,) = jaxpr_as_fun(closed.replace(jaxpr=jaxpr))(*latents, *rows)
+    rearranged = jax_private.with_equations(closed, program.eqns)
+    (terms,) = jax_private.evaluate(rearranged, *latents, *rows)
     return terms
 
 
@@ -154,7 +158,8 @@ class _Program:
 
     def _call(self, eqn: Any, function: Callable, *operands: Any, out: Any = None) -> Any:
         """Add a call that stands for the same source line as an equation; return its variable."""
-        (new,) = jax.make_jaxpr(jax.jit(function))(*(v.aval for v in operands)).jaxpr.eqns
+        program = jax.make_jaxpr(jax.jit(function))(*(v.aval for v in operands))
+        (new,) = jax_private.open_program(program).eqns
         outvars = new.outvars if out is None else out
         self.eqns.append(
             new.replace(invars=list(operands), outvars=outvars, source_info=eqn.source_info)

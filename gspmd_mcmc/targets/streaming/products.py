@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from gspmd_mcmc import jax_private
 
 SUM_OVER_ROWS = (((0,), (0,)), ((), ()))  # xᵀy, as `jax.lax.dot_general` has it
 
@@ -20,28 +21,30 @@ def with_narrow_factor_first(function: Callable) -> Callable:
 
     Those of functions that it jits and of its scans too.
     """
+    if not jax_private.can_rewrite():
+        return function
 
     def rearranged(*args):
         closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
-        leaves = jaxpr_as_fun(_rearranged(closed))(*jax.tree.leaves(args))
+        leaves = jax_private.evaluate(_rearranged(closed), *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
     return rearranged
 
 
-def _rearranged(closed: ClosedJaxpr) -> ClosedJaxpr:
-    eqns = [_with_rearranged_body(eqn) for eqn in closed.jaxpr.eqns]
-    return closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
+def _rearranged(program: Any) -> Any:
+    eqns = [_with_rearranged_body(eqn) for eqn in jax_private.open_program(program).eqns]
+    return jax_private.with_equations(program, eqns)
 
 
 def _with_rearranged_body(eqn: Any) -> Any:
-    if eqn.primitive is jax.lax.dot_general_p and _sums_over_rows(eqn):
+    if eqn.primitive.name == "dot_general" and _sums_over_rows(eqn):
         return _narrow_first(eqn)
     if eqn.params.get("branches_platforms"):  # forms of a function, one of them for CPUs
         branches = tuple(_rearranged(branch) for branch in eqn.params["branches"])
         return eqn.replace(params=eqn.params | {"branches": branches})
     body = eqn.params.get("jaxpr")
-    if not isinstance(body, ClosedJaxpr):
+    if not hasattr(body, "consts"):
         return eqn
     return eqn.replace(params=eqn.params | {"jaxpr": _rearranged(body)})
 
@@ -68,7 +71,8 @@ def _narrow_first(eqn: Any) -> Any:
             options["precision"] = options["precision"][::-1]
         return _apart(y, x, **options).T
 
-    (new,) = jax.make_jaxpr(sum_over_rows)(*(v.aval for v in eqn.invars)).jaxpr.eqns
+    program = jax.make_jaxpr(sum_over_rows)(*(v.aval for v in eqn.invars))
+    (new,) = jax_private.open_program(program).eqns
     return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc.jax_private import open_program
 from gspmd_mcmc.placement.mapped_axes import mapped_axes
 from gspmd_mcmc.placement.mesh import cores_of_device
 from gspmd_mcmc.targets.fused.tracing import has_kernel
@@ -89,7 +90,7 @@ def probe(
         return treedef.unflatten(shapes), jax.tree.map(lambda a: like(a, True), data)
 
     try:
-        jaxpr, out = jax.make_jaxpr(terms_of, return_shape=True)(*block_of(num))
+        closed, out = jax.make_jaxpr(terms_of, return_shape=True)(*block_of(num))
     except (TypeError, ValueError) as error:
         try:
             jax.eval_shape(terms_of, *block_of(rows.num_rows))
@@ -102,16 +103,16 @@ def probe(
             "that is not among the plate's data"
         ) from error
     _check_terms(name, out, num, block_of(num)[0])
-    num_leaves = len(is_local)
-    is_read = tuple(is_live(jaxpr.jaxpr)[:num_leaves])
+    num_leaves, jaxpr = len(is_local), open_program(closed)
+    is_read = tuple(is_live(jaxpr)[:num_leaves])
     shared = [
         math.prod(leaf.shape) * leaf.dtype.itemsize
         for leaf, reads, local in zip(jax.tree.leaves(params), is_read, is_local, strict=True)
         if reads and not local
     ]
-    is_latent = [i < num_leaves for i in range(len(jaxpr.jaxpr.invars))]
-    row_bytes = _row_bytes(jaxpr.jaxpr, is_latent, num, rows.platform)
-    return Likelihood(is_read, row_bytes, sum(shared), has_kernel(jaxpr.jaxpr))
+    is_latent = [i < num_leaves for i in range(len(jaxpr.invars))]
+    row_bytes = _row_bytes(jaxpr, is_latent, num, rows.platform)
+    return Likelihood(is_read, row_bytes, sum(shared), has_kernel(jaxpr))
 
 
 def _row_bytes(jaxpr: Any, is_latent: Sequence[bool], num: int, platform: str) -> int:
@@ -141,12 +142,12 @@ def _form_on(platform: str, eqn: Any) -> Any:
     if platform != "cpu":
         return None
     if eqn.primitive.name.startswith("custom_vjp_call"):
-        return eqn.params["call_jaxpr"].jaxpr
+        return open_program(eqn.params["call_jaxpr"])
     for branch, platforms in zip(
         eqn.params.get("branches", ()), eqn.params.get("branches_platforms") or (), strict=False
     ):
         if platforms is None or "cpu" in platforms:
-            return branch.jaxpr
+            return open_program(branch)
     return None
 
 
@@ -169,7 +170,7 @@ def _reads(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
         return [True] * len(eqn.invars)
     # What a loop carries is read by its next round.
     is_loop = eqn.primitive.name == "scan"
-    return is_live(getattr(called, "jaxpr", called), None if is_loop else wanted)
+    return is_live(open_program(called), None if is_loop else wanted)
 
 
 def _check_terms(name: str, out: PyTree, num: int, params: PyTree) -> None:
