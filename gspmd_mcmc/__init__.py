@@ -1,4 +1,10 @@
-"""Markov chain Monte Carlo over a device mesh, on JAX."""
+"""Markov chain Monte Carlo over a device mesh, on JAX.
+
+The import loads what `sample` calls by default. Every other public name loads when it is first used.
+"""
+
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 # isort: off
 import gspmd_mcmc.versions  # noqa: F401  first: it says so if JAX is too old for the rest
@@ -24,19 +30,8 @@ from gspmd_mcmc.targets.likelihoods import (
 )
 from gspmd_mcmc.targets.linear import linear
 from gspmd_mcmc.targets.lookup import lookup, lookup_within
-from gspmd_mcmc.targets.fused.categorical_linear import categorical_linear
-from gspmd_mcmc.targets.fused.inner_product_terms import inner_product_terms
 from gspmd_mcmc.targets.checks import NonFiniteStart
 from gspmd_mcmc.targets.independence import CoupledRows
-
-# Models written elsewhere, and distributions over a mesh
-from gspmd_mcmc.models.joint import (
-    JointDistributionCoroutine,
-    JointDistributionNamed,
-    JointDistributionSequential,
-)
-from gspmd_mcmc.models.numpyro import from_numpyro
-from gspmd_mcmc.models.sharded import Sharded
 
 # Kernels, their states and infos, their metrics and splittings
 from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric
@@ -51,17 +46,13 @@ from gspmd_mcmc.kernels.nuts import NUTS, NUTSInfo
 from gspmd_mcmc.adaptation.chees import ChEESAdaptation
 from gspmd_mcmc.adaptation.mams_adaptation import MAMSAdaptation
 from gspmd_mcmc.adaptation.mclmc_adaptation import MCLMCAdaptation
-from gspmd_mcmc.adaptation.per_chain import PerChainAdaptation
 from gspmd_mcmc.adaptation.snaper import SNAPERAdaptation
 from gspmd_mcmc.adaptation.window import WindowAdaptation
 from gspmd_mcmc.adaptation.estimators.dense import Dense, DenseBlock
 from gspmd_mcmc.adaptation.estimators.estimator import Diagonal
-from gspmd_mcmc.adaptation.estimators.low_rank import LowRank
-from gspmd_mcmc.adaptation.estimators.rotated import Rotated
 
 # Sample: where chains start, and what comes back
 from gspmd_mcmc.sampling.sample import sample
-from gspmd_mcmc.sampling.sample_plan import plan_sample
 from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.sampling.start import per_chain, prior_start, uniform_start
 from gspmd_mcmc.sampling.mode import Mode, find_mode
@@ -79,19 +70,9 @@ from gspmd_mcmc.diagnostics.ess import ess_bulk, ess_tail
 from gspmd_mcmc.diagnostics.rhat import rhat
 from gspmd_mcmc.diagnostics.summary import Summary
 
-# Views: layouts, communication, plans and figures
-from gspmd_mcmc.views.visualize import LayoutView, visualize
-from gspmd_mcmc.views.communication import communication
-from gspmd_mcmc.views.program.report import BudgetExceeded
-from gspmd_mcmc.views.plan import plan
-from gspmd_mcmc.views.where_to_run import where_to_run
-from gspmd_mcmc.views.chips import Accelerator
-from gspmd_mcmc.views import cost, plots
-
 # Several processes
 from gspmd_mcmc.multihost.processes import initialize, to_host
 from gspmd_mcmc.multihost.agreement import ProcessesDisagree, ProcessLost
-from gspmd_mcmc.placement.local_rows import local_rows, place_from_reader, place_local
 
 # Bring your own: protocols to implement, and what the fields of a state declare
 from gspmd_mcmc.targets.target import Target
@@ -101,6 +82,38 @@ from gspmd_mcmc.adaptation.estimators.estimator import MetricEstimator
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Transition, Window, WindowStart
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.tree import Pad, derived, each_chain, like_position, over_steps, pytree, shared, static
+
+if TYPE_CHECKING:
+    # Models written elsewhere, and distributions over a mesh
+    from gspmd_mcmc.models.joint import (
+        JointDistributionCoroutine,
+        JointDistributionNamed,
+        JointDistributionSequential,
+    )
+    from gspmd_mcmc.models.numpyro import from_numpyro
+    from gspmd_mcmc.models.sharded import Sharded
+
+    # Likelihoods whose gradient is a fused kernel
+    from gspmd_mcmc.targets.fused.categorical_linear import categorical_linear
+    from gspmd_mcmc.targets.fused.inner_product_terms import inner_product_terms
+
+    # Warm-ups and metrics that no default is
+    from gspmd_mcmc.adaptation.per_chain import PerChainAdaptation
+    from gspmd_mcmc.adaptation.estimators.low_rank import LowRank
+    from gspmd_mcmc.adaptation.estimators.rotated import Rotated
+
+    # Rows that each process reads
+    from gspmd_mcmc.placement.local_rows import local_rows, place_from_reader, place_local
+
+    # Views: layouts, communication, plans and figures
+    from gspmd_mcmc.sampling.sample_plan import plan_sample
+    from gspmd_mcmc.views.visualize import LayoutView, visualize
+    from gspmd_mcmc.views.communication import communication
+    from gspmd_mcmc.views.program.report import BudgetExceeded
+    from gspmd_mcmc.views.plan import plan
+    from gspmd_mcmc.views.where_to_run import where_to_run
+    from gspmd_mcmc.views.chips import Accelerator
+    from gspmd_mcmc.views import cost, plots
 
 # isort: on
 
@@ -228,3 +241,41 @@ __all__ = [
     "shared",
     "static",
 ]
+
+# Where the names that load on first use are: a module and a name in it, or a module.
+_ON_FIRST_USE = {
+    "categorical_linear": "targets.fused.categorical_linear:categorical_linear",
+    "inner_product_terms": "targets.fused.inner_product_terms:inner_product_terms",
+    "JointDistributionCoroutine": "models.joint:JointDistributionCoroutine",
+    "JointDistributionNamed": "models.joint:JointDistributionNamed",
+    "JointDistributionSequential": "models.joint:JointDistributionSequential",
+    "from_numpyro": "models.numpyro:from_numpyro",
+    "Sharded": "models.sharded:Sharded",
+    "PerChainAdaptation": "adaptation.per_chain:PerChainAdaptation",
+    "LowRank": "adaptation.estimators.low_rank:LowRank",
+    "Rotated": "adaptation.estimators.rotated:Rotated",
+    "local_rows": "placement.local_rows:local_rows",
+    "place_from_reader": "placement.local_rows:place_from_reader",
+    "place_local": "placement.local_rows:place_local",
+    "plan_sample": "sampling.sample_plan:plan_sample",
+    "LayoutView": "views.visualize:LayoutView",
+    "visualize": "views.visualize:visualize",
+    "communication": "views.communication:communication",
+    "BudgetExceeded": "views.program.report:BudgetExceeded",
+    "plan": "views.plan:plan",
+    "where_to_run": "views.where_to_run:where_to_run",
+    "Accelerator": "views.chips:Accelerator",
+    "cost": "views.cost",
+    "plots": "views.plots",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = resolve_name(f"{__name__}.{_ON_FIRST_USE[name]}")
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

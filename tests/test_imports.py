@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import inspect
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,7 +37,9 @@ MAY_IMPORT = {
 MAY_IMPORT["__init__"] = set(MAY_IMPORT)
 DEPENDENCIES = {"jax", "jaxlib", "numpy", "matplotlib", "rich"}
 OPTIONAL = {"optax", "orbax", "arviz_base", "arviz_stats", "xarray", "sklearn", "tensorstore", "zarr"}
-OPTIONAL |= {"pyarrow", "pandas", "polars"}
+OPTIONAL |= {"pyarrow", "pandas", "polars", "numpyro"}
+# What takes long to import, with what it is for.
+HEAVY = OPTIONAL | {"matplotlib", "rich", "jax.experimental.pallas", "jax._src.pallas"}
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -187,10 +191,16 @@ def test_the_third_party_checker_sees_a_nested_import():
     assert third_party("def f():\n    import optax.tree_utils\n", "made.up") == {"optax"}
 
 
-def test_importing_the_package_starts_no_backend_and_imports_no_optional_dependency():
+# Names of the package that a process reads, and what it may not load for them.
+READ = {"none": ("", HEAVY), "all": ("[getattr(gspmd_mcmc, n) for n in gspmd_mcmc.__all__];", OPTIONAL)}
+
+
+@pytest.mark.parametrize("names", READ)
+def test_importing_the_package_starts_no_backend_and_loads_nothing_heavy(names):
     """A user sets the number of CPU devices, or joins processes, after the import."""
+    reads, forbidden = READ[names]
     code = (
-        "import sys, gspmd_mcmc, jax; loaded = {m.split('.')[0] for m in sys.modules};"
+        f"import sys, gspmd_mcmc, jax; {reads} loaded = list(sys.modules);"
         "jax.config.update('jax_platforms', 'cpu'); jax.config.update('jax_num_cpu_devices', 3);"
         "print(jax.device_count(), *loaded)"
     )
@@ -198,8 +208,9 @@ def test_importing_the_package_starts_no_backend_and_imports_no_optional_depende
     assert done.returncode == 0, done.stderr
     count, *loaded = done.stdout.split()
     assert count == "3"
-    assert "gspmd_mcmc" in loaded
-    assert OPTIONAL & set(loaded) == set()
+    assert "gspmd_mcmc.sampling.sample" in loaded
+    assert ("gspmd_mcmc.views.plan" in loaded) == (names == "all")
+    assert forbidden & set(loaded) == set()
 
 
 def test_all_public_names_resolve_once():
@@ -207,7 +218,33 @@ def test_all_public_names_resolve_once():
     assert [name for name in gspmd_mcmc.__all__ if not hasattr(gspmd_mcmc, name)] == []
 
 
+def names_imported(body: list[ast.stmt]) -> dict[str, str]:
+    """Names that statements import from the package, and where each is."""
+    ours = [n for n in body if isinstance(n, ast.ImportFrom) and (n.module or "").startswith(PACKAGE)]
+    return {alias.name: f"{node.module}.{alias.name}" for node in ours for alias in node.names}
+
+
 def test_what_the_package_imports_by_name_is_public():
-    tree = ast.parse(Path(gspmd_mcmc.__file__).read_text())
-    imported = {a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
-    assert imported == set(gspmd_mcmc.__all__)
+    """At once, or on first use: then type checkers are told the same."""
+    body = ast.parse(Path(gspmd_mcmc.__file__).read_text()).body
+    (checked,) = (node for node in body if isinstance(node, ast.If))
+    at_once, later = names_imported(body), names_imported(checked.body)
+    assert ast.unparse(checked.test) == "TYPE_CHECKING" and not at_once.keys() & later.keys()
+    assert at_once.keys() | later.keys() == set(gspmd_mcmc.__all__)
+    on_first_use = gspmd_mcmc._ON_FIRST_USE.items()
+    assert later == {name: f"{PACKAGE}.{where.replace(':', '.')}" for name, where in on_first_use}
+
+
+@pytest.mark.parametrize("name", gspmd_mcmc._ON_FIRST_USE)
+def test_a_name_loads_on_first_use(name, monkeypatch):
+    monkeypatch.delattr(gspmd_mcmc, name, raising=False)
+    assert name in dir(gspmd_mcmc)
+    exec(f"from {PACKAGE} import {name}", given := {})
+    found = getattr(gspmd_mcmc, name)
+    assert given[name] is found and vars(gspmd_mcmc)[name] is found
+    assert inspect.ismodule(found) or pickle.loads(pickle.dumps(found)) is found
+
+
+def test_a_name_that_there_is_not_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'gspmd_mcmc' has no attribute 'smaple'"):
+        gspmd_mcmc.smaple  # noqa: B018

@@ -266,7 +266,7 @@ def test_a_run_bound_by_launches_is_told_so_in_one_line(monkeypatch, compiled):
 
 def test_a_text_of_no_known_form_costs_no_draws(monkeypatch, caplog):
     monkeypatch.setattr(reporting, "LAUNCHED", ("cpu",))
-    monkeypatch.setattr(reporting, "on_launches", lambda *_: {}["no such form"])
+    monkeypatch.setattr("gspmd_mcmc.views.roofline.on_launches", lambda *_: {}["no such form"])
     with caplog.at_level("DEBUG", "gspmd_mcmc"):
         assert not warned_of_launches()
     assert "launches were not counted: KeyError" in caplog.text

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.jupyter import JupyterMixin
 
 from gspmd_mcmc.diagnostics import advice, table
 from gspmd_mcmc.diagnostics.by_group import rows_of_groups
@@ -86,7 +85,7 @@ class _Leaf:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Summary(JupyterMixin):
+class Summary:
     """Statistics of a run, a table of the worst of them, and warnings. ``print`` it.
 
     Attributes
@@ -181,6 +180,11 @@ class Summary(JupyterMixin):
 
     def __rich__(self) -> Any:
         return table.rich(self)
+
+    def _repr_mimebundle_(self, include: Any, exclude: Any, **options: Any) -> dict[str, str]:
+        from rich.jupyter import JupyterMixin  # Here, since draws come without a table to show.
+
+        return JupyterMixin._repr_mimebundle_(self, include, exclude, **options)  # pyright: ignore
 
 
 @on_any_mesh

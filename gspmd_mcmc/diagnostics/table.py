@@ -7,14 +7,15 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from rich.console import Group
-from rich.text import Text
 
 from gspmd_mcmc.placement.laid_groups import GroupLabels
 from gspmd_mcmc.tree import PyTree, unique_names
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 WIDTH = 100  # of warnings, in characters
 ALL_WELL = "No warnings."
@@ -85,8 +86,11 @@ def text(summary: Any) -> str:
     return "\n".join([*_table_lines(summary), "", *(warnings or [ALL_WELL]), *notes])
 
 
-def rich(summary: Any) -> Group:
+def rich(summary: Any) -> "Group":
     """Return what a rich console prints, warnings in red."""
+    from rich.console import Group
+    from rich.text import Text
+
     table = Text("\n".join([*_table_lines(summary), ""]), no_wrap=True, overflow="ignore")
     warnings = [Text(f"! {x}", "red") for x in summary.warnings]
     return Group(table, *(warnings or [Text(ALL_WELL, "green")]), *map(Text, summary.notes))

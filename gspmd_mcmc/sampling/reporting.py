@@ -13,8 +13,6 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.errors import CALLER_OF_SAMPLE, SamplingWarning
@@ -22,7 +20,6 @@ from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.targets.checks import on_idle_cores, on_small_data
 from gspmd_mcmc.targets.resolution import on_coarse_terms, on_rounded_bijections
 from gspmd_mcmc.targets.target import Target
-from gspmd_mcmc.views.roofline import on_launches
 
 LOGGER = logging.getLogger("gspmd_mcmc")
 LOGGER.addHandler(logging.NullHandler())
@@ -100,24 +97,6 @@ LAUNCHED = ("gpu",)  # platforms whose host starts each kernel
 BAR = 20  # characters
 
 
-class Bar(Progress):
-    """Progress on a terminal: a bar for each phase."""
-
-    def __init__(self, console: Console, *, is_shown: bool):
-        done = TextColumn("{task.completed}/{task.total}")
-        name, numbers = TextColumn("{task.description:>8}"), TextColumn("{task.fields[numbers]}")
-        columns = name, BarColumn(bar_width=6), done, numbers, TimeRemainingColumn()
-        super().__init__(*columns, console=console, disable=not is_shown)
-
-    def phase(self, name: str, total: int, done: int) -> None:
-        """Begin a bar."""
-        self._phase = self.add_task(name, total=total, completed=done, numbers="compiling")
-
-    def show(self, done: int, numbers: str) -> None:
-        """Show how many steps are done."""
-        self.update(self._phase, completed=done, numbers=numbers)
-
-
 class Lines:
     """Progress where there is no terminal: a line a minute, so that a log file stays short.
 
@@ -170,6 +149,10 @@ class Report:
     """Reports the chunks of a run: on standard error if it ``is_shown``, in the log, to a callback."""
 
     def __init__(self, *, is_shown: bool, callback: Callable[[ChunkReport], Any] | None = None):
+        from rich.console import Console  # Here, since a process may import the package and not sample.
+
+        from gspmd_mcmc.sampling.progress_bar import Bar
+
         console = Console(stderr=True)
         if is_shown and (console.is_jupyter or not console.is_terminal):
             self._display = Lines(sys.stderr, is_rewritten=console.is_jupyter)
@@ -237,6 +220,8 @@ def warn_of_launches(
     if platform not in LAUNCHED or not leapfrogs_per_second:
         return
     try:
+        from gspmd_mcmc.views.roofline import on_launches
+
         message = on_launches(program(), num_chains / leapfrogs_per_second, num_chains)
     except Exception as error:  # A text of another form, perhaps: advice may not cost a run its draws.
         LOGGER.debug("launches were not counted: %s: %s", type(error).__name__, error)
