@@ -94,7 +94,7 @@ console.print(f"mesh {dict(mesh.shape)}, {plate}")
 
 # %%
 @jax.jit
-def predict(positions, target, plate):
+def predict(params, plate):
     """Accuracy of each draw [draws], and probabilities averaged over draws [rows, classes].
 
     Every device predicts its own rows, for up to 20 draws at a time: bytes become floats once for all
@@ -102,15 +102,14 @@ def predict(positions, target, plate):
     """
 
     def add(mean, some):
-        params = jax.vmap(target.params)(some)
-        log_odds = jax.vmap(logits, in_axes=(0, None, None))(params, plate.data["image"], scale)
+        log_odds = jax.vmap(logits, in_axes=(0, None, None))(some, plate.data["image"], scale)
         is_right = jnp.argmax(log_odds, axis=2) == plate.data["label"][None]
         mean += jnp.sum(jax.nn.softmax(log_odds), axis=0) / num_draws
         return mean, is_right & is_real[None]
 
-    num_draws = len(jax.tree.leaves(positions)[0])
+    num_draws = len(jax.tree.leaves(params)[0])
     size = math.gcd(num_draws, 20)
-    batches = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), positions)
+    batches = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), params)
     is_real = jnp.arange(len(plate.data["label"])) < plate.rows.num_rows
     zeros = jnp.zeros((len(is_real), num_classes))
     zeros = jax.lax.with_sharding_constraint(zeros, NamedSharding(mesh, P("data")))
@@ -146,7 +145,7 @@ with console.status("climbing to the mode"):
     # The posterior lies some 4,000 nats below its mode: half a nat is near enough to start from.
     mode = gm.find_mode(jax.random.key(1), target, origin, tolerance=0.5, num_probes=0)
 at_mode = jax.tree.map(lambda x: x[None], mode.position)
-mode_accuracy = float(predict(at_mode, target, test_plate)[1][0])
+mode_accuracy = float(predict(at_mode, test_plate)[1][0])
 console.print(f"mode: log density {float(mode.log_density):.1f}, test accuracy {mode_accuracy:.4f}")
 
 # %% [markdown]
@@ -210,16 +209,10 @@ whole, draws = draws, common.without_first(draws, num_dropped)
 
 
 # %%
-@jax.jit
-def moments(positions, target):
-    """Mean and standard deviation of the weights over draws."""
-    weights = jax.lax.map(lambda x: target.params(x)["w"], positions)
-    return weights.mean(0), weights.std(0)
-
-
+# Draws are parameters: of a rotated target, after the rotation.
 flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), draws.position)
-averaged, accuracies = predict(flat, target, test_plate)
-weight_mean, weight_sd = moments(flat, target)
+averaged, accuracies = predict(flat, test_plate)
+weight_mean, weight_sd = flat["w"].mean(0), flat["w"].std(0)
 averaged = np.asarray(averaged)[: test_plate.rows.num_rows]
 accuracies = np.asarray(accuracies).reshape(num_chains, -1)
 average_accuracy = float(accuracies.mean())

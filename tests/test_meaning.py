@@ -451,7 +451,7 @@ def test_every_function_of_a_target_counts(monkeypatch):
     assert all(jax.tree.structure(p) != b for p, b in zip(parts, before, strict=True))
     fresh = terms(target, position)
     assert not np.allclose(old[0]["plates"][0], fresh["plates"][0])
-    assert float(fresh["prior"]) == -0.5 and float(kept(target, position)["v"]) == 2.0
+    assert float(fresh["prior"]) == -0.5 and float(kept(target, position)["v"]) == 6.0
     monkeypatch.undo()
 
 

@@ -371,9 +371,9 @@ def advance_chains(
     return step_chains(*draw_kernel(kernel, rng_key, step), states, layout, "step")
 
 
-def keep_position(position: PyTree, info: Info) -> PyTree:
-    """Collect the position itself."""
-    return position
+def keep_position(params: PyTree, info: Info) -> PyTree:
+    """Collect the parameters of the position."""
+    return params
 
 
 @pytree
@@ -435,7 +435,9 @@ def _over_steps(so_far, info: Info, is_first, thin) -> tuple[dict, dict]:
     """Add a step's info to that of the draw so far; return both what to carry on and the stats."""
     carried, stats = {}, {}
     for field in dataclasses.fields(info):
-        value = carried[field.name] = stats[field.name] = getattr(info, field.name)
+        # The first stage of a warm-up may step by another kernel, whose numbers have other dtypes.
+        value = getattr(info, field.name).astype(so_far[field.name].dtype)
+        carried[field.name] = stats[field.name] = value
         if "over_steps" in field.metadata:
             combine, is_mean = field.metadata["over_steps"]
             total = jnp.where(is_first, value, combine(so_far[field.name], value))

@@ -93,7 +93,7 @@ def check_arguments(given: dict[str, Any]) -> None:
     num_steps_between_results="it is thin= here, the steps of each draw: one more than TFP's",
     seed="the key comes first here",
     thinning="it is thin= here",
-    trace_fn="it is collect= here, a function of position and info",
+    trace_fn="it is collect= here, a function of params and info",
 )
 @on_any_mesh
 def sample(
@@ -159,10 +159,10 @@ def sample(
         Setting of the default `NUTS`, 10: a trajectory has at most 2^max_tree_depth - 1 leapfrogs. If
         you pass a kernel, set it there.
     collect
-        ``collect(position, info)`` of one chain: what to keep instead of the position. A function at
+        ``collect(params, info)`` of one chain: what to keep instead of the parameters. A function at
         module level, or a ``Partial`` of one, whose arrays, such as data laid over the mesh, enter the
-        program as arguments. Latents that it returns as they are lie over the mesh, and have the labels
-        of their groups, as those of positions do; what it computes is whole on each device.
+        program as arguments. Parameters that it returns as they are have the layout of the position
+        and the labels of its groups. Values that it computes are whole on each device.
     to
         A `ZarrSink` that draws are written to as they are made; the result reads them from there.
         Without one they are kept in memory.

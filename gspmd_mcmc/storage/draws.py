@@ -22,9 +22,10 @@ class Draws:
     Attributes
     ----------
     position
-        Tree of draws, leaves [chains, draws, ...]: the positions, or what ``collect`` returned. jax
-        arrays laid out over the mesh; NumPy arrays where draws outgrew their share of device memory;
-        arrays on disk, read by ``x[index]`` and ``np.asarray(x)``, of a run with a sink.
+        Tree of draws, leaves [chains, draws, ...]: the parameters (`Target.params`) of the positions,
+        or what ``collect`` returned. jax arrays laid out over the mesh; NumPy arrays where draws
+        outgrew their share of device memory; arrays on disk, read by ``x[index]`` and
+        ``np.asarray(x)``, of a run with a sink.
     stats
         Name to array [chains, draws]: the kernel's info (`HMCInfo`) and ``log_density``. With thinning,
         ``acceptance_rate`` is the mean, ``num_integration_steps`` the sum and ``is_divergent`` whether

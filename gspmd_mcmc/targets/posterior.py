@@ -44,7 +44,8 @@ class Posterior(Target):
     transform
         ``transform(position) -> params``: a reparameterization, applied once per gradient, before the
         rows are streamed. It must preserve volume (a rotation, a shift), as no Jacobian is added. Bind
-        arrays that it needs with ``jax.tree_util.Partial``. Local leaves keep their rows.
+        arrays that it needs with ``jax.tree_util.Partial``. Local leaves keep their rows. `Draws`,
+        ``derived`` and ``collect`` have the parameters; positions are those before it.
     bijections
         Alternatively, a tree of NumPyro bijections (``numpyro.distributions.biject_to(support)``) for
         the constrained latents, each at its latent's place in the position; other latents need no
@@ -96,6 +97,22 @@ class Posterior(Target):
         """Return the position after the reparameterization, before bijections."""
         return position if self.transform is None else self.transform(position)
 
+    def unconstrain(self, params: PyTree) -> PyTree:
+        """Return the position of constrained values, by the inverse of the bijections.
+
+        Raises
+        ------
+        ValueError
+            If there is a ``transform``: it is a function without an inverse.
+        """
+        if self.transform is not None:
+            raise ValueError(
+                "unconstrain: the position of these parameters is not known, because transform has no "
+                "inverse here. Write the inverse as a function of your own; to start where a run "
+                "ended, pass sample gspmd_mcmc.per_chain(draws.state.position)"
+            )
+        return super().unconstrain(params)
+
     def local_rows(self, position: PyTree) -> list[Rows | None]:
         """Return for each leaf the rows of the plate that it is local to, or None.
 
@@ -138,10 +155,10 @@ class Posterior(Target):
         return found or super().local_orders(position)
 
     def kept(self, position: PyTree) -> PyTree:
-        """Return what `Draws` keep of a position: constrained values, local ones as `RowValues`."""
-        values = position if self.bijections is None else self.params(position)
-        kept = wrap(self, position, values)
-        return kept if self.derived is None else kept | self.derived(cut(self, values))
+        """Return what `Draws` keep of a position: the parameters, local ones as `RowValues`."""
+        params = self.params(position)
+        kept = wrap(self, params, params)
+        return kept if self.derived is None else kept | self.derived(cut(self, params))
 
     # The log density.
 
