@@ -154,29 +154,34 @@ class Report:
         from gspmd_mcmc.sampling.progress_bar import Bar
 
         console = Console(stderr=True)
+        self._display: Lines | Bar | None
         if is_shown and (console.is_jupyter or not console.is_terminal):
             self._display = Lines(sys.stderr, is_rewritten=console.is_jupyter)
         else:
             self._display = Bar(console, is_shown=is_shown)
         self._callback = callback
+        self.is_stopped = False  # by the callback
         self.fastest = 0.0  # leapfrogs a second of the fastest chunk: the first one compiles
 
     def __enter__(self) -> "Report":
-        self._display.start()
+        self._show("start")
         return self
 
     def __exit__(self, *error) -> None:
-        self._display.stop()
+        self._show("stop")
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
         """Begin a phase of this many steps, of which some may be done."""
         LOGGER.info("%s: %d of %d steps are done", name, done, total)
         self._phase, self._done, self._total = name, done, total
-        self._display.phase(name, total, done)
+        self._show("phase", name, total, done)
         self._last = time.perf_counter()
 
     def advance(self, steps: int, **numbers: Any) -> None:
-        """Report a chunk of steps; ``numbers`` are the other fields of its `ChunkReport`."""
+        """Report a chunk of steps; ``numbers`` are the other fields of its `ChunkReport`.
+
+        Exceptions of the callback that are no `Exception`, such as `SystemExit`, are raised.
+        """
         seconds, self._last = time.perf_counter() - self._last, time.perf_counter()
         self._done += steps
         report = ChunkReport(
@@ -187,13 +192,16 @@ class Report:
             f"{report.leapfrogs_per_second:.0f} leapfrogs/s acc {report.acceptance_rate:.2f} "
             f"div {report.num_divergent} step {report.step_size:.2g}"
         )
-        self._display.show(self._done, text)
+        self._show("show", self._done, text)
         level = logging.INFO if self._done == self._total else logging.DEBUG
         LOGGER.log(level, "%s: %d of %d steps, %s", self._phase, self._done, self._total, text)
         if self._callback is None:
             return
         try:
-            self._callback(report)
+            found = self._callback(report)
+            self.is_stopped |= isinstance(found, bool | np.bool_) and not found
+        except StopIteration:
+            self.is_stopped = True
         except Exception as error:  # Whatever a user's function raises: draws were made already.
             self._callback = None
             warnings.warn(
@@ -201,6 +209,16 @@ class Report:
                 SamplingWarning,
                 stacklevel=2,
             )
+
+    def _show(self, action: str, *args: Any) -> None:
+        """Call a method of the display; a terminal that has gone costs the display, and no draws."""
+        if self._display is None:
+            return
+        try:
+            getattr(self._display, action)(*args)
+        except (OSError, ValueError) as error:  # The latter from a closed file.
+            self._display = None
+            LOGGER.warning("progress is not shown any more: %s", error)
 
 
 def warn_of_devices(target: Target) -> None:
@@ -230,10 +248,12 @@ def warn_of_launches(
         warnings.warn(message, SamplingWarning, stacklevel=CALLER_OF_SAMPLE)
 
 
-def warn_of_run(draws: Draws, num_samples: int, *, keeps_positions: bool) -> None:
-    """Say in plain words what is suspicious about a run."""
+def warn_of_run(
+    draws: Draws, num_samples: int, *, keeps_positions: bool, is_stopped: bool = False
+) -> None:
+    """Warn of a run that looks wrong; fewer draws are no surprise where the callback has stopped it."""
     found = []
-    if draws.num_draws < num_samples:
+    if draws.num_draws < num_samples and not (is_stopped and draws.num_draws):
         found.append(f"stopped after {draws.num_draws} of {num_samples} draws")
     if draws.num_draws:
         names = ("acceptance_rate", "is_divergent", "log_density")

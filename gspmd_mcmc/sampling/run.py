@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,8 @@ class Stop:
     """Whether the user has asked the run to stop, or the system has told it to end.
 
     While it is entered, a first Ctrl-C asks to stop between chunks, a second one raises. SIGTERM tells
-    a run with checkpoints (``is_kept``) to end. Processes of one run agree on it between chunks.
+    a run with checkpoints (``is_kept``) to end. Processes of one run agree on it between chunks. A
+    signal stays with a handler that is not Python's: that of R, Julia or another host of Python.
     """
 
     def __init__(self, is_multiprocess: bool, *, is_kept: bool):
@@ -73,9 +74,10 @@ class Stop:
         self._wanted = {"stop": False, "end": False}
         self._agreed = dict(self._wanted) if is_multiprocess else self._wanted
         handlers = {signal.SIGINT: self._interrupt} | ({signal.SIGTERM: self._end} if is_kept else {})
-        # Python delivers no signals elsewhere.
+        # Python delivers no signals elsewhere, and could not restore a handler that it cannot read.
         is_main = threading.current_thread() is threading.main_thread()
-        self._handlers = handlers if is_main else {}
+        is_ours = {n: is_main and signal.getsignal(n) is not None for n in handlers}
+        self._handlers: dict[int, Any] = {n: x for n, x in handlers.items() if is_ours[n]}
 
     def __enter__(self) -> "Stop":
         self._previous = {n: signal.signal(n, handler) for n, handler in self._handlers.items()}
@@ -83,7 +85,14 @@ class Stop:
 
     def __exit__(self, *error) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            # A callback may have set another one, which stays.
+            if signal.getsignal(number) == self._handlers[number]:
+                signal.signal(number, handler)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether this process has asked to stop."""
+        return self._wanted["stop"]
 
     @property
     def is_asked(self) -> bool:
@@ -108,6 +117,7 @@ class Stop:
 
     def _interrupt(self, signum, frame) -> None:
         self.ask()
+        self._handlers[signal.SIGINT] = signal.default_int_handler
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _end(self, signum, frame) -> None:
@@ -149,6 +159,7 @@ class Run:
     ):
         self.plan, self.layout = plan, layout
         self.sink, self.attributes = sink, attributes  # which the sink records
+        self._error: BaseException | None = None  # of the callback, raised when draws are safe
         self.fixed = Fixed(kernel.target, plan.rng_key, layout)
         self.moves: list[Move] = list(earlier.moves) if earlier else []
         warmup = plan.adaptation if plan.num_warmup else Untuned()
@@ -175,7 +186,10 @@ class Run:
         self.sampling = Sampling(self)
         for phase in (WarmUp(self), self.sampling):
             phase.go()
-        return self.sampling.draws()
+        draws = self.sampling.draws()
+        if self._error is not None:
+            self._raise_with(draws)
+        return draws
 
     def chunks(
         self, num_steps: int, done: int, capacity: int | None = None
@@ -204,13 +218,24 @@ class Run:
             self.state, self.adaptation, self.fixed, self.draw, is_warmup, slot, steps, thin
         )
         self.done, told = to_host((self.state.counters, told))
-        self.report.advance(
-            count,
-            leapfrogs=int(told["leapfrogs"]),
-            acceptance_rate=float(told["acceptance_rate"].mean()) / (count * thin),
-            num_divergent=int(told["divergent"].sum()),
-            step_size=float(told["step_size"]),
-        )
+        numbers = {
+            "leapfrogs": int(told["leapfrogs"]),
+            "acceptance_rate": float(told["acceptance_rate"].mean()) / (count * thin),
+            "num_divergent": int(told["divergent"].sum()),
+            "step_size": float(told["step_size"]),
+        }
+        try:
+            self.report.advance(count, **numbers)
+        except KeyboardInterrupt:
+            if self.stop.is_wanted:  # the second Ctrl-C
+                raise
+            self.stop.ask()
+        except Exception:
+            raise
+        except BaseException as error:  # such as SystemExit
+            self._error = error
+        if self.report.is_stopped or self._error is not None:
+            self.stop.ask()
 
     def program(self) -> str:
         """Return the text of the program of the steps; what has run is not compiled again."""
@@ -285,6 +310,19 @@ class Run:
             # Of two buffers, so that a sink takes no more memory than none would.
             size = min(size // 2, self.sink.buffer_rows(shapes))
         return max(1, size)
+
+    def _raise_with(self, draws: Draws) -> NoReturn:
+        """Raise the error of the callback that ended the run, with the draws."""
+        assert self._error is not None
+        where = "the attribute `draws` of this exception"
+        if isinstance(draws, SavedDraws):
+            where = f"{draws.path}; gspmd_mcmc.open_draws reads them"
+        self._error.draws = draws  # pyright: ignore[reportAttributeAccessIssue]
+        self._error.add_note(
+            f"callback: it raised {type(self._error).__name__}, which ended the run after "
+            f"{draws.num_draws} of {self.plan.num_samples} draws. They are in {where}"
+        )
+        raise self._error
 
     def _end_if_changed(self) -> None:
         """End the run where the next chunk would be of another model than those before."""

@@ -183,7 +183,10 @@ def sample(
         line a minute. Of several processes, process 0 shows it.
     callback
         Called with a `ChunkReport` after each chunk, on every process; `JSONLines` writes them to a
-        file. If it raises, a warning says so, and it is not called again. The logger ``gspmd_mcmc``
+        file. If it returns False, or raises `StopIteration` or `KeyboardInterrupt`, the run stops, and
+        the draws made so far are returned. After another error a warning has its text, the run goes on,
+        and it is not called again. `SystemExit` and its like end the run: the error's note has the
+        place of the draws. The logger ``gspmd_mcmc``
         records phases, and at level DEBUG chunks.
 
     Returns
@@ -269,7 +272,8 @@ def sample(
         with resumption.supervised(run, checkpoints, facts, every, report) as supervision:
             draws = run.go(*supervision)
         warn_of_launches(target.platform, run.program, report.fastest, num_chains)
-        warn_of_run(draws, num_samples, keeps_positions=collect.func is keep_position)
+        keeps_positions = collect.func is keep_position
+        warn_of_run(draws, num_samples, keeps_positions=keeps_positions, is_stopped=report.is_stopped)
     return draws
 
 
