@@ -48,6 +48,7 @@ def made(num_chains: int = 3, num_draws: int = 40, num_warmup: int = 30, **posit
         stats=stats,
         warmup=warmup,
         kernel=SimpleNamespace(step_size=np.float32(0.25)),
+        thin=1,
         num_chains=num_chains,
         num_draws=num_draws,
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gspmd_mcmc.diagnostics.energy import bfmi
+from gspmd_mcmc.diagnostics.energy import OF_STEPS, bfmi_of_steps
 from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS, LEAST_TO_SETTLE, LONGEST_CORRELATION, MANY_CHAINS
 
 Worst = Sequence[tuple[str, float]]  # names and values of the worst numbers, the worst first
@@ -37,18 +37,20 @@ def least_ess(num_chains: int) -> float:
     return 100.0 * min(num_chains, 4)
 
 
-def on_transitions(stats: dict[str, Any], max_tree_depth: int | None, judges_energy: bool) -> list[str]:
+def on_transitions(
+    stats: dict[str, Any], max_tree_depth: int | None, judges_energy: bool, thin: int
+) -> list[str]:
     """Warn of divergences, trees that are cut short, energies, acceptance rates and late arrivals.
 
     Of ``stats`` [chains, draws] those that are missing are not judged. E-BFMI assumes that each
-    transition draws its momentum anew: ``judges_energy``.
+    transition draws its momentum anew: ``judges_energy``. A draw has ``thin`` steps.
     """
     stats = {name: np.asarray(x) for name, x in stats.items()}
-    energy, log_density = stats.get("energy"), stats.get("log_density")
+    log_density = stats.get("log_density")
     found = [
         on_divergences(stats),
         _on_depth(stats, max_tree_depth),
-        _on_energy(energy) if judges_energy and energy is not None else "",
+        _on_energy(bfmi_of_steps(stats, thin)) if judges_energy else "",
         on_acceptance(stats),
         "" if log_density is None else on_arrivals(log_density),
     ]
@@ -88,8 +90,7 @@ def _on_depth(stats: dict[str, np.ndarray], max_tree_depth: int | None) -> str:
     )
 
 
-def _on_energy(energy: np.ndarray) -> str:
-    fraction = np.asarray(bfmi(energy))
+def _on_energy(fraction: np.ndarray) -> str:
     low = np.flatnonzero(fraction < LEAST_BFMI)
     if not low.size:
         return ""
@@ -97,6 +98,15 @@ def _on_energy(energy: np.ndarray) -> str:
     return (
         f"E-BFMI is under {LEAST_BFMI} ({shown}): each new momentum changes the energy too little, so "
         "that chains seldom visit the tails. Reparameterize, or warm up longer and draw more."
+    )
+
+
+def on_unknown_energy(stats: dict[str, Any], thin: int) -> str:
+    """Say that E-BFMI is not known, of thinned draws in a store of an earlier version."""
+    if thin == 1 or "energy" not in stats or stats.keys() >= set(OF_STEPS):
+        return ""
+    return (
+        f"E-BFMI is not known: one of {thin} steps is kept, and nothing of the energies of the others."
     )
 
 

@@ -198,15 +198,16 @@ def summarize(
     labels: Mapping[str, GroupLabels] = MappingProxyType({}),
     max_tree_depth: int | None = None,
     judges_energy: bool = True,
+    thin: int = 1,
     moves: Sequence[Any] = (),
     note: str = "",
 ) -> Summary:
     """Summarize draws where they lie: each device computes its own columns, and no draw is gathered.
 
     ``position`` has leaves [chains, draws, ...]; ``stats`` are arrays [chains, draws] by name,
-    ``log_density`` among them. ``max_tree_depth``, ``judges_energy`` (see `advice.on_transitions`) and
-    ``note`` are the kernel's; ``moves`` are the chains that warm-up has moved; ``labels`` are
-    `Draws.groups`. The other arguments are those of `Draws.summary`.
+    ``log_density`` among them. ``max_tree_depth``, ``judges_energy`` and ``thin`` (see
+    `advice.on_transitions`) and ``note`` are the kernel's and the run's; ``moves`` are the chains that
+    warm-up has moved; ``labels`` are `Draws.groups`. The other arguments are those of `Draws.summary`.
     """
     if not isinstance(max_rows, Integral) or isinstance(max_rows, bool) or max_rows < 0:
         raise ValueError(f"max_rows: expected an integer of at least 0, got {max_rows!r}")
@@ -239,9 +240,10 @@ def summarize(
         num_excused = over - beyond
     warnings = [
         *advice.on_number_of_draws(num_chains, num_draws),
-        *advice.on_transitions(stats, max_tree_depth, judges_energy),
+        *advice.on_transitions(stats, max_tree_depth, judges_energy, thin),
         *_on_numbers(leaves, limits, num_chains, num_draws),
     ]
+    of_energy = advice.on_unknown_energy(stats, thin) if judges_energy else ""
     rhat_before_moves = None
     if moves:
         before = np.array(stats["log_density"])
@@ -257,7 +259,7 @@ def summarize(
         **{"nested_rhat": None} | trees,
         log_density=log_density.values,
         warnings=warnings,
-        notes=[text for text in (note, advice.on_noise(num_excused)) if text],
+        notes=[text for text in (note, advice.on_noise(num_excused), of_energy) if text],
         rows=[*rows, log_density],
         num_left_out=num_left_out,
         groups=groups,

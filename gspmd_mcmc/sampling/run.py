@@ -165,7 +165,7 @@ class Run:
         warmup = plan.adaptation if plan.num_warmup else Untuned()
         self.stages = warmup.stages(plan.num_warmup)
         self.is_warm = False
-        self.draw = DrawSpec.of(kernel, states, plan.collect, layout)
+        self.draw = DrawSpec.of(kernel, states, plan.collect, layout, plan.thin)
         collected = self.draw.one_draw[0]
         if not jax.tree.leaves(collected):
             raise TypeError(f"collect: expected arrays to keep, got {collected}; does it return them?")
@@ -460,6 +460,7 @@ class Sampling:
             kernel=run.kernel,
             state=run.state.states,
             num_steps=int(run.done.num_steps),
+            thin=run.plan.thin,
             padded_rows=padded_rows,
             groups=run.groups,
             meanings=run.meanings,

@@ -109,7 +109,7 @@ def programs_of(build: Callable, settings: RunSettings, mesh: AbstractMesh) -> R
         stages = warmup.stages(settings.num_warmup)
         fixed = Fixed(target, jax.random.key(0), layout)
         run = _set_up(found, warmup, stages[0].adaptation, fixed, kernel, states, settings)
-        draw = DrawSpec.of(kernel, states, settings.collect, layout)
+        draw = DrawSpec.of(kernel, states, settings.collect, layout, settings.thin)
         buffers = _buffers(found, draw, settings, layout)
         for number, stage in enumerate(stages):
             name = f", stage {number + 1}" if len(stages) > 1 else ""

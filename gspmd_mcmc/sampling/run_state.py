@@ -16,6 +16,8 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import own_step_size, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, WindowStart
 from gspmd_mcmc.kernels.kernel import Info, Kernel
+from gspmd_mcmc.diagnostics.energy import OF_STEPS, energies_over_steps
+from gspmd_mcmc.errors import SamplingWarning
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.targets.local import is_row_values, unwrap
 from gspmd_mcmc.targets.target import Target
@@ -68,7 +70,7 @@ class DrawSpec:
     mesh: Mesh | None = tree.static()
 
     @classmethod
-    def of(cls, kernel: Kernel, states: Any, collect: Partial, layout: Layout) -> "DrawSpec":
+    def of(cls, kernel: Kernel, states: Any, collect: Partial, layout: Layout, thin: int) -> "DrawSpec":
         """Read it off a step of the chains, which is traced but not run.
 
         Leaves of the position that are collected as they are lie as the position's do. Everything else
@@ -76,6 +78,8 @@ class DrawSpec:
         """
         marked, stats = _one_draw.eval_shape(kernel, states, collect, layout=layout)
         specs = [_spec(x, layout) for x in jax.tree.leaves(marked, is_leaf=_is_as_seen)]
+        if thin > 1 and "energy" in stats:
+            stats |= dict.fromkeys(OF_STEPS, stats["energy"])
         lead = (layout.chain_axis, None)
         specs = [P(*lead, *spec) for spec in specs] + [P(*lead)] * len(stats)
         leaves, treedef = jax.tree.flatten((_unmarked(marked), stats))
@@ -234,7 +238,7 @@ def advance(
             return tree.replace(adaptation.tuned(kernel, tuning), target=None), tuning
 
         tuned, tuning = jax.lax.cond(is_warmup, adapt, lambda: (run.kernel, run.tuning))
-        so_far, stats = _over_steps(so_far, info, i % thin == 0, thin)
+        so_far, stats = _over_steps(so_far, info, i % thin, thin)
         is_kept = jnp.logical_not(is_warmup) & ((i + 1) % thin == 0)
         kept = _collected(fixed.target, draw.collect, after, info, is_kept, layout)
         made = kept, stats | {"log_density": after.log_density}
@@ -431,9 +435,12 @@ def _collected(target, collect: Partial, states, info, is_kept, layout) -> PyTre
     return jax.lax.cond(is_kept, keep, nothing)
 
 
-def _over_steps(so_far, info: Info, is_first, thin) -> tuple[dict, dict]:
-    """Add a step's info to that of the draw so far; return both what to carry on and the stats."""
-    carried, stats = {}, {}
+def _over_steps(so_far, info: Info, number, thin) -> tuple[dict, dict]:
+    """Add the info of a draw's step of that number to that of the draw so far.
+
+    Returns both what to carry on and the stats.
+    """
+    carried, stats, is_first = {}, {}, number == 0
     for field in dataclasses.fields(info):
         # The first stage of a warm-up may step by another kernel, whose numbers have other dtypes.
         value = getattr(info, field.name).astype(so_far[field.name].dtype)
@@ -457,6 +464,9 @@ def _traced(run: RunState, states, info: Info, is_warmup) -> dict[str, dict[str,
 
     return jax.tree.map(write, run.traces, values)
 
+    if so_far.keys() >= set(OF_STEPS):
+        sums = energies_over_steps(so_far, carried["energy"], number)
+        carried, stats = carried | sums, stats | sums
 
 def _counted(counters: Counters, info: Info, is_warmup, is_kept) -> Counters:
     in_warmup = jnp.asarray(is_warmup).astype(jnp.int32)

@@ -11,6 +11,7 @@ from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarize
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.placement.laid_groups import GroupLabels
+from gspmd_mcmc.diagnostics.energy import bfmi_of_steps
 from gspmd_mcmc.storage.datatree import to_datatree
 from gspmd_mcmc.tree import PyTree
 
@@ -29,7 +30,8 @@ class Draws:
     stats
         Name to array [chains, draws]: the kernel's info (`HMCInfo`) and ``log_density``. With thinning,
         ``acceptance_rate`` is the mean, ``num_integration_steps`` the sum and ``is_divergent`` whether
-        any, over the steps between two draws.
+        any, over the steps of a draw; ``energy_first``, ``energy_mean`` (less the first),
+        ``energy_squares`` (about the mean) and ``energy_changes`` (squared) sum up their energies.
     warmup
         What happened in warm-up: ``step_size`` [steps], ``acceptance_rate`` and ``log_density``
         [chains, steps], ``num_divergent`` [chains], ``leapfrogs``, the number of all chains together,
@@ -46,6 +48,8 @@ class Draws:
         Of a run on several processes, by name of a leaf: how many of its rows, on axis 2, are real. The
         others fill the mesh and copy the last real one. Leaves without pad are not named.
     groups
+    thin
+        Steps of each draw.
         By name of a leaf that has one row for each group (`Groups`): name, ``labels`` and ``sizes`` of
         the groups. Not of what ``collect`` returned.
     meanings
@@ -71,6 +75,7 @@ class Draws:
     def num_chains(self) -> int:
         """The number of chains."""
         return self.stats["log_density"].shape[0]
+    thin: int = 1
 
     @property
     def num_draws(self) -> int:
@@ -100,6 +105,14 @@ class Draws:
         each group stand in the group constant_data.
 
         On several processes it holds the part of this process: its chains, and its share of leaves that
+    @property
+    def bfmi(self) -> np.ndarray:
+        """E-BFMI of each chain over every step after warm-up, whatever ``thin``; shape [chains].
+
+        Below 0.3, chains seldom visit the tails. NaN where it is not known.
+        """
+        return bfmi_of_steps(self.stats, self.thin)
+
         lie over processes, with their place in the whole as coordinates. Needs the extra ``arviz``.
         """
         return to_datatree(self.position, self.stats, self.padded_rows, self.groups)
@@ -154,6 +167,7 @@ class Draws:
         kernel = self.kernel
         momenta, depth = kernel.draws_momenta, kernel.max_tree_depth
         return {"judges_energy": momenta, "max_tree_depth": depth, "note": kernel.note}
+            thin=self.thin,
 
     def __layout_tree__(self) -> dict[str, Any]:
         """Return what `visualize` shows of a run: the draws and the last state."""

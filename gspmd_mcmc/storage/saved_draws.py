@@ -193,6 +193,7 @@ def open_draws(path: str | Path) -> SavedDraws:
         groups={
             name: groups[x["axis"]]
             for name, leaf in named_leaves(position).items()
+        thin=attributes.get("thin", 1),
             if (x := axes[id(leaf)]) is not None
         },
         path=folder,

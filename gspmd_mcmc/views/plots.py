@@ -106,8 +106,8 @@ def energy(draws: Any, *, axes: Any = None):
 
     Two panels: histograms of energies and of their changes, and each chain's BFMI, the ratio of their
     sums of squares (Betancourt 2016, arXiv:1604.00695). Changes much narrower than the spread, and
-    BFMI below 0.3, mean that a chain walks slowly through its energies. Of thinned draws the changes
-    are over several steps, and BFMI is larger than a step's.
+    BFMI below 0.3, mean that a chain walks slowly through its energies. Of thinned draws the histogram
+    has changes over several steps; BFMI is that of every step.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ def energy(draws: Any, *, axes: Any = None):
         If there are no draws, or no energies among the stats.
     """
     canvas = Panels(axes, 2, 2, (4.8, 3.0))
-    panels.energies(canvas.axes, _energies(draws))
+    panels.energies(canvas.axes, _energies(draws), draws)
     return canvas.finish(_title("energy", draws, ""))
 
 
@@ -184,7 +184,7 @@ def overview(draws: Any, names: Names = None):
     panels.warmup(above, draws, log_density, styles)
     panels.traces(middle, traces, _is_divergent(draws), styles)
     if "energy" in draws.stats:
-        panels.energies(below[:2], _energies(draws))
+        panels.energies(below[:2], _energies(draws), draws)
     else:
         panels.say(below[0], "this kernel reports no energies")
         below[1].set_axis_off()

@@ -290,10 +290,10 @@ def autocorrelations(
         draw_lines(axis, lags, values, styles)
 
 
-def energies(axes: list[Any], values: np.ndarray) -> None:
+def energies(axes: list[Any], values: np.ndarray, draws: Any) -> None:
     """Draw histograms of energies [chains, draws] and of their changes, and BFMI of each chain."""
-    energies = values.astype(np.float64)
-    _bfmi_panel(axes[1], chain_comparison.energy_fractions(energies))
+    energies, is_thinned = values.astype(np.float64), draws.thin > 1
+    _bfmi_panel(axes[1], draws.bfmi if is_thinned else chain_comparison.energy_fractions(energies))
     axis, finite = axes[0], energies[np.isfinite(energies)]
     with np.errstate(invalid="ignore"):
         changes = np.diff(energies, axis=1)
@@ -306,7 +306,8 @@ def energies(axes: list[Any], values: np.ndarray) -> None:
     # The few that are further out than these quantiles would leave no bins for the others.
     low, high = np.quantile(np.concatenate([centered, changes]), [0.001, 0.999])
     bins = np.linspace(low, high, 61)
-    for x, color, name in ((centered, BLUE, "energy, less its mean"), (changes, ORANGE, "its changes")):
+    of_changes = f"its changes over {draws.thin} steps" if is_thinned else "its changes"
+    for x, color, name in ((centered, BLUE, "energy, less its mean"), (changes, ORANGE, of_changes)):
         axis.hist(x, bins, density=True, color=color, alpha=0.35, histtype="stepfilled", label=name)
         axis.hist(x, bins, density=True, color=color, histtype="step", lw=1.2)
     resolution = float(jnp.finfo(values.dtype).eps) * float(np.abs(finite).max())
