@@ -1,6 +1,7 @@
 """`sample` from end to end: draws against truths computed apart, warm-up, layouts, interruptions."""
 
 import dataclasses
+import functools
 import itertools
 import os
 import signal
@@ -24,10 +25,10 @@ import gspmd_mcmc as gm
 from gspmd_mcmc import moments
 from gspmd_mcmc.adaptation import dual_averaging
 from gspmd_mcmc.adaptation.estimators.estimator import pooled_variance
-from gspmd_mcmc.sampling import run
+from gspmd_mcmc.sampling import run, run_state
 from gspmd_mcmc.sampling.reporting import Report
 from gspmd_mcmc.sampling.run import capacity
-from gspmd_mcmc.sampling.run_state import LOOPS_IN_GRAPHS
+from gspmd_mcmc.sampling.run_state import LOOPS_IN_GRAPHS, advance_in_graphs
 
 KEY = jax.random.key(seed(0))
 MEAN = {"a": np.linspace(-2, 2, 50, dtype=np.float32), "b": np.float32(3)}
@@ -1026,9 +1027,9 @@ def test_on_a_gpu_loops_are_graphs_and_draws_are_the_same(monkeypatch):
     plain, used = draws(), []
     in_graphs = run.advance_in_graphs
 
-    def counted(*args):
-        used.append(args)
-        return in_graphs(*args)
+    def counted():
+        used.append(in_graphs())
+        return used[-1]
 
     monkeypatch.setattr(run, "advance_in_graphs", counted)
     np.testing.assert_array_equal(draws(), plain)
@@ -1036,6 +1037,25 @@ def test_on_a_gpu_loops_are_graphs_and_draws_are_the_same(monkeypatch):
     monkeypatch.setattr(run, "LAUNCHED", ("cpu",))
     np.testing.assert_array_equal(draws(), plain)
     assert used
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("xla_gpu_that_jaxlib_dropped", "1"), ("xla_gpu_enable_command_buffer", "FUSION,DROPPED")],
+    ids=["a name", "a value"],
+)
+def test_an_option_that_xla_has_dropped_costs_itself_alone(monkeypatch, name, value):
+    target = gm.LogDensity(lambda position: -0.5 * jnp.sum(position["x"] ** 2))
+    settings = {"num_warmup": 20, "num_samples": 10, "progress": False}
+    key, start = jax.random.key(seed(0)), {"x": jnp.zeros(3)}
+    plain = gm.sample(key, target, start, **settings).position["x"]
+    monkeypatch.setattr(run_state, "LOOPS_IN_GRAPHS", LOOPS_IN_GRAPHS | {name: value})
+    monkeypatch.setattr(run, "advance_in_graphs", functools.cache(advance_in_graphs.__wrapped__))
+    monkeypatch.setattr(run, "LAUNCHED", ("cpu",))
+    with pytest.warns(gm.SamplingWarning, match=f"does not take XLA's option {name}='{value}'"):
+        draws = gm.sample(key, target, start, **settings)
+    np.testing.assert_array_equal(draws.position["x"], plain)
+    gm.sample(key, target, start, **settings)  # and says so once
 
 
 def test_the_guide_has_the_option_that_makes_loops_graphs():

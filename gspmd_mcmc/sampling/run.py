@@ -244,7 +244,7 @@ class Run:
 
     @property
     def _advance(self) -> Any:
-        return advance_in_graphs if self.fixed.target.platform in LAUNCHED else advance
+        return advance_in_graphs() if self.fixed.target.platform in LAUNCHED else advance
 
     @property
     def groups(self) -> dict[str, GroupLabels]:

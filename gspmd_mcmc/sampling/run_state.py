@@ -2,8 +2,9 @@
 
 import dataclasses
 import inspect
+import warnings
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -15,9 +16,9 @@ from jax.tree_util import Partial
 from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import own_step_size, stuck_chains
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Transition, WindowStart
-from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.diagnostics.energy import OF_STEPS, energies_over_steps
 from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.targets.local import is_row_values, unwrap
 from gspmd_mcmc.targets.target import Target
@@ -77,9 +78,9 @@ class DrawSpec:
         is whole but for the chains.
         """
         marked, stats = _one_draw.eval_shape(kernel, states, collect, layout=layout)
-        specs = [_spec(x, layout) for x in jax.tree.leaves(marked, is_leaf=_is_as_seen)]
         if thin > 1 and "energy" in stats:
             stats |= dict.fromkeys(OF_STEPS, stats["energy"])
+        specs = [_spec(x, layout) for x in jax.tree.leaves(marked, is_leaf=_is_as_seen)]
         lead = (layout.chain_axis, None)
         specs = [P(*lead, *spec) for spec in specs] + [P(*lead)] * len(stats)
         leaves, treedef = jax.tree.flatten((_unmarked(marked), stats))
@@ -278,11 +279,24 @@ LOOPS_IN_GRAPHS = {
     "CONDITIONAL,WHILE",
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
-advance_in_graphs = jax.jit(
-    inspect.unwrap(advance),
-    donate_argnames="run",
-    compiler_options=LOOPS_IN_GRAPHS,
-)
+
+
+@cache
+def advance_in_graphs() -> Any:
+    """Return `advance`, compiled with the options of `LOOPS_IN_GRAPHS` that this XLA takes."""
+    known = {}
+    for name, value in LOOPS_IN_GRAPHS.items():
+        try:
+            jax.jit(jnp.sin, compiler_options={name: value}).lower(0.0).compile()
+            known[name] = value
+        except jax.errors.JaxRuntimeError as error:
+            warnings.warn(
+                f"this jaxlib does not take XLA's option {name}={value!r}, and steps on this GPU take "
+                f"longer without it: {str(error).splitlines()[0]}",
+                SamplingWarning,
+                stacklevel=2,
+            )
+    return jax.jit(inspect.unwrap(advance), donate_argnames="run", compiler_options=known)
 
 
 @partial(jax.jit, donate_argnames="run")
@@ -449,6 +463,9 @@ def _over_steps(so_far, info: Info, number, thin) -> tuple[dict, dict]:
             combine, is_mean = field.metadata["over_steps"]
             total = jnp.where(is_first, value, combine(so_far[field.name], value))
             carried[field.name], stats[field.name] = total, total / thin if is_mean else total
+    if so_far.keys() >= set(OF_STEPS):
+        sums = energies_over_steps(so_far, carried["energy"], number)
+        carried, stats = carried | sums, stats | sums
     return carried | {"log_density": so_far["log_density"]}, stats
 
 
@@ -464,9 +481,6 @@ def _traced(run: RunState, states, info: Info, is_warmup) -> dict[str, dict[str,
 
     return jax.tree.map(write, run.traces, values)
 
-    if so_far.keys() >= set(OF_STEPS):
-        sums = energies_over_steps(so_far, carried["energy"], number)
-        carried, stats = carried | sums, stats | sums
 
 def _counted(counters: Counters, info: Info, is_warmup, is_kept) -> Counters:
     in_warmup = jnp.asarray(is_warmup).astype(jnp.int32)
