@@ -1,5 +1,7 @@
 """The mode of a target, and its curvature there: a place to start from, and a first metric."""
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.errors import SamplingWarning
 from gspmd_mcmc.extras import need
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.layout import Pins
@@ -17,6 +20,8 @@ from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree
 
 LEAST_CURVATURE = 1e-3
+# Above a warning of `find_mode` in a function: `find_mode`, its decorator, and the user's line.
+CALLER_OF_FIND_MODE = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +97,8 @@ def find_mode(
     num_probes
         Hessian-vector products with random signs, whose mean is the diagonal (Hutchinson 1989; Bekas,
         Kokiopoulou and Saad 2007); 0 leaves the curvature at one. An estimate below a thousandth of
-        its leaf's mean is raised to that, as noise could make it negative.
+        its leaf's mean is raised to that, as noise could make it negative. Where a gradient cannot be
+        differentiated, a warning says so before the search, and the curvature is left at one.
 
     References
     ----------
@@ -102,16 +108,57 @@ def find_mode(
     checks.check_outside_programs("find_mode", (rng_key, target, position))
     position = checks.admit(target, position)
     optax = need("optax", "optim")
+    # What may raise comes before the search, whose result it would lose.
+    independence.check_rows(target, position)
+    options = {"rng_key": rng_key, "num_probes": num_probes, "pins": Pins.of(position)}
+    product = _hessian_product(target, position, options) if num_probes else None
+    if isinstance(product, Exception):
+        _warn_of_no_curvature(product)
     found, value, steps, gain = _climb(target, position, tolerance, max_steps, optimizer=optax.lbfgs)
     checks.check_finite_start(target, found, value, ())
-    independence.check_rows(target, found)
-    curvature = (
-        _curvature(target, found, rng_key, num_probes=num_probes, pins=Pins.of(found))
-        if num_probes
-        else tree.ones_like(found)
-    )
+    curvature = tree.ones_like(found)
+    if callable(product):
+        try:
+            estimate = _curvature(target, found, product=product, **options)
+            curvature = jax.block_until_ready(estimate)
+        except jax.errors.JaxRuntimeError as error:  # No memory, or an error of a host callback.
+            _warn_of_no_curvature(error)
     found, curvature = cut(target, found), cut(target, curvature)
     return Mode(found, curvature, value, int(steps), bool(gain <= tolerance))
+
+
+def _forward(grad: Callable, position: PyTree, vector: PyTree) -> PyTree:
+    return jax.jvp(grad, (position,), (vector,))[1]
+
+
+def _reverse(grad: Callable, position: PyTree, vector: PyTree) -> PyTree:
+    return jax.vjp(grad, position)[1](vector)[0]  # The Hessian is symmetric.
+
+
+def _hessian_product(target: Target, position: PyTree, options: dict) -> Callable | Exception:
+    """Return a way to multiply by the Hessian, or why the gradient has no derivative.
+
+    A function with its own gradient, such as an ODE's solution, often has only the reverse one.
+    """
+    found: Callable | Exception = _forward
+    for product in (_forward, _reverse):
+        try:
+            # Lowered, not only traced: JAX refuses some derivatives there.
+            _curvature.lower(target, position, product=product, **options)
+            return product
+        except Exception as error:  # What JAX and its users raise while they differentiate.
+            found = error
+    return found
+
+
+def _warn_of_no_curvature(error: Exception) -> None:
+    warnings.warn(
+        "find_mode: the Hessian cannot be computed, so the curvature is left at one. The mode holds, "
+        "but inverse_mass_matrix and the noise of laplace_start are not of the target. Pass "
+        f"num_probes=0 if that is meant. {type(error).__name__}: {str(error).splitlines()[0]}",
+        SamplingWarning,
+        stacklevel=CALLER_OF_FIND_MODE,
+    )
 
 
 @partial(jax.jit, static_argnames="optimizer")
@@ -137,7 +184,8 @@ def _climb(target, position, tolerance, max_steps, *, optimizer):
         return x, state, value, grad, gain, step + 1
 
     start_value, start_grad = value_and_grad(position)
-    carry = (position, solver.init(position), start_value, start_grad, jnp.float32(jnp.inf), 0)
+    no_gain = jnp.full_like(start_value, jnp.inf)
+    carry = (position, solver.init(position), start_value, start_grad, no_gain, 0)
     x, _, value, _, gain, steps = jax.lax.while_loop(climbs, climb, carry)
     return x, -value, steps, gain
 
@@ -157,12 +205,12 @@ def _with_grad(value_and_grad):
     return value
 
 
-@partial(jax.jit, static_argnames=("num_probes", "pins"))
-def _curvature(target, position, rng_key, *, num_probes, pins):
+@partial(jax.jit, static_argnames=("num_probes", "pins", "product"))
+def _curvature(target, position, rng_key, *, num_probes, pins, product):
     def probe(total, i):
         key = jax.random.fold_in(rng_key, i)
         signs = jax.tree.map(jnp.sign, tree.normal_like(key, position))
-        _, hessian_signs = jax.jvp(target.grad, (position,), (signs,))
+        hessian_signs = product(target.grad, position, signs)
         return jax.tree.map(lambda t, s, h: t - s * h / num_probes, total, signs, hessian_signs), None
 
     total, _ = jax.lax.scan(probe, jax.tree.map(jnp.zeros_like, position), jnp.arange(num_probes))
