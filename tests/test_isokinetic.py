@@ -466,3 +466,16 @@ def test_the_kernel_of_another_warm_up_is_refused():
         MAMSAdaptation(target_acceptance_rate=1.0)
     with pytest.raises(ValueError, match="energy_variance: expected a positive number, got 0"):
         MCLMCAdaptation(energy_variance=0)
+
+
+@pytest.mark.parametrize("cls", [MAMS, MCLMC])
+def test_a_dense_metric_of_the_kernel_is_kept_through_warm_up(cls):
+    target = gm.LogDensity(lambda x: -0.5 * x**2)
+    covariance = np.array([[1.0, 0.3], [0.3, 1.0]])
+    metric = gm.DenseMetric.of_covariances(jnp.zeros(2), covariance)
+    kernel = cls(target, 0.3, 1.0, inverse_mass_matrix=metric)
+    counts = {"num_chains": 3, "num_warmup": 40, "num_samples": 10, "progress": False}
+    draws = gm.sample(jax.random.key(seed(0)), target, jnp.zeros(2), kernel=kernel, **counts)
+    kept = draws.kernel.inverse_mass_matrix.velocity(jnp.eye(2)[0])
+    np.testing.assert_allclose(kept, covariance[0], rtol=1e-5)
+    assert np.isfinite(draws.position).all()

@@ -132,7 +132,9 @@ class Adaptation(ABC):
                 f"inverse_mass_matrix: the kernel has one of another kind than {self.metric} learns; "
                 "leave the kernel's out, learn another kind, or keep it by adapt_mass_matrix=False"
             )
-        return kernel
+        # A metric of NumPy's floats may be wider than the one that is learned.
+        own = jax.tree.map(lambda x, learned: x.astype(learned.dtype), own, identity)
+        return tree.replace(kernel, inverse_mass_matrix=own)
 
     def stepper(self, kernel: Kernel) -> Kernel:
         """Return the kernel that takes the steps."""

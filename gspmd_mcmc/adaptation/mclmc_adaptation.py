@@ -135,6 +135,8 @@ class MCLMCAdaptation(AfterHMCBurnIn):
 
     def end(self, state: MCLMCTuning, kernel: MCLMC, states: Any, learns_metric: bool) -> MCLMCTuning:
         """End a window: learn the metric, or measure the length."""
+        if learns_metric and not self.learns_metric:
+            return state
         if learns_metric:
             metric = self.metric.final(state.moments, states.position)
             # The new step size turns directions as much as the old one did.

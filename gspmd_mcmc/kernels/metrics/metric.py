@@ -68,11 +68,12 @@ class Metric(ABC):
 def sample_momentum(rng_key: jax.Array, inverse_mass_matrix: PyTree, position: PyTree) -> PyTree:
     """Draw p ~ N(0, M), shaped like the position."""
     if isinstance(inverse_mass_matrix, Metric):
-        return inverse_mass_matrix.sample_momentum(rng_key, position)
+        return _as_floats_of(position, inverse_mass_matrix.sample_momentum(rng_key, position))
     normals = tree.normal_like(rng_key, position)
     if inverse_mass_matrix is None:
         return normals
-    return jax.tree.map(lambda z, m: z * jax.lax.rsqrt(m), normals, inverse_mass_matrix)
+    scaled = jax.tree.map(lambda z, m: z * jax.lax.rsqrt(m), normals, inverse_mass_matrix)
+    return _as_floats_of(position, scaled)
 
 
 def velocity(inverse_mass_matrix: PyTree, momentum: PyTree) -> PyTree:
@@ -80,8 +81,13 @@ def velocity(inverse_mass_matrix: PyTree, momentum: PyTree) -> PyTree:
     if inverse_mass_matrix is None:
         return momentum
     if isinstance(inverse_mass_matrix, Metric):
-        return inverse_mass_matrix.velocity(momentum)
-    return jax.tree.map(jnp.multiply, inverse_mass_matrix, momentum)
+        return _as_floats_of(momentum, inverse_mass_matrix.velocity(momentum))
+    return _as_floats_of(momentum, jax.tree.map(jnp.multiply, inverse_mass_matrix, momentum))
+
+
+def _as_floats_of(like: PyTree, values: PyTree) -> PyTree:
+    # Under x64 a matrix may have 64 bits, as NumPy's have, where the position has 32.
+    return jax.tree.map(lambda x, y: y.astype(x.dtype), like, values)
 
 
 def kinetic_energy(inverse_mass_matrix: PyTree, momentum: PyTree) -> jax.Array:

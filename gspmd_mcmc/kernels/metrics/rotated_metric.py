@@ -85,6 +85,7 @@ def _along_axes(rotations: Rotations, x: PyTree, batch: int, contracted: int) ->
     for i, name in enumerate(names_of(x)):
         for axis, matrix in enumerate(rotations.get(name, ()), start=batch):
             if matrix is not None:
+                matrix = matrix.astype(leaves[i].dtype)  # Under x64 a matrix of NumPy has 64 bits.
                 turned = product(leaves[i], matrix, ((axis,), (contracted,)))
                 leaves[i] = jnp.moveaxis(turned, -1, axis)
     return jax.tree.unflatten(treedef, leaves)
