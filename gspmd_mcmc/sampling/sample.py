@@ -334,6 +334,12 @@ def _check_can_continue(draws: Draws, target: Target, kernel: Kernel | None, num
             "initial_position: draws that were read from disk hold no kernel and no state; start at a "
             "position, or continue what `sample` returned"
         )
+    if draws.kernel.target is None:
+        raise ValueError(
+            "initial_position: these draws were pickled without their target, which has no pickle. To "
+            "start where they ended, pass gspmd_mcmc.per_chain(draws.state.position). To continue a "
+            "run in another process, give sample a checkpoint="
+        )
     if kernel is not None:
         raise ValueError("kernel: draws are continued with their own kernel; leave it out")
     anew = "To start where they ended, pass gspmd_mcmc.per_chain(draws.state.position)"

@@ -1,17 +1,21 @@
 """The result of a run: its draws, and what is needed to continue it."""
 
+import copy
+import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import jax
 import numpy as np
 
+from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.stuck_chains import Move
+from gspmd_mcmc.diagnostics.energy import bfmi_of_steps
 from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarize
 from gspmd_mcmc.kernels.kernel import Kernel
+from gspmd_mcmc.multihost.processes import is_local
 from gspmd_mcmc.placement.laid_groups import GroupLabels
-from gspmd_mcmc.diagnostics.energy import bfmi_of_steps
 from gspmd_mcmc.storage.datatree import to_datatree
 from gspmd_mcmc.tree import PyTree
 
@@ -44,12 +48,12 @@ class Draws:
         these draws as ``initial_position``.
     num_steps
         All steps taken, warm-up included: the position in the sequence of random numbers.
+    thin
+        Steps of each draw.
     padded_rows
         Of a run on several processes, by name of a leaf: how many of its rows, on axis 2, are real. The
         others fill the mesh and copy the last real one. Leaves without pad are not named.
     groups
-    thin
-        Steps of each draw.
         By name of a leaf that has one row for each group (`Groups`): name, ``labels`` and ``sizes`` of
         the groups. Not of what ``collect`` returned.
     meanings
@@ -59,6 +63,10 @@ class Draws:
     shards (``x.addressable_shards``), programs on them are run by every process, and so is `summary`.
     ``stats`` and ``warmup`` are whole on each, and what reads them alone (`acceptance_rate`, ``print``)
     one may do by itself.
+
+    Draws pickle. Where the target has no pickle (a lambda, rows on a mesh), what is unpickled has a
+    kernel without target, and arrays on the host: everything but continuing works. Start another run
+    there by ``per_chain(draws.state.position)``.
     """
 
     position: PyTree
@@ -67,6 +75,7 @@ class Draws:
     kernel: Kernel
     state: Any
     num_steps: int
+    thin: int = 1
     padded_rows: dict[str, int] = field(default_factory=dict)
     groups: Mapping[str, GroupLabels] = field(default_factory=dict)
     meanings: tuple = field(default=(), repr=False)
@@ -75,7 +84,6 @@ class Draws:
     def num_chains(self) -> int:
         """The number of chains."""
         return self.stats["log_density"].shape[0]
-    thin: int = 1
 
     @property
     def num_draws(self) -> int:
@@ -97,14 +105,6 @@ class Draws:
         """Mean acceptance rate of each chain after warm-up, shape [chains]."""
         return np.asarray(self.stats["acceptance_rate"]).mean(axis=1)
 
-    def to_datatree(self):
-        """Return an ArviZ / xarray ``DataTree`` with groups posterior and sample_stats.
-
-        A latent that has the name of a coordinate, such as ``chain``, gets an underscore. Latents of
-        groups have the labels as a coordinate, of the name that `Groups` was given, and the rows of
-        each group stand in the group constant_data.
-
-        On several processes it holds the part of this process: its chains, and its share of leaves that
     @property
     def bfmi(self) -> np.ndarray:
         """E-BFMI of each chain over every step after warm-up, whatever ``thin``; shape [chains].
@@ -113,6 +113,14 @@ class Draws:
         """
         return bfmi_of_steps(self.stats, self.thin)
 
+    def to_datatree(self):
+        """Return an ArviZ / xarray ``DataTree`` with groups posterior and sample_stats.
+
+        A latent that has the name of a coordinate, such as ``chain``, gets an underscore. Latents of
+        groups have the labels as a coordinate, of the name that `Groups` was given, and the rows of
+        each group stand in the group constant_data.
+
+        On several processes it holds the part of this process: its chains, and its share of leaves that
         lie over processes, with their place in the whole as coordinates. Needs the extra ``arviz``.
         """
         return to_datatree(self.position, self.stats, self.padded_rows, self.groups)
@@ -159,6 +167,7 @@ class Draws:
             groups=groups,
             labels=self.groups,
             moves=self.moves,
+            thin=self.thin,
             **self._of_kernel(),
         )
 
@@ -167,11 +176,37 @@ class Draws:
         kernel = self.kernel
         momenta, depth = kernel.draws_momenta, kernel.max_tree_depth
         return {"judges_energy": momenta, "max_tree_depth": depth, "note": kernel.note}
-            thin=self.thin,
 
     def __layout_tree__(self) -> dict[str, Any]:
         """Return what `visualize` shows of a run: the draws and the last state."""
         return {"position": self.position, "state": self.state}
+
+    def __copy__(self) -> Self:
+        return replace(self)
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        # Nothing changes the kernel, its target and the state.
+        own = {
+            name: copy.deepcopy(getattr(self, name), memo) for name in ("position", "stats", "warmup")
+        }
+        return replace(self, **own)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: all fields, or those that can be."""
+        fields = dict(vars(self))
+        if not all(map(is_local, jax.tree.leaves((self.position, self.state)))):
+            raise TypeError(
+                "pickle: these draws lie over several processes. Write them to disk as they are made, "
+                "sample(..., to=ZarrSink(path)), or keep draws.to_datatree() of each process"
+            )
+        try:
+            # Buffers are not copied: this only asks whether it can be done.
+            pickle.dumps((self.kernel, self.meanings), protocol=5, buffer_callback=lambda _: None)
+        except Exception:  # Whatever the parts of a user's target raise.
+            kernel = tree.replace(self.kernel, target=None)
+            without = fields | {"kernel": kernel, "meanings": ()}
+            return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, without)
+        return fields
 
     def __repr__(self) -> str:
         shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", self.position)

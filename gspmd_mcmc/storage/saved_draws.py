@@ -92,6 +92,9 @@ class SavedArray:
             self._store = open_array(self._where, self._document)
         return self._store[_from_zero(index, self.shape)].read().result()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_store": None}  # opened again when it is read
+
     def __repr__(self) -> str:
         return f"SavedArray({self.dtype}{list(self.shape)}, {self._where})"
 
@@ -190,10 +193,10 @@ def open_draws(path: str | Path) -> SavedDraws:
         kernel=None,  # pyright: ignore[reportArgumentType]
         state=None,
         num_steps=0,
+        thin=attributes.get("thin", 1),
         groups={
             name: groups[x["axis"]]
             for name, leaf in named_leaves(position).items()
-        thin=attributes.get("thin", 1),
             if (x := axes[id(leaf)]) is not None
         },
         path=folder,
