@@ -16,6 +16,7 @@ from models import mesh_of
 from seeds import seed
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.diagnostics.summary import summarize
 from gspmd_mcmc.kernels.metrics.rotated_metric import RotatedMetric
 
 ROWS, SIZE = 30, 3
@@ -128,6 +129,17 @@ def test_the_mode_is_the_mean_and_chains_start_there(dtype):
     np.testing.assert_allclose(mode.log_density, log_density(MEAN), rtol=1e-5)
     sample(dtype, SAMPLERS["HMC"], start=mode)
     sample(dtype, SAMPLERS["HMC"], start=mode.laplace_start())
+
+
+def test_a_summary_sees_that_32_bits_are_coarse_beside_64():
+    """Beside a log density of 64 bits. At 1e7 the numbers of 32 bits are 1 apart."""
+    x = RNG.normal(size=(4, 100, 3)) + 1e7
+    stats = {"log_density": RNG.normal(size=(4, 100))}
+    for dtype, is_told in ((np.float32, True), (np.float64, False)):
+        summary = summarize({"x": jnp.asarray(x, dtype)}, stats)
+        told = ["distance of floating-point numbers" in text for text in summary.warnings]
+        assert any(told) == is_told
+        np.testing.assert_allclose(summary.log_density["mean"], stats["log_density"].mean(), rtol=1e-9)
 
 
 def log_density(w):

@@ -48,16 +48,23 @@ def per_leaf(statistic: Callable, draws: PyTree, copies: int = COPIES, **options
 def by_name(
     compute: Callable[[PyTree], dict[str, PyTree]], named: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Compute statistics of leaves by name: small leaves side by side, on one device.
+    """Compute statistics of leaves by name: small leaves of one width side by side, on one device.
 
     A program of statistics takes seconds to compile. ``compute`` takes a tree of draws, and gives trees
-    like it by the names of statistics.
+    like it by the names of statistics. It judges how finely draws are rounded, so none are widened.
     """
     small = {name: x for name, x in named.items() if math.prod(x.shape[2:]) <= SMALL_LEAF}
     found = {name: compute(leaf) for name, leaf in named.items() if name not in small}
-    if not small:
-        return found
-    dtype = jnp.result_type(*(jax.dtypes.canonicalize_dtype(x.dtype) for x in small.values()))
+    dtypes = {name: _float_of(jax.dtypes.canonicalize_dtype(x.dtype)) for name, x in small.items()}
+    for dtype in dict.fromkeys(dtypes.values()):
+        some = {name: x for name, x in small.items() if dtypes[name] == dtype}
+        found |= _side_by_side(compute, some, dtype)
+    return found
+
+
+def _side_by_side(
+    compute: Callable[[PyTree], dict[str, PyTree]], small: dict[str, Any], dtype: Any
+) -> dict[str, dict[str, Any]]:
     flat = [
         x.reshape(*x.shape[:2], math.prod(x.shape[2:])).astype(dtype)
         for x in to_host(list(small.values()))
@@ -65,15 +72,20 @@ def by_name(
     beside = compute(np.concatenate(flat, axis=2))
     ends = np.cumsum([x.shape[2] for x in flat])[:-1]
     pieces = {key: np.split(x, ends) for key, x in beside.items()}
-    for i, (name, x) in enumerate(small.items()):
-        found[name] = {key: pieces[key][i].reshape(x.shape[2:]) for key in pieces}
-    return found
+    return {
+        name: {key: pieces[key][i].reshape(x.shape[2:]) for key in pieces}
+        for i, (name, x) in enumerate(small.items())
+    }
 
 
 def as_float(x: jax.Array) -> jax.Array:
     """Return floats of at least single precision."""
-    wanted = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.result_type(float)
-    return x.astype(jnp.promote_types(x.dtype, wanted))
+    return x.astype(_float_of(x.dtype))
+
+
+def _float_of(dtype: Any) -> Any:
+    wanted = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)
+    return jnp.promote_types(dtype, wanted)
 
 
 def nan_columns(x: jax.Array) -> jax.Array:
