@@ -93,7 +93,8 @@ def test_draws_on_disk_go_through_a_pickle(tmp_path, opened):
     draws.position["mu"][:, -1]  # opens the store
     again = pickle.loads(pickle.dumps(draws))
     same(again, draws)
-    assert type(again) is type(draws) is gm.SavedDraws and again.path == draws.path
+    assert isinstance(again, gm.SavedDraws) and isinstance(draws, gm.SavedDraws)
+    assert again.path == draws.path
     same(copy.deepcopy(draws), draws)
 
 
