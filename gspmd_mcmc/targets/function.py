@@ -11,6 +11,7 @@ from jax.tree_util import Partial, register_pytree_node
 
 from gspmd_mcmc import tree
 from gspmd_mcmc.functions.meaning import Meaning, Place
+from gspmd_mcmc.functions.names import is_library
 from gspmd_mcmc.placement.modules import call_module, call_of, is_module, without_arrays
 from gspmd_mcmc.placement.numbers import check_leaves
 from gspmd_mcmc.tree import PyTree
@@ -129,8 +130,15 @@ def traced_with(*trees: PyTree) -> contextlib.AbstractContextManager:
 
 
 def _users_code(tree: PyTree) -> Static:
-    """Return the meaning of the methods of users' classes in a tree."""
-    return Reading(jax.tree.map(lambda _: None, tree, is_leaf=_is_function), is_called=False).now()
+    """Return the meaning of the classes of a user's own nodes in a tree, with all methods."""
+    classes: dict[type, None] = {}
+
+    def is_leaf(node: Any) -> bool:  # of every node, before the nodes inside it
+        classes.update({} if is_library(type(node)) else {type(node): None})
+        return _is_function(node)
+
+    jax.tree.leaves(tree, is_leaf=is_leaf)
+    return Reading(tuple(classes), is_called=False).now()
 
 
 def _is_function(node: Any) -> bool:
