@@ -48,6 +48,9 @@ def families(num_chains, num_draws):
     }
 
 
+SIMULATED = ("rhat_by_chance", "rhat_p_value")
+
+
 def reference(x, dtype: type = float):
     """What arviz-stats makes of [chains, draws, columns]; the error of the sd by the formula."""
     centred = x - x.mean(axis=(0, 1))
@@ -66,6 +69,9 @@ def reference(x, dtype: type = float):
             ess_tail=arviz.ess(x, method="tail", prob=(0.05, 0.95), **AXES),
             rhat=arviz.rhat(x, **AXES),
             rhat_beyond_noise=rhat_beyond_noise(x) if len(x) > 4 else arviz.rhat(x, **AXES),
+            # Of these test_chance has simulations.
+            rhat_by_chance=np.full(x.shape[2], np.nan),
+            rhat_p_value=np.full(x.shape[2], np.nan),
             spacings=x.reshape(-1, x.shape[2]).std(axis=0, ddof=1)
             / np.abs(x.mean((0, 1)) * np.finfo(dtype).eps),
         )
@@ -106,7 +112,8 @@ def test_statistics_equal_those_of_arviz_in_float64(shape):
         found = statistics(x)
     for name, ours, theirs in zip(found._fields, found, reference(x), strict=True):
         # Near 0 a mean is as exact as its draws are large.
-        np.testing.assert_allclose(ours, theirs, rtol=1e-7, atol=1e-13, err_msg=name)
+        if name not in SIMULATED:
+            np.testing.assert_allclose(ours, theirs, rtol=1e-7, atol=1e-13, err_msg=name)
 
 
 def test_float32_is_near_float64():
@@ -118,6 +125,8 @@ def test_float32_is_near_float64():
     found, expected = statistics(x), reference(x.astype(float), np.float32)
     for name, ours, theirs in zip(found._fields, found, expected, strict=True):
         assert ours.dtype == jnp.float32
+        if name in SIMULATED:
+            continue
         bound = 5e-4 if name.startswith("rhat") else 1e-5
         if name == "spacings":  # of means near 0 rounding is most
             ours, theirs = 1 / ours, 1 / theirs

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics.summary import _extreme, summarize
-from gspmd_mcmc.diagnostics.table import _rounded, named_leaves
+from gspmd_mcmc.diagnostics.table import Row, _rounded, named_leaves
 
 arviz = pytest.importorskip("arviz_stats.base").array_stats
 
@@ -92,11 +92,51 @@ def test_the_worst_numbers_come_first_and_the_rest_is_counted(bad):
     assert names[0] == "w[1, 2]"
     assert names[-1] == "log_density"
     assert (len(names), bad.num_left_out) == (4, 4)
-    order = [round(row.values["rhat"], 2) for row in bad.rows[:-1]]
-    assert order == sorted(order, reverse=True)
-    least_shown = min(row.values["rhat"] for row in bad.rows[:-1])
-    left_out = set(np.ravel(bad.rhat["w"])) - {row.values["rhat"] for row in bad.rows}
-    assert max(left_out) <= least_shown + 0.01
+    every = np.append(bad.rhat["w"], bad.rhat["mu"])
+    assert [row.values["rhat"] for row in bad.rows[:-1]] == sorted(every, reverse=True)[:3]
+
+
+def test_rows_go_by_the_exact_rhat_and_not_by_its_first_digits():
+    """R-hat differs in the third digit, and effective sizes would order them the other way."""
+    order = {}
+    for rhat, size in ((1.014, 3000.0), (1.008, 900.0), (1.012, 1000.0)):
+        row = Row("x", 1, {"rhat": rhat, "ess_bulk": size, "sd": 1.0})
+        order[rhat] = row.order
+    assert sorted(order, key=lambda rhat: order[rhat]) == [1.014, 1.012, 1.008]
+
+
+def test_names_choose_the_lines_and_not_what_is_judged(bad):
+    found = summarize(BAD, stats_of(), names=["mu", "w[0, 1]"])
+    assert {row.name for row in found.rows} == {"mu", "w[0, 1]", "log_density"}
+    rows = {row.name: row.values for row in found.rows}
+    assert rows["mu"]["mean"] == pytest.approx(DRAWN["mu"].mean(), abs=1e-5)
+    assert rows["mu"]["sd"] == pytest.approx(DRAWN["mu"].std(ddof=1), rel=1e-5)
+    assert rows["w[0, 1]"]["mean"] == pytest.approx(DRAWN["w"][..., 0, 1].mean(), abs=1e-5)
+    assert found.warnings == bad.warnings and found.num_left_out == 0
+    one = summarize(BAD, stats_of(), names="w", max_rows=2)
+    assert one.rows[0].name == "w[1, 2]" and "... 4 more numbers of w, none worse" in str(one)
+    assert [row.name for row in summarize(BAD, stats_of(), names="log_density").rows] == ["log_density"]
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        ("v", ValueError, r"some of the leaves mu, w, or numbers of them.*got 'v'"),
+        (["mu", "w[2, 0]"], ValueError, r"got 'w\[2, 0\]'"),
+        ("w[0]", ValueError, r"got 'w\[0\]'"),
+        ("w[-1, 0]", ValueError, r"got 'w\[-1, 0\]'"),
+        ([], ValueError, "expected some of mu, w, got none"),
+        ([3], TypeError, "expected the names of leaves or numbers, got 3"),
+    ],
+)
+def test_a_name_that_the_draws_do_not_have_is_an_error(names, error, message):
+    with pytest.raises(error, match=message):
+        summarize(BAD, stats_of(), names=names)
+
+
+def test_names_and_groups_are_two_tables():
+    with pytest.raises(ValueError, match="names= or groups=, got both"):
+        summarize(BAD, stats_of(), names="mu", groups="station")
 
 
 def test_a_run_prints_as_a_table_and_warnings(bad, good):
@@ -265,6 +305,14 @@ def test_a_large_leaf_has_one_line_which_names_its_worst_number():
     count = np.sum(values["rhat"] > 1.01) + (last.values["rhat"] > 1.01)
     assert any(x.startswith(f"R-hat is over 1.01 for {count} of 1201 numbers") for x in found.warnings)
     assert found.rhat["u"].sharding.spec == P("data")
+
+
+def test_a_number_of_a_large_leaf_has_a_line_by_its_name():
+    found = summarize({"u": LARGE}, stats_of(), names=["u[3, 2]", "u"])
+    rows = {row.name: row for row in found.rows}
+    assert set(rows) == {"u[3, 2]", "u[17, 4]", "log_density"}
+    assert (rows["u[3, 2]"].size, rows["u[17, 4]"].size) == (1, 1200)
+    assert rows["u[3, 2]"].values["mean"] == pytest.approx(LARGE[..., 3, 2].mean(), abs=1e-5)
 
 
 def test_the_worst_number_of_a_sharded_leaf_is_found_by_scalars():

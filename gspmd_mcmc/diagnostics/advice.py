@@ -12,10 +12,16 @@ from typing import Any
 import numpy as np
 
 from gspmd_mcmc.diagnostics.energy import OF_STEPS, bfmi_of_steps
-from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS, LEAST_TO_SETTLE, LONGEST_CORRELATION, MANY_CHAINS
+from gspmd_mcmc.diagnostics.ess import LEAST_OF_CHAIN
+from gspmd_mcmc.diagnostics.rhat import (
+    LEAST_DRAWS,
+    LEAST_TO_SETTLE,
+    LONGEST_CORRELATION,
+    MANY_CHAINS,
+    MOST_RHAT,
+)
 
 Worst = Sequence[tuple[str, float]]  # names and values of the worst numbers, the worst first
-MOST_RHAT = 1.01
 LEAST_BFMI = 0.3
 LEAST_SPACINGS = 10.0  # of floating-point numbers, in a standard deviation
 ACCEPTANCE_SPREAD = 0.15
@@ -34,7 +40,7 @@ MANY_SHORT = (
 
 def least_ess(num_chains: int) -> float:
     """Return the effective size that is enough: 100 for each chain, and 400 for four and more."""
-    return 100.0 * min(num_chains, 4)
+    return LEAST_OF_CHAIN * min(num_chains, 4)
 
 
 def on_transitions(
@@ -198,7 +204,7 @@ def on_rhat(name: str, count: int, size: int, worst: Worst, num_chains: int, num
     """Warn of chains that do not agree: ``count`` of ``size`` numbers exceed the limit of R-hat."""
     what = "nested R-hat" if name == "nested_rhat" else "R-hat"
     found = (
-        f"{what} is over {MOST_RHAT} for {count} of {size} numbers, worst {_numbers(worst, '.2f')}: "
+        f"{what} is over {MOST_RHAT} for {count} of {size} numbers, worst {_numbers(worst, '.3f')}: "
         "chains do not agree. Do not use these draws yet: warm up and draw longer, start elsewhere, or "
         "reparameterize."
     )
@@ -215,6 +221,15 @@ def on_noise(count: int) -> str:
         "each other no more than the halves of each chain do."
     )
     return found if count else ""
+
+
+def on_chance(count: int, size: int, worst: Worst, expected: float) -> str:
+    """Report that R-hat exceeds its limit for about as many numbers as it does by chance."""
+    return (
+        f"R-hat is over {MOST_RHAT} for {count} of {size} numbers, worst {_numbers(worst, '.3f')}. If "
+        f"all chains agree, chance makes it so for about {expected:.2g} of {size}, because the chains "
+        "are short. Draw more, and R-hat falls."
+    )
 
 
 def on_ess(what: str, limit: float, count: int, size: int, worst: Worst) -> str:

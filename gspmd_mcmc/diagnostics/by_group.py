@@ -52,7 +52,7 @@ def rows_of_groups(
     worst = np.argmax(badness, axis=1)
     of_worst = {key: np.take_along_axis(x, worst[:, None], 1)[:, 0] for key, x in by_key.items()}
     least = {key: np.min(by_key[key], axis=1) for key in ("ess_bulk", "ess_tail")}
-    largest = np.round(np.max(badness, axis=1), 2)
+    largest = np.max(badness, axis=1)
     size = np.where(np.isnan(least["ess_bulk"]), -np.inf, least["ess_bulk"])
     order = np.lexsort((size, -largest))[:max_rows]
     values = of_worst | least | {"rows": groups.sizes}

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 
 from gspmd_mcmc.diagnostics.autocovariance import mean_autocovariance
 from gspmd_mcmc.diagnostics.columns import nan_columns, needs_draws, per_leaf
-from gspmd_mcmc.diagnostics.ranks import has_nan, ordered, scored, split
+from gspmd_mcmc.diagnostics.ranks import folded, has_nan, ordered, scored, split
 from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS
 from gspmd_mcmc.tree import PyTree
 
 TAILS = (0.05, 0.95)
+LEAST_OF_CHAIN = 100.0  # effective draws that are enough, of each chain
 
 
 def ess_bulk(draws: PyTree) -> PyTree:
@@ -81,6 +82,8 @@ class Sizes(NamedTuple):
     mean: jax.Array
     sd: jax.Array
     bulk: jax.Array
+    bulk_within: jax.Array  # by the correlation within chains only, as if all chains agreed
+    folded_within: jax.Array  # likewise, of normal scores of distances from the median
     tail: jax.Array
 
 
@@ -88,13 +91,21 @@ def column_sizes(x: jax.Array) -> Sizes:
     """All effective sample sizes [...] of draws [chains, draws, ...], in one program."""
     if x.shape[1] < LEAST_DRAWS:
         return Sizes(*[nan_columns(x)] * len(Sizes._fields))
-    chains = [*_moments(x), scored(split(x)).scores, *_levels(x, TAILS)]
-    mean, sd, bulk, *tails = effective_size(jnp.stack(chains, axis=2))
+    halves = split(x)
+    ranked = scored(halves)
+    distances = scored(folded(halves, ranked.ordered))
+    chains = [*_moments(x), ranked.scores, distances.scores, *_levels(x, TAILS)]
+    beside = jnp.stack(chains, axis=2)
+    covariance = mean_autocovariance(beside)
+    mean, sd, bulk, _, *tails = _effective_size(beside, covariance, _between(beside))
+    within = _size_within(beside[:, :, 2:4], covariance[:, 2:4])
     nan = has_nan(x)
     return Sizes(
         mean=mean,
         sd=sd,
         bulk=jnp.where(nan, jnp.nan, bulk),
+        bulk_within=jnp.where(nan, jnp.nan, within[0]),
+        folded_within=jnp.where(nan, jnp.nan, within[1]),
         tail=jnp.where(nan, jnp.nan, jnp.stack(tails).min(axis=0)),
     )
 
@@ -146,10 +157,28 @@ def in_own_unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def effective_size(x: jax.Array) -> jax.Array:
     """Effective sample size [...] of chains [chains, draws, ...], two or more, taken as they are."""
+    return _effective_size(x, mean_autocovariance(x), _between(x))
+
+
+def _between(x: jax.Array) -> jax.Array:
+    return jnp.var(jnp.mean(x, axis=1), axis=0, ddof=1)
+
+
+def _size_within(x: jax.Array, covariance: jax.Array) -> jax.Array:
+    """Effective sample size [...] if all chains agree, whether they do or not.
+
+    The variance between chains is not that of these draws, but what the correlation within chains makes
+    of it, which the first step underestimates.
+    """
+    size = _effective_size(x, covariance, jnp.zeros_like(covariance[0]))
+    return _effective_size(x, covariance, covariance[0] * x.shape[0] / size)
+
+
+def _effective_size(x: jax.Array, covariance: jax.Array, between: jax.Array) -> jax.Array:
+    """Effective sample size [...], given the variance [...] of the means of chains."""
     num_chains, num_draws = x.shape[:2]
-    covariance = mean_autocovariance(x)
     within = covariance[0] * num_draws / (num_draws - 1)
-    total = covariance[0] + jnp.var(jnp.mean(x, axis=1), axis=0, ddof=1)
+    total = covariance[0] + between
     num_pairs = max(0, (num_draws - 3) // 2) + 1
     correlation = 1 - (within[None] - covariance[: 2 * num_pairs]) / total[None]
     correlation = jnp.concatenate([jnp.ones_like(correlation[:1]), correlation[1:]])

@@ -19,6 +19,7 @@ from gspmd_mcmc.diagnostics.columns import needs_draws, per_leaf
 from gspmd_mcmc.diagnostics.ranks import folded, has_nan, scored, split
 from gspmd_mcmc.tree import PyTree
 
+MOST_RHAT = 1.01  # of chains that have converged
 LEAST_DRAWS = 4
 MANY_CHAINS = 32
 LEAST_TO_SETTLE = 100  # draws of a chain from which R-hat is no longer noise, and a late arrival shows

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gspmd_mcmc.diagnostics.chance import column_chance
 from gspmd_mcmc.diagnostics.columns import needs_draws, per_leaf
 from gspmd_mcmc.diagnostics.ess import column_sizes
 from gspmd_mcmc.diagnostics.mcse import column_mcse_mean, column_mcse_sd, column_mean, column_sd
@@ -67,6 +68,8 @@ class Statistics(NamedTuple):
     ess_tail: PyTree
     rhat: PyTree
     rhat_beyond_noise: PyTree
+    rhat_by_chance: PyTree
+    rhat_p_value: PyTree
     spacings: PyTree
 
 
@@ -80,6 +83,8 @@ def statistics(draws: PyTree) -> Statistics:
 def column_statistics(x: jax.Array) -> Statistics:
     """Statistics [...] of draws [chains, draws, ...]."""
     mean, sd, sizes = column_mean(x), column_sd(x), column_sizes(x)
+    rhat = column_rhat(x)
+    chance = column_chance(x, sizes, rhat)
     spacing = jnp.abs(mean) * jnp.finfo(x.dtype).eps
     return Statistics(
         mean=mean,
@@ -90,7 +95,9 @@ def column_statistics(x: jax.Array) -> Statistics:
         q95=column_quantile(x, 0.95),
         ess_bulk=sizes.bulk,
         ess_tail=sizes.tail,
-        rhat=column_rhat(x),
+        rhat=rhat,
         rhat_beyond_noise=column_rhat_beyond_noise(x),
+        rhat_by_chance=chance.over,
+        rhat_p_value=chance.as_large,
         spacings=jnp.where(sd > 0, sd / spacing, jnp.inf),
     )

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from types import MappingProxyType
@@ -14,7 +14,9 @@ import numpy as np
 
 from gspmd_mcmc.diagnostics import advice, table
 from gspmd_mcmc.diagnostics.by_group import rows_of_groups
+from gspmd_mcmc.diagnostics.chance import is_chance
 from gspmd_mcmc.diagnostics.columns import SMALL_LEAF, by_name, check_draws
+from gspmd_mcmc.diagnostics.named_rows import rows_of_names
 from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS, nested_rhat, rank_nested_rhat, rhat
 from gspmd_mcmc.diagnostics.statistics import Statistics, statistics
 from gspmd_mcmc.diagnostics.table import Row, element, free_name, named_leaves
@@ -54,6 +56,8 @@ class _Leaf:
     size: int
     rows: list[Row]
     extremes: dict[str, Extreme]
+    by_chance: float  # of its numbers, how many exceed the limit of R-hat if chains agree
+    least_p_value: float  # of those that exceed it; 1 if none does
 
     @classmethod
     def of(
@@ -66,12 +70,17 @@ class _Leaf:
                 Row(element(name, index, groups), 1, {key: float(x[index]) for key, x in found.items()})
                 for index in np.ndindex(np.shape(found["rhat"]))
             ]
-            return cls(name, size, rows, {})
+            over = (row for row in rows if row.values["rhat_beyond_noise"] > advice.MOST_RHAT)
+            least_p_value = min((row.values["rhat_p_value"] for row in over), default=1.0)
+            by_chance = sum(row.values["rhat_by_chance"] for row in rows)
+            return cls(name, size, rows, {}, by_chance, least_p_value)
         judged = {"rhat": advice.MOST_RHAT} | limits
         extremes = {key: _extreme_of(name, found, key, limit, groups) for key, limit in judged.items()}
         worst = extremes.get("nested_rhat", extremes["rhat"])
         least = {key: extremes[key].values[key] for key in ("ess_bulk", "ess_tail")}
-        return cls(name, size, [Row(worst.name, size, worst.values | least)], extremes)
+        row = Row(worst.name, size, worst.values | least)
+        by_chance, least_p_value = map(float, _chance(found))
+        return cls(name, size, [row], extremes, by_chance, least_p_value)
 
     def worst(self, statistic: str) -> list[Worst]:
         """Return its numbers with their values; for a large leaf only the worst one."""
@@ -99,6 +108,11 @@ class Summary:
         R-hat where chains disagree, and 1 where R-hat is large only because chains are short: they
         differ from each other no more than each in its halves. With fewer than 32 chains or 100 draws
         it is R-hat itself.
+    rhat_by_chance
+        The probability that R-hat exceeds 1.01 although all chains agree. It is 0 where chance is not
+        an excuse: with fewer than 100 effective draws per chain, and with 32 chains or more.
+    rhat_p_value
+        Likewise the probability that chance makes R-hat as large as it is.
     spacings
         The standard deviation over the spacing of floating-point numbers near the mean.
     log_density
@@ -110,7 +124,9 @@ class Summary:
     rows
         The lines of the table, the worst first: of numbers, or of groups.
     num_left_out
-        How many of them have no line because they are better than those that have one.
+        How many numbers or groups have no line, because no R-hat of theirs is larger than those shown.
+    names
+        The leaves and numbers that the table is limited to; None if it has them all.
     groups
         The name of the groups that have a line each; None if numbers have.
     num_chains, num_draws
@@ -130,6 +146,8 @@ class Summary:
     ess_tail: PyTree
     rhat: PyTree
     rhat_beyond_noise: PyTree
+    rhat_by_chance: PyTree
+    rhat_p_value: PyTree
     spacings: PyTree
     nested_rhat: PyTree
     log_density: dict[str, float]
@@ -137,6 +155,7 @@ class Summary:
     notes: list[str]
     rows: list[Row]
     num_left_out: int
+    names: tuple[str, ...] | None
     groups: str | None
     num_chains: int
     num_draws: int
@@ -194,6 +213,7 @@ def summarize(
     *,
     num_superchains: int | None = None,
     max_rows: int = MAX_ROWS,
+    names: str | Iterable[str] | None = None,
     groups: str | None = None,
     labels: Mapping[str, GroupLabels] = MappingProxyType({}),
     max_tree_depth: int | None = None,
@@ -225,11 +245,21 @@ def summarize(
         "spacings": advice.LEAST_SPACINGS,
     }
     leaves = [_Leaf.of(name, found[name], limits, labels.get(name)) for name in (*named, own_name)]
+    names = None if names is None else (names,) if isinstance(names, str) else tuple(names)
     if groups is None:
-        rows = sorted((row for leaf in leaves[:-1] for row in leaf.rows), key=lambda row: row.order)
+        by_leaf = {leaf.name: leaf.rows for leaf in leaves[:-1]}
+        if names is None:
+            rows = sum(by_leaf.values(), [])
+        elif names == (own_name,):  # its line is there in any case
+            rows = []
+        else:
+            rows = rows_of_names([name for name in names if name != own_name], by_leaf, labels, found)
+        rows = sorted(rows, key=lambda row: row.order)
         rows, num_left_out = rows[:max_rows], sum(row.size for row in rows[max_rows:])
-    else:
+    elif names is None:
         rows, num_left_out = rows_of_groups(groups, labels, found, max_rows)
+    else:
+        raise ValueError("summary: expected names= or groups=, got both. Call it once for each.")
     log_density = leaves[-1].rows[0]
     num_excused = 0  # numbers whose R-hat exceeds its limit only by the noise of short chains
     if num_superchains is None:
@@ -238,10 +268,11 @@ def summarize(
             for name in ("rhat", "rhat_beyond_noise")
         )
         num_excused = over - beyond
+    on_numbers, on_chance = _on_numbers(leaves, limits, num_chains, num_draws)
     warnings = [
         *advice.on_number_of_draws(num_chains, num_draws),
         *advice.on_transitions(stats, max_tree_depth, judges_energy, thin),
-        *_on_numbers(leaves, limits, num_chains, num_draws),
+        *on_numbers,
     ]
     of_energy = advice.on_unknown_energy(stats, thin) if judges_energy else ""
     rhat_before_moves = None
@@ -259,9 +290,10 @@ def summarize(
         **{"nested_rhat": None} | trees,
         log_density=log_density.values,
         warnings=warnings,
-        notes=[text for text in (note, advice.on_noise(num_excused), of_energy) if text],
+        notes=[x for x in (note, advice.on_noise(num_excused), on_chance, of_energy) if x],
         rows=[*rows, log_density],
         num_left_out=num_left_out,
+        names=names,
         groups=groups,
         num_chains=num_chains,
         num_draws=num_draws,
@@ -291,10 +323,11 @@ def _worst_first(leaves: list[_Leaf], statistic: str) -> list[Worst]:
 
 def _on_numbers(
     leaves: list[_Leaf], limits: dict[str, float], num_chains: int, num_draws: int
-) -> list[str]:
-    """Warn of numbers that are beyond the limits."""
-    size = sum(leaf.size for leaf in leaves)
-    found = []
+) -> tuple[list[str], str]:
+    """Warn of numbers that are beyond the limits; return a note instead if R-hat is so by chance."""
+    size, expected = sum(leaf.size for leaf in leaves), sum(leaf.by_chance for leaf in leaves)
+    least_p_value = min(leaf.least_p_value for leaf in leaves)
+    found, note = [], ""
     for statistic, limit in limits.items():
         # The log density, the last one, is rounded only when it is recorded: kernels use its summands.
         judged = leaves[:-1] if statistic == "spacings" else leaves
@@ -308,9 +341,11 @@ def _on_numbers(
             found.append(advice.on_spacing(count, worst))
         elif statistic.startswith("ess"):
             found.append(advice.on_ess(statistic.removeprefix("ess_"), limit, count, size, worst))
+        elif statistic == "rhat_beyond_noise" and is_chance(count, expected, least_p_value, size):
+            note = advice.on_chance(count, size, worst, expected)
         else:
             found.append(advice.on_rhat(statistic, count, size, worst, num_chains, num_draws))
-    return found
+    return found, note
 
 
 def _extreme_of(
@@ -321,6 +356,13 @@ def _extreme_of(
     index = np.unravel_index(int(place), np.shape(found[statistic]))
     values = {key: float(x) for key, x in of_worst.items()}
     return Extreme(element(leaf, tuple(map(int, index)), groups), values, int(count))
+
+
+@jax.jit
+def _chance(found: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Return how many numbers exceed the limit by chance, and the least p-value of those that do."""
+    is_over = found["rhat_beyond_noise"] > advice.MOST_RHAT
+    return jnp.sum(found["rhat_by_chance"]), jnp.min(jnp.where(is_over, found["rhat_p_value"], 1))
 
 
 @functools.partial(jax.jit, static_argnames="name")

@@ -46,14 +46,14 @@ class Row:
 
     @property
     def order(self) -> tuple[float, float]:
-        """Sort key, the worst first: by R-hat to two digits, then by effective size."""
+        """Sort key, the worst first: by R-hat, then by effective size."""
         rhat = self.values.get("nested_rhat", self.values["rhat"])
         if math.isnan(rhat):
             # Draws that are all equal cannot be judged; any other NaN is the worst.
             rhat = -math.inf if self.values["sd"] == 0 else math.inf
         size = self.values["ess_bulk"]
         size = -math.inf if math.isnan(size) else size
-        return (-round(rhat, 2) if math.isfinite(rhat) else -rhat), size
+        return -rhat, size
 
 
 def free_name(name: str, taken: Iterable[str]) -> str:
@@ -111,7 +111,8 @@ def _table_lines(summary: Any) -> list[str]:
     found = [title, "", head, "-" * len(head), *lines]
     if summary.num_left_out:
         what = f"groups of {summary.groups}" if summary.groups else "numbers"
-        found.append(f"... {summary.num_left_out:,} more {what}, none worse")
+        of = f" of {', '.join(summary.names)}" if summary.names else ""
+        found.append(f"... {summary.num_left_out:,} more {what}{of}, none worse")
     if any(row.size > 1 for row in summary.rows):
         whole = "group" if summary.groups else "leaf"
         found.append(

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -130,6 +130,7 @@ class Draws:
         num_superchains: int | None = None,
         max_rows: int = MAX_ROWS,
         groups: str | None = None,
+        names: str | Iterable[str] | None = None,
     ) -> Summary:
         """Summarize the draws: a table with the worst numbers first, and warnings with what to do.
 
@@ -147,6 +148,10 @@ class Draws:
             The name of groups (`Groups`): the table then has a line for each group, by its label, with
             its rows, the statistics of its worst number, and the least ESS of all of its numbers. What
             is judged stays the same.
+        names
+            The leaves, ``"w"``, and the numbers, ``"w[3, 1]"`` or ``"effect[station=Denver]"``, that
+            the table shows. By default it shows the worst of all numbers. Warnings are always about all
+            numbers.
 
         Returns
         -------
@@ -156,14 +161,19 @@ class Draws:
         Raises
         ------
         ValueError, TypeError
-            If superchains differ in size, a collected leaf does not hold real numbers, or no latents
-            are of groups of that name.
+            If superchains differ in size, a collected leaf does not hold real numbers, no latents are
+            of groups of that name, or the draws have no leaf or number of a name.
+
+        Examples
+        --------
+        >>> print(draws.summary(names=["mean", "sd"]))  # doctest: +SKIP
         """
         return summarize(
             self.position,
             self.stats,
             num_superchains=num_superchains,
             max_rows=max_rows,
+            names=names,
             groups=groups,
             labels=self.groups,
             moves=self.moves,
