@@ -1,7 +1,6 @@
 """What benchmarks share: options, measuring a grid of configurations, checking against float64."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from benchmarks import environment, results
+from benchmarks import data, environment, results
 from benchmarks.harness import Entrant, interpreter, launch, measure, stopwatch
 
 PEERS = ("tfp", "numpyro", "blackjax")
@@ -30,7 +29,7 @@ class Benchmark:
     name, about
         As on the command line; what the help says.
     folder
-        The folder of the data directory that it reads.
+        The data set that it reads, as `benchmarks.data` names it.
     contenders
         Modules of `benchmarks.contenders` that have a function of this name. On the command line a
         colon and the name of a form may follow: ``numpyro:textbook``.
@@ -65,7 +64,13 @@ class Benchmark:
 def main(benchmark: Benchmark, argv: list[str]) -> int:
     """Measure, or check, the contenders; return the exit status."""
     options = _options(benchmark, argv)
+    with data.folder_of([benchmark.folder], options.data_dir) as (options.data_dir, sources):
+        return _run(benchmark, options, sources)
+
+
+def _run(benchmark: Benchmark, options: argparse.Namespace, sources: dict[str, str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(f"Data: {'; '.join(sources.values())}", markup=False)
     if options.check:
         return _check(benchmark, options, console)
     took = stopwatch()
@@ -77,6 +82,7 @@ def main(benchmark: Benchmark, argv: list[str]) -> int:
             options.out,
             benchmark.name,
             **{name: getattr(benchmark, name) for name in SETTINGS},
+            data=sources,
             rounds=options.rounds,
             seconds=took(),
             results=found,
@@ -89,8 +95,7 @@ def main(benchmark: Benchmark, argv: list[str]) -> int:
 def _options(benchmark: Benchmark, argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"benchmarks {benchmark.name}", description=benchmark.about)
     add = parser.add_argument
-    folder = f"the folder that holds {benchmark.folder}/"
-    add("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"), help=folder)
+    data.add_option(parser)
     add("--out", type=Path, help="write everything as JSON")
     add("--quick", action="store_true", help="1 and 2 devices, few chains, 2 short rounds")
     add("--check", action="store_true", help="compare log densities and gradients with float64")
@@ -107,8 +112,6 @@ def _options(benchmark: Benchmark, argv: list[str]) -> argparse.Namespace:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    if not options.data_dir:
-        parser.error(f"--data-dir or GSPMD_MCMC_DATA must name {folder}")
     for name in options.contenders:
         if name.partition(":")[0] not in benchmark.contenders:
             parser.error(f"--contenders: {name!r} is not one of {', '.join(benchmark.contenders)}")
@@ -127,7 +130,7 @@ def _entrants(benchmark: Benchmark, options, devices: int, chains: int) -> list[
         "leapfrogs": benchmark.leapfrogs,
         "units": benchmark.units(chains) * benchmark.leapfrogs,
         "step_size": benchmark.step_size,
-        "data_dir": str(Path(options.data_dir).resolve()),
+        "data_dir": options.data_dir,
     }
     entrants = []
     for name in options.contenders:

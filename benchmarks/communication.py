@@ -1,14 +1,13 @@
 """What one HMC step of each library sends between 8 devices, and what it holds on each.
 
-``python -m benchmarks communication --data-dir DIR [--out FILE.json] [--devices N]``. Nothing is timed
-and nothing is run: programs are compiled, for real MNIST with its rows laid over the devices (one
+``python -m benchmarks communication [--data-dir DIR] [--out FILE.json] [--devices N]``. Nothing is
+timed and nothing is run: programs are compiled, for real MNIST with its rows laid over the devices (one
 chain, 20 leapfrogs), and read by `gspmd_mcmc.communication`. NumPyro and BlackJAX stand twice: their
 data as arguments of the program, as in the speed benchmarks, and closed over, as their users write it.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import environment
+from benchmarks import data, environment
 from benchmarks.harness import ROOT, interpreter
 
 LEAPFROGS, STEP_SIZE = 20, 1e-3
@@ -28,16 +27,16 @@ CONTENDERS = ("ours", "numpyro", "numpyro closed over", "blackjax", "blackjax cl
 def main(argv: list[str]) -> int:
     """Compile each contender in a process of its own; print and write the reports."""
     parser = argparse.ArgumentParser(prog="benchmarks communication", description=__doc__)
-    parser.add_argument("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"))
+    data.add_option(parser)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--devices", type=int, default=8)
     options = parser.parse_args(argv)
-    if not options.data_dir:
-        parser.error("--data-dir or GSPMD_MCMC_DATA must name the folder that holds mnist/")
-    folder = str(Path(options.data_dir).resolve())
-    records = [_in_process(name, folder, options.devices) for name in CONTENDERS]
-    _show(Console(width=None if sys.stdout.isatty() else 150), records, options.devices)
-    environment.save(options.out, "communication", results=records)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    with data.folder_of([data.MNIST], options.data_dir) as (folder, sources):
+        console.print(f"Data: {sources[data.MNIST]}", markup=False)
+        records = [_in_process(name, folder, options.devices) for name in CONTENDERS]
+    _show(console, records, options.devices)
+    environment.save(options.out, "communication", data=sources, results=records)
     return int(any("error" in record for record in records))
 
 
@@ -72,12 +71,12 @@ def report_of(name: str, data_dir: str, devices: int) -> dict:
     task = SimpleNamespace(devices=devices, data_dir=data_dir, **settings)
     library, _, closed = name.partition(" ")
     program = import_module(f"benchmarks.contenders.{library}").mnist(task)
-    transition, data = program.transition, program.data
+    transition, rows = program.transition, program.data
 
     def closing_over(carry):
-        return transition(carry, *data)
+        return transition(carry, *rows)
 
-    args = (program.carry,) if closed else (program.carry, *data)
+    args = (program.carry,) if closed else (program.carry, *rows)
     report = gm.communication(closing_over if closed else transition, *args)
     return {"name": name, **_facts(report)}
 

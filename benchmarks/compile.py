@@ -16,8 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import environment
-from benchmarks.ess_models import check_options, names
+from benchmarks import data, environment
+from benchmarks.ess_models import check_options, folder_of, names
 from benchmarks.harness import ROOT, interpreter
 
 CONTENDERS = ("ours", "numpyro", "blackjax")
@@ -33,8 +33,9 @@ LIMIT_S = 900.0
 def main(argv: list[str]) -> int:
     """Measure, print, write JSON; return the exit status: 1 if a contender failed."""
     options = _options(argv)
-    records = []
-    with tempfile.TemporaryDirectory() as cache:
+    with folder_of(options) as (options.data_dir, sources), tempfile.TemporaryDirectory() as cache:
+        print(f"Models: {', '.join(options.models)}", flush=True)
+        records = []
         for model in options.models:
             for contender in options.contenders if options.cache else ():
                 run(model, contender, options.data_dir, f"{cache}/{contender}")
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
                         again = run(model, contender, options.data_dir, f"{cache}/{contender}")
                         record["cached_s"] = again.get("first_s")
                     records.append(record)
-                    environment.save(options.out, "compile", results=records)
+                    environment.save(options.out, "compile", data=sources, results=records)
     show(records)
     return int(any("error" in record for record in records))
 
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
 def _options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks compile", description=__doc__)
     add = parser.add_argument
-    add("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"), help="holds mnist/ and posteriordb/")
+    data.add_option(parser)
     add("--out", type=Path, help="write everything as JSON, after every run")
     add("--rounds", type=int, default=5)
     add("--models", type=names, default=DEFAULT_MODELS, help=f"of {', '.join(BUDGETS)}")
@@ -68,8 +69,6 @@ def _options(argv: list[str]) -> argparse.Namespace:
 def run(model: str, contender: str, data_dir: str | None, cache: str | None = None) -> dict:
     """Run a contender in a fresh process; return its seconds and programs, or its ``error``."""
     task = {"model": model, "contender": contender, "chains": CHAINS, "data_dir": data_dir}
-    if data_dir:
-        task["data_dir"] = str(Path(data_dir).resolve())
     # Nobody's runs may be served by a cache that the caller's environment names.
     variables = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")}
     variables["JAX_TRACEBACK_FILTERING"] = "off"  # else the last lines of an error do not say its cause

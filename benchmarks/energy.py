@@ -1,6 +1,6 @@
 """The energy error of float32 trajectories at MovieLens' full size, against float64.
 
-``python -m benchmarks energy --data-dir DIR [--out FILE.json] [--steps N]``. From a point that is
+``python -m benchmarks energy [--data-dir DIR] [--out FILE.json] [--steps N]``. From a point that is
 typical of the posterior (a few HMC steps after a start around the mode) trajectories of 20
 leapfrogs are taken in float32. Of the very same two ends the Hamiltonian's difference is computed
 in float64 by NumPy. Beside it: what the kernel accepts by, sums of differences of terms; the same with
@@ -9,7 +9,6 @@ default, emulated; and the naive difference of two float32 log densities, each s
 """
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import environment, movielens_data
+from benchmarks import data, environment, movielens_data
 from benchmarks.emulation import emulated
 
 DEVICES, LEAPFROGS = 8, 20
@@ -35,15 +34,17 @@ COLUMNS = {
 def main(argv: list[str]) -> int:
     """Print and write the errors of both differences; return the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks energy", description=__doc__)
-    parser.add_argument("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"))
+    data.add_option(parser)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=int, default=8, help="trajectories")
     options = parser.parse_args(argv)
-    if not options.data_dir:
-        parser.error("--data-dir or GSPMD_MCMC_DATA must name the folder that holds ml-1m/")
-    rows = measure(movielens_data.load(options.data_dir), options.steps)
-    _show(Console(), rows)
-    environment.save(options.out, "energy", trajectories=rows)
+    with data.folder_of([data.MOVIELENS], options.data_dir) as (folder, sources):
+        watched = movielens_data.load(folder)
+    console = Console()
+    console.print(f"Data: {sources[data.MOVIELENS]}", markup=False)
+    rows = measure(watched, options.steps)
+    _show(console, rows)
+    environment.save(options.out, "energy", data=sources, trajectories=rows)
     return 0
 
 

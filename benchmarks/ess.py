@@ -18,8 +18,8 @@ import numpy as np
 from rich.console import Console
 
 import gspmd_mcmc as gm
-from benchmarks import environment, ess_table
-from benchmarks.ess_models import MODELS, check_options, names
+from benchmarks import data, environment, ess_table
+from benchmarks.ess_models import MODELS, check_options, folder_of, names
 from benchmarks.ess_models.model import Budget, Model
 from benchmarks.harness import Worker, WorkerDied, WorkerError, interpreter, stopwatch
 
@@ -58,13 +58,21 @@ CONTENDERS = {
 def main(argv: list[str]) -> int:
     """Measure, and return the exit status: 1 if a contender failed to run."""
     options = _options(argv)
+    with folder_of(options) as (options.data_dir, sources):
+        return _all_models(options, sources)
+
+
+def _all_models(options: argparse.Namespace, sources: dict[str, str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 220)
+    for source in sources.values():
+        console.print(f"Data: {source}", markup=False)
     took, records = stopwatch(), []
 
     def write() -> None:
         environment.save(
             options.out,
             "ess",
+            data=sources,
             rounds=options.rounds,
             quick=options.quick,
             converged=CONVERGED,
@@ -87,8 +95,7 @@ def main(argv: list[str]) -> int:
 def _options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks ess", description=__doc__)
     add = parser.add_argument
-    data_dir = os.environ.get("GSPMD_MCMC_DATA")
-    add("--data-dir", default=data_dir, help="the folder that holds mnist/ and posteriordb/")
+    data.add_option(parser)
     add("--out", type=Path, help="write everything as JSON, after every run")
     add("--models", type=names, help=f"of {', '.join(MODELS)}")
     add("--contenders", type=names, help=f"of {', '.join(CONTENDERS)}")
@@ -154,7 +161,7 @@ def _start(model: Model, name: str, options: argparse.Namespace) -> Worker:
         "benchmark": contender.function,
         "model": model.name,
         "devices": 1,
-        "data_dir": options.data_dir and str(Path(options.data_dir).resolve()),
+        "data_dir": options.data_dir,
     } | asdict(_budget(model, name))
     worker = Worker(interpreter(contender.is_peer), task, options.limit)
     worker.answer()

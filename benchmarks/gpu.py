@@ -4,29 +4,29 @@
 of MNIST, MovieLens and two models of groups by HMC, then effective draws a second of one model. Each
 program's own text, as it was compiled here, gives its bytes, kernels and arithmetic. Its roofline comes
 from the card's data sheet, and from the bandwidth, products and launches that are measured here first.
-Real data are read where ``--data-dir`` or GSPMD_MCMC_DATA names them; speed does not depend on them, so
-simulated ones of the same shapes stand in elsewhere. Peers run where `make peers` put them, with a jax
-for the card.
+Data come from `--data-dir`, the cache, a download, or a simulation of the same shapes, on which speed
+depends. Peers run where `make peers` put them, with a jax for the card.
 """
 
 import argparse
-import gzip
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import environment, ess, groups_data, mnist_data, movielens_data
+from benchmarks import data, environment, ess, groups_data, mnist_data, movielens_data
 from benchmarks.chips import leapfrog_of
+from benchmarks.data import Sizes
 from benchmarks.harness import Entrant, interpreter, launch, stopwatch
 from benchmarks.results import spread
 from gspmd_mcmc.sampling.run_state import LOOPS_IN_GRAPHS
@@ -42,7 +42,6 @@ LEAPFROGS = 20
 STEP_SIZES = {"mnist": 1e-3, "movielens": 2e-3, "groups_ratings": 1e-4, "groups_effect": 1e-4}
 ENOUGH_S = 360.0  # after so long no further plan begins: the effective draws come last
 ALL_S, LEAST_S = 570.0, 45.0  # of the whole command; that a contender of the effective draws has
-IMAGES, USERS, MOVIES = 60_000, 6040, 3706
 # Loops are CUDA graphs, of every contender, as `sample` has its own.
 GRAPHS = " ".join(f"--{name}={value}" for name, value in LOOPS_IN_GRAPHS.items())
 PREDICTIONS = ("by_data_sheet", "by_measured_throughput")
@@ -72,8 +71,8 @@ def main(argv: list[str]) -> int:
         "data_sheet": card,
         "measured_throughput": asdict(measured),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        data_dir, parts["data"] = _data(options, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, _data(options) as (data_dir, parts["data"]):
+        console.print(f"Data: {'; '.join(parts['data'].values())}", markup=False)
         for model, chains in PLANS:
             if took() > ENOUGH_S:
                 parts.setdefault("left_out_for_time", []).append(f"{model} x {chains}")
@@ -101,7 +100,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks gpu", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, help="write everything as JSON")
-    add("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"), help="holds mnist/ and ml-1m/")
+    data.add_option(parser)
     add("--tiny", action="store_true", help="a check of the command: small simulated data")
     add("--contenders", type=lambda text: text.split(","), default=CONTENDERS, help="default all")
     options = parser.parse_args(argv)
@@ -111,40 +110,31 @@ def _options(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def _data(options: argparse.Namespace, folder: Path) -> tuple[str, str]:
-    """Return the folder of the data and what they are; simulate them where there are none."""
-    real = options.data_dir and Path(options.data_dir)
-    if real and not options.tiny and (real / "mnist").is_dir() and (real / "ml-1m").is_dir():
-        return str(real.resolve()), "real"
-    sizes = (256, 302, 64) if options.tiny else (IMAGES, USERS, MOVIES)
-    simulate(folder, *sizes)
-    return str(folder), f"simulated, {sizes[0]:,} images, {sizes[1]:,} x {sizes[2]:,} cells"
+@contextmanager
+def _data(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the folder of the data, and where they came from; with ``--tiny`` they are simulated."""
+    if not options.tiny:
+        with data.folder_of([data.MNIST, data.MOVIELENS], options.data_dir) as found:
+            yield found
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        simulate(Path(folder), (256, 8), Sizes(ratings=7_000, users=302, movies=64))
+        yield folder, {"all": "small simulated data"}
 
 
-def simulate(folder: Path, images: int, users: int, movies: int) -> None:
-    """Write files of MNIST's and MovieLens' forms with simulated numbers."""
-    rng = np.random.default_rng(0)
-    pixels = rng.integers(0, 256, (images, 28, 28), np.uint8) * (rng.random((images, 28, 28)) < 0.2)
-    labels = rng.integers(0, mnist_data.NUM_CLASSES, images, np.uint8)
-    for name, array in (("images-idx3", pixels.astype(np.uint8)), ("labels-idx1", labels)):
-        path = folder / "mnist" / f"train-{name}-ubyte.gz"
-        path.parent.mkdir(exist_ok=True)
-        head = bytes([0, 0, 8, array.ndim]) + np.asarray(array.shape, ">u4").tobytes()
-        path.write_bytes(gzip.compress(head + array.tobytes(), compresslevel=1))
-    # Every user and every movie is there; a real user rated 4 % of the movies.
-    watched = rng.random((users, movies)) < 0.04
-    watched[np.arange(users), np.arange(users) % movies] = True
-    watched[np.arange(movies) % users, np.arange(movies)] = True
-    (folder / "ml-1m").mkdir(exist_ok=True)
-    lines = (f"{u + 1}::{m + 1}::5::0\n" for u, m in np.argwhere(watched))
-    (folder / "ml-1m" / "ratings.dat").write_text("".join(lines))
+def simulate(folder: Path, images: tuple[int, int], sizes: Sizes) -> None:
+    """Write both data sets of these sizes, in subfolders."""
+    for name in (data.MNIST, data.MOVIELENS):
+        (folder / name).mkdir()
+    data.simulate_images(folder / data.MNIST, images)
+    data.simulate_ratings(folder / data.MOVIELENS, sizes)
 
 
 def _data_bytes(model: str, data_dir: str) -> int:
     """Bytes that must be read once: pixels with labels, cells, or two columns of ratings."""
     if model == "mnist":
-        data = mnist_data.load(data_dir)
-        return data.images.nbytes + data.labels.nbytes
+        mnist = mnist_data.load(data_dir)
+        return mnist.images.nbytes + mnist.labels.nbytes
     if model == "movielens":
         return movielens_data.load(data_dir).nbytes
     return 2 * groups_data.load(data_dir).stars.nbytes

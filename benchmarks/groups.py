@@ -1,6 +1,6 @@
 """Rows in groups of unlike size: leapfrogs a second of one HMC program, and its temporaries.
 
-``python -m benchmarks groups --data-dir DIR [--models ratings,effect] [--out FILE.json] [--quick]
+``python -m benchmarks groups [--data-dir DIR] [--models ratings,effect] [--out FILE.json] [--quick]
 [--check]``. Two models of MovieLens 1M's ratings, in groups of 20 to 2,314 rows of a user. `effect`: a
 random effect of each of 6,040 users and a slope. `ratings`: a bias and 8 factors of each user and of
 each film. N(0, 1) priors, a Gaussian likelihood, 20 leapfrogs a step. `ours` lays groups with their

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.data import movielens_data
+
 DIMENSIONS = 8
 START_SCALE = 0.1
 NOISE = 0.9
@@ -40,13 +42,13 @@ class Rated:
 
 
 def load(data_dir: str | Path) -> Rated:
-    """Read ``data_dir/ml-1m/ratings.dat``, less up to seven rows that 8 devices would not divide."""
-    text = (Path(data_dir) / "ml-1m" / "ratings.dat").read_text().replace("::", " ")
-    ratings = np.fromstring(text, np.int64, sep=" ").reshape(-1, 4)
-    ratings = ratings[: len(ratings) // DIVISOR * DIVISOR]
-    user, film = (np.unique(ratings[:, i], return_inverse=True)[1].astype(np.int32) for i in (0, 1))
+    """Read the ratings of a folder, less up to seven rows that 8 devices would not divide."""
+    rated = movielens_data.load_ratings(data_dir, sizes=None)
+    num_rows = len(rated.stars) // DIVISOR * DIVISOR
+    columns = (rated.user[:num_rows], rated.film[:num_rows])
+    user, film = (np.unique(x, return_inverse=True)[1].astype(np.int32) for x in columns)
     order = np.lexsort((film, user))
-    user, film, stars = user[order], film[order], ratings[order, 2].astype(np.float64)
+    user, film, stars = user[order], film[order], rated.stars[order].astype(np.float64)
     stars -= stars.mean()
     mean_of_film = (np.bincount(film, stars) / np.bincount(film))[film]
     return Rated(user, film, stars.astype(np.float32), mean_of_film.astype(np.float32))

@@ -1,6 +1,6 @@
 """MNIST logistic regression: full-data gradients a second of one HMC program.
 
-``python -m benchmarks mnist --data-dir DIR [--out FILE.json] [--quick] [--check]``. Real MNIST,
+``python -m benchmarks mnist [--data-dir DIR] [--out FILE.json] [--quick] [--check]``. Real MNIST,
 60,000 x 784, 10 classes; standard normal priors; 20 leapfrogs a step. A gradient is one chain's
 gradient over all rows: 4 chains take 4 gradients a leapfrog.
 """

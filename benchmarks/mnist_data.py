@@ -1,10 +1,11 @@
-"""MNIST for the benchmark: a reader, the common start, and a float64 reference (NumPy alone)."""
+"""MNIST for the benchmark: the training set, the common start, and a float64 reference."""
 
-import gzip
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from benchmarks.data import datasets
 
 NUM_CLASSES = 10
 START_SCALE = 0.01
@@ -18,22 +19,10 @@ class Mnist:
     labels: np.ndarray  # [60000] int32
 
 
-def read_idx(path: Path) -> np.ndarray:
-    """Read a gzipped IDX file of unsigned bytes."""
-    raw = gzip.decompress(path.read_bytes())
-    if raw[:3] != b"\0\0\x08":
-        raise ValueError(f"{path.name}: expected an IDX file of unsigned bytes, got {raw[:4]!r}")
-    rank = raw[3]
-    shape = np.frombuffer(raw, ">u4", count=rank, offset=4)
-    return np.frombuffer(raw, np.uint8, offset=4 + 4 * rank).reshape(shape)
-
-
 def load(data_dir: str | Path) -> Mnist:
-    """Load the training set from ``data_dir/mnist``."""
-    folder = Path(data_dir) / "mnist"
-    images = read_idx(folder / "train-images-idx3-ubyte.gz")
-    labels = read_idx(folder / "train-labels-idx1-ubyte.gz")
-    return Mnist(images.reshape(len(images), -1), labels.astype(np.int32))
+    """Load the training set from a folder of `benchmarks.data.folder_of`, simulated or real."""
+    data = datasets.load_mnist(data_dir, checksums=None)
+    return Mnist(data.train_images, data.train_labels)
 
 
 def start_position(chains: int) -> dict[str, np.ndarray]:

@@ -1,6 +1,6 @@
 """MovieLens 1M matrix factorisation: leapfrogs a second of one HMC program.
 
-``python -m benchmarks movielens --data-dir DIR [--out FILE.json] [--quick] [--check]``. Who watched
+``python -m benchmarks movielens [--data-dir DIR] [--out FILE.json] [--quick] [--check]``. Who watched
 what, 6,040 users x 3,706 movies, every entry a Bernoulli whose logit is the product of a user's and a
 movie's embedding of 20 dimensions plus a bias of each; standard normal priors; 20 leapfrogs a step. A
 leapfrog moves all chains, as in TFP's notebook "Distributed inference with TFP and JAX".

@@ -1,8 +1,10 @@
-"""MovieLens 1M for the benchmark: a reader, the common start, and a float64 reference (NumPy alone)."""
+"""MovieLens 1M for the benchmark: who watched what, the common start, and a float64 reference."""
 
 from pathlib import Path
 
 import numpy as np
+
+from benchmarks.data import movielens_data
 
 DIMENSIONS = 20
 START_SCALE = 0.1
@@ -12,16 +14,10 @@ BLOCK_ROWS = 604
 def load(data_dir: str | Path) -> np.ndarray:
     """Return who watched what, uint8 [users, movies]: 1 where a user rated one of the rated movies.
 
-    Users and movies are in the order of their numbers in ``data_dir/ml-1m/ratings.dat``.
+    The folder is one of `benchmarks.data.folder_of`, simulated or real. Users and movies go by
+    their numbers.
     """
-    with (Path(data_dir) / "ml-1m" / "ratings.dat").open() as lines:
-        fields = (line.replace("::", " ") for line in lines)
-        ratings = np.loadtxt(fields, dtype=np.int32, usecols=(0, 1))
-    users, user = np.unique(ratings[:, 0], return_inverse=True)
-    movies, movie = np.unique(ratings[:, 1], return_inverse=True)
-    watched = np.zeros((len(users), len(movies)), np.uint8)
-    watched[user, movie] = 1
-    return watched
+    return movielens_data.load_movielens(data_dir, sizes=None).watched
 
 
 def start_position(watched: np.ndarray, chains: int) -> dict[str, np.ndarray]:

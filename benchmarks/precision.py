@@ -1,7 +1,7 @@
 """What the precision of matrix products does to acceptance, on MNIST and on MovieLens.
 
-``python -m benchmarks precision --data-dir DIR [--out FILE.json] [--models mnist,movielens]``. HMC with
-gradients of each precision that devices have and a Metropolis test in float32, which is what the
+``python -m benchmarks precision [--data-dir DIR] [--out FILE.json] [--models mnist,movielens]``. HMC
+with gradients of each precision that devices have and a Metropolis test in float32, which is what the
 library does; and, for comparison, with a test whose terms are as the gradients. Products of other
 devices are emulated on the CPU (`benchmarks.emulation`). All start from the same states, with the same
 keys and step size.
@@ -12,7 +12,6 @@ TPUs, and, for comparison, what it would do if it cut them off.
 
 import argparse
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,11 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 import gspmd_mcmc as gm
-from benchmarks import energy, environment, mnist_data, movielens_data
+from benchmarks import data, energy, environment, mnist_data, movielens_data
 from benchmarks.emulation import Emulated
 
 DEVICES = {"tensorfloat32": "gpu", "bfloat16_3x": "tpu", "bfloat16": "tpu"}
-MODELS = ("mnist", "movielens")
+DATA_SETS = {"mnist": data.MNIST, "movielens": data.MOVIELENS}
+MODELS = tuple(DATA_SETS)
 WARM_STEP_SIZE, STEP_SIZE = 3e-3, 3.3e-3
 LEAPFROGS, WARM_STEPS, STEPS, CHAINS = 20, 80, 25, 4
 MOVIELENS_STEPS = 40
@@ -58,25 +58,28 @@ def run(kernel, keys, state):
 def main(argv: list[str]) -> int:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(prog="benchmarks precision", description=__doc__)
-    parser.add_argument("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"))
+    data.add_option(parser)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--models", default=",".join(MODELS))
     options = parser.parse_args(argv)
-    results = {}
-    for model in options.models.split(","):
+    results, models = {}, options.models.split(",")
+    for model in models:
         if model not in MODELS:
             parser.error(f"--models: {model!r} is not one of {', '.join(MODELS)}")
-        results[model] = {"mnist": measure, "movielens": measure_residuals}[model](options.data_dir)
-        _show(model, results[model])
-    environment.save(options.out, "precision", **results)
+    with data.folder_of([DATA_SETS[model] for model in models], options.data_dir) as (folder, sources):
+        print(f"Data: {'; '.join(sources.values())}", flush=True)
+        for model in models:
+            results[model] = {"mnist": measure, "movielens": measure_residuals}[model](folder)
+            _show(model, results[model])
+    environment.save(options.out, "precision", data=sources, **results)
     return 0
 
 
 def measure(data_dir: str) -> list[dict]:
     """Return acceptance rates and energy errors by the precision of gradients and of the test."""
-    data = mnist_data.load(data_dir)
+    mnist = mnist_data.load(data_dir)
     arrays = gm.place(
-        {"image": data.images, "label": data.labels}, gm.make_mesh(), PartitionSpec("data")
+        {"image": mnist.images, "label": mnist.labels}, gm.make_mesh(), PartitionSpec("data")
     )
     target = gm.Posterior(log_prior, gm.Plate(log_likelihood, arrays))
     w = jax.random.normal(jax.random.key(2), (CHAINS, 784, 10))  # weights are as large as a posterior's

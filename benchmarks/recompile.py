@@ -1,6 +1,6 @@
 """How long `sample` takes to trace and compile on MNIST, and what further calls compile.
 
-``python -m benchmarks recompile --data-dir DIR [--rows N] [--out FILE.json]``. Logistic regression on
+``python -m benchmarks recompile [--data-dir DIR] [--rows N] [--out FILE.json]``. Logistic regression on
 all images, 4 chains, each kernel that `sample` takes by default, on meshes of 1 and 8 devices; a fresh
 process each, so that nothing is compiled yet. Two more calls follow, with the images in other orders,
 other keys and another number of steps of warm-up: they should compile nothing.
@@ -8,7 +8,6 @@ other keys and another number of steps of warm-up: they should compile nothing.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import environment, mnist_data
+from benchmarks import data, environment, mnist_data
 from benchmarks.contenders.ess_program import Compiling
 from benchmarks.sink import log_likelihood, log_prior
 
@@ -33,18 +32,18 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 def main(argv: list[str]) -> int:
     """Measure, print, write JSON; return the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks recompile", description=__doc__)
-    parser.add_argument("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"))
+    data.add_option(parser)
     parser.add_argument("--rows", type=int, default=60_000)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if not options.data_dir:
-        parser.error("--data-dir or GSPMD_MCMC_DATA must name the folder that holds mnist/")
     if options.run:
         print(json.dumps(calls(options.data_dir, **options.run)))
         return 0
     tasks = [{"kernel": k, "mesh": m, "rows": options.rows} for k in KERNELS for m in MESHES]
-    found = [_in_process(options.data_dir, task) for task in tasks]
+    with data.folder_of([data.MNIST], options.data_dir) as (folder, sources):
+        print(f"Data: {sources[data.MNIST]}", flush=True)
+        found = [_in_process(folder, task) for task in tasks]
     _show(found)
     environment.save(options.out, "recompile", runs=found)
     return 0
@@ -59,12 +58,12 @@ def calls(data_dir: str, kernel: str, mesh: str, rows: int) -> dict:
         if event == COMPILED:
             names.append(str(details.get("fun_name", event)))
 
-    data = mnist_data.load(data_dir)
+    mnist = mnist_data.load(data_dir)
     jax.monitoring.register_event_duration_secs_listener(listen)
     found = []
     for call in range(3):
-        order = np.random.default_rng(call).permutation(len(data.labels))[:rows]
-        target = _regression(data.images[order], data.labels[order], mesh)
+        order = np.random.default_rng(call).permutation(len(mnist.labels))[:rows]
+        target = _regression(mnist.images[order], mnist.labels[order], mesh)
         compiling.clear()
         names.clear()
         _sample(target, kernel, call)

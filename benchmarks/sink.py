@@ -1,6 +1,6 @@
 """What a sink costs, on MNIST: wall time beside a run that keeps its draws in memory, and peak memory.
 
-``python -m benchmarks sink --data-dir DIR [--rounds 7] [--out FILE.json] [--quick]``. Logistic
+``python -m benchmarks sink [--data-dir DIR] [--rounds 7] [--out FILE.json] [--quick]``. Logistic
 regression on all images, one chain, HMC. Runs with and without a sink take turns, each in a process of
 its own; shares are taken within a round. Then the peak resident memory of runs of 20 N draws with a
 sink, after N draws and at the end: what compiling leaves behind is 200 MB and varies from process to
@@ -10,7 +10,6 @@ resident memory holds what its allocator keeps. ``--rounds 0`` leaves the wall t
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from benchmarks import environment, mnist_data
+from benchmarks import data, environment, mnist_data
 
 LEAPFROGS, TIMES_MORE = 20, 20
 ROUNDS, MEMORY_ROUNDS = 7, 5
@@ -34,18 +33,18 @@ MOST_SHARE, MOST_RATIO = 0.05, 1.05
 def main(argv: list[str]) -> int:
     """Measure, print, write JSON; return the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks sink", description=__doc__)
-    parser.add_argument("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"))
+    data.add_option(parser)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of both timed runs")
     parser.add_argument("--quick", action="store_true", help="short runs: whether it works")
     parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if not options.data_dir:
-        parser.error("--data-dir or GSPMD_MCMC_DATA must name the folder that holds mnist/")
     if options.run:
         print(json.dumps(run(options.data_dir, **options.run)))
         return 0
-    found = measure(options.data_dir, options.rounds, options.quick)
+    with data.folder_of([data.MNIST], options.data_dir) as (folder, sources):
+        print(f"Data: {sources[data.MNIST]}", flush=True)
+        found = measure(folder, options.rounds, options.quick)
     _show(found)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -128,9 +127,9 @@ def kernel_on_mnist(data_dir: str, leapfrogs: int):
 
     import gspmd_mcmc as gm
 
-    data = mnist_data.load(data_dir)
+    mnist = mnist_data.load(data_dir)
     mesh = gm.make_mesh(data=1, devices=jax.devices()[:1])
-    rows = gm.place({"image": data.images, "label": data.labels}, mesh, PartitionSpec("data"))
+    rows = gm.place({"image": mnist.images, "label": mnist.labels}, mesh, PartitionSpec("data"))
     return gm.HMC(gm.Posterior(log_prior, gm.Plate(log_likelihood, rows)), 1e-3, leapfrogs)
 
 

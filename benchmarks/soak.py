@@ -1,6 +1,6 @@
 """A long run on MNIST with a sink and checkpoints: whether memory and open files stay what they are.
 
-``python -m benchmarks soak --data-dir DIR [--minutes 30] [--every 10] [--leapfrogs 20]
+``python -m benchmarks soak [--data-dir DIR] [--minutes 30] [--every 10] [--leapfrogs 20]
 [--out FILE.json]``. Logistic regression on all images, one chain, HMC. After each chunk the resident
 memory, what of it the allocator has in use, and the open files are noted; the run ends by itself
 (Ctrl-C's way) when the time is over. Slopes are those of lines through the sizes after the first fifth,
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import gspmd_mcmc as gm
-from benchmarks import environment
+from benchmarks import data, environment
 from benchmarks.sink import kernel_on_mnist, sample_one_chain
 
 MANY = 1_000_000  # draws, more than there is time for
@@ -59,18 +59,18 @@ class Watch:
 def main(argv: list[str]) -> int:
     """Run, print, write JSON; return the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks soak", description=__doc__)
-    parser.add_argument("--data-dir", default=os.environ.get("GSPMD_MCMC_DATA"))
+    data.add_option(parser)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between checkpoints")
     parser.add_argument("--leapfrogs", type=int, default=20, help="of a draw")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
-    if not options.data_dir:
-        parser.error("--data-dir or GSPMD_MCMC_DATA must name the folder that holds mnist/")
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     watch = Watch(60 * options.minutes)
     try:
-        num_draws = soak(options.data_dir, options.leapfrogs, folder, options.every, watch)
+        with data.folder_of([data.MNIST], options.data_dir) as (data_dir, sources):
+            print(f"Data: {sources[data.MNIST]}", flush=True)
+            num_draws = soak(data_dir, options.leapfrogs, folder, options.every, watch)
     finally:
         shutil.rmtree(folder)
     found = {"draws": num_draws, **trends(watch)}

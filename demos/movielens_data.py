@@ -79,10 +79,6 @@ class Ratings:
     source: str
 
 
-class Unavailable(Exception):
-    """MovieLens is neither in the cache nor at a mirror."""
-
-
 @dataclass(frozen=True, eq=False)
 class Watched:
     """Who watched what.
@@ -150,8 +146,9 @@ def load_movielens(
         If a file is damaged, or is not as expected.
     """
     try:
-        return _watched(_load_real(data_dir, mirrors, md5, sizes))
-    except Unavailable as error:
+        real = load_real_ratings(data_dir, mirrors=mirrors, md5=md5, sizes=sizes)
+        return _watched(real)
+    except datasets.Unavailable as error:
         return _stand_in(str(error), sizes or MOVIELENS_SIZES)
 
 
@@ -168,8 +165,8 @@ def load_ratings(
     ratings are those of `simulate_ratings`.
     """
     try:
-        return _load_real(data_dir, mirrors, md5, sizes)
-    except Unavailable as error:
+        return load_real_ratings(data_dir, mirrors=mirrors, md5=md5, sizes=sizes)
+    except datasets.Unavailable as error:
         datasets.announce(f"MovieLens 1M is not available ({error}).")
         datasets.announce(
             "Using simulated ratings of its shape instead, so the results are not MovieLens'. "
@@ -249,7 +246,14 @@ def draw_synthetic(num_users: int, num_movies: int, seed: int = _SYNTHETIC_SEED)
     return watched
 
 
-def _load_real(data_dir, mirrors: Sequence[str], md5: str, sizes: Sizes | None) -> Ratings:
+def load_real_ratings(
+    data_dir: str | os.PathLike[str] | None = None,
+    *,
+    mirrors: Sequence[str] = MOVIELENS_MIRRORS,
+    md5: str = MOVIELENS_MD5,
+    sizes: Sizes | None = MOVIELENS_SIZES,
+) -> Ratings:
+    """Load the ratings, or raise `datasets.Unavailable`; all else is as in `load_movielens`."""
     if data_dir is not None:
         return _load_given(Path(data_dir).expanduser(), "data_dir", sizes)
     if from_env := os.environ.get(datasets.DATA_ENV):
@@ -257,7 +261,7 @@ def _load_real(data_dir, mirrors: Sequence[str], md5: str, sizes: Sizes | None) 
     try:
         return _load_cached(datasets.cache_folder(_SUBFOLDER), mirrors, md5, sizes)
     except OSError as error:
-        raise Unavailable(str(error)) from error
+        raise datasets.Unavailable(str(error)) from error
 
 
 def _watched(ratings: Ratings) -> Watched:

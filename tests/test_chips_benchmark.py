@@ -10,6 +10,7 @@ import pytest
 from hlo_texts import computation, loop, text_of
 
 from benchmarks import chips, chips_programs, gpu, mnist_data, movielens_data
+from benchmarks.data import Sizes
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
 from gspmd_mcmc.views.program.hlo import read_program
 from gspmd_mcmc.views.program.work import Kernel, Work
@@ -112,7 +113,7 @@ def test_a_missing_compiler_is_said_and_saved_and_fails_if_nothing_ran(tmp_path,
 
 
 def test_simulated_files_are_read_as_the_real_ones_are(tmp_path):
-    gpu.simulate(tmp_path, 32, 30, 50)
+    gpu.simulate(tmp_path, (32, 8), Sizes(ratings=900, users=30, movies=50))
     data = mnist_data.load(tmp_path)
     assert data.images.shape == (32, 784) and data.labels.shape == (32,)
     assert set(np.unique(data.labels)) <= set(range(10)) and 0 < (data.images > 0).mean() < 0.4

@@ -25,6 +25,8 @@ def folder(tmp_path_factory):
     ]
     (folder / "ml-1m").mkdir()
     (folder / "ml-1m" / "ratings.dat").write_text("\n".join(rng.permutation(lines)) + "\n")
+    movies = "".join(f"{film + 1}::film {film}::\n" for film in range(70))
+    (folder / "ml-1m" / "movies.dat").write_text(movies)
     return folder
 
 

@@ -32,7 +32,7 @@ EIGHT_SCHOOLS = Model(
     log_prior=schools_prior,
     log_likelihood=schools_likelihood,
     local=("theta",),
-    needs_data_dir=True,
+    data_set="posteriordb",
 )
 
 # Logistic regression with an effect for each of many groups, centred: ten observations a group tell

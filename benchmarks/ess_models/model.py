@@ -66,8 +66,8 @@ class Model:
         Chains start uniformly within this distance of the origin in each coordinate.
     rotations
         ``rotations(data)`` -> what `gspmd_mcmc.Rotated` takes, where the data tell of such axes.
-    needs_data_dir
-        Whether ``load`` reads files.
+    data_set
+        ``"mnist"`` or ``"posteriordb"`` where ``load`` reads files of it.
     left_out
         Contenders that a run without ``--contenders`` leaves out, for its time.
     """
@@ -84,7 +84,7 @@ class Model:
     many: Budget = MANY
     start_radius: float = START_RADIUS
     rotations: Callable[[Arrays], dict[str, tuple[np.ndarray | None, ...]]] | None = None
-    needs_data_dir: bool = False
+    data_set: str = ""
     left_out: tuple[str, ...] = ()
 
     def log_density(self, params: Any, data: Any) -> jax.Array:

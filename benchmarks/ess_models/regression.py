@@ -117,7 +117,7 @@ def _digits(name: str, rows: int, few: Budget, many: Budget, left_out: tuple[str
         many=many,
         start_radius=START_RADIUS,
         rotations=digits_rotations,
-        needs_data_dir=True,
+        data_set="mnist",
         left_out=left_out,
     )
 

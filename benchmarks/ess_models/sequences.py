@@ -47,7 +47,7 @@ ARK = Model(
     shapes=lambda data: {"alpha": (), "beta": data["lags"].shape[1:], "log_sigma": ()},
     log_prior=autoregression_prior,
     log_likelihood=autoregression,
-    needs_data_dir=True,
+    data_set="posteriordb",
 )
 
 # A Gaussian process with a squared-exponential kernel
@@ -82,7 +82,7 @@ GP_REGRESSION = Model(
     shapes=lambda data: {"log_rho": (), "log_alpha": (), "log_sigma": ()},
     log_prior=None,
     log_likelihood=gaussian_process,
-    needs_data_dir=True,
+    data_set="posteriordb",
 )
 
 # Stochastic volatility, not centred: the latents are the innovations of an autoregressive log variance
