@@ -226,11 +226,14 @@ if rhat > 1.05:
     console.print(
         f"R-hat of the log density is {rhat:.2f}: the chains have not converged; take more draws"
     )
+table = draws.summary()
+rhat_max = max(float(np.max(x)) for x in jax.tree.leaves(table.rhat))
+mixing = f"R-hat of the log density {rhat:.2f}, of single latents up to {rhat_max:.2f}"
+mixing += ": not all have mixed" if not rhat_max <= 1.05 else ""
+console.print(mixing)
 of_paper = {}
 if options.paper:
-    table = draws.summary()
     console.print(table)
-    of_paper["rhat_max"] = max(float(np.max(x)) for x in jax.tree.leaves(table.rhat))
     of_paper["ess_min"] = min(float(np.min(x)) for x in jax.tree.leaves(table.ess_bulk))
 for i in range(0, num_samples, max(num_samples // 8, 1)):
     console.print(
@@ -322,7 +325,8 @@ plot_images(grid[1], weight_sd, "their sd", cmap="viridis", vmin=0)
 plot_doubt(bottom.subplots(1, 8))
 bottom.suptitle("the test images that the average of all draws is least sure of", fontsize=10)
 figure.suptitle(
-    f"{dataset.name}: {plate.rows.num_rows} rows on {len(devices)} devices, {num_chains} chains"
+    f"{dataset.name}: {plate.rows.num_rows} rows on {len(devices)} devices, {num_chains} chains\n"
+    f"{mixing}"
 )
 figure.savefig(options.out / "mnist_logistic.png", dpi=110)
 gm.plots.overview(draws).savefig(options.out / "mnist_logistic_run.png", dpi=110)
@@ -343,6 +347,7 @@ summary = {
     "num_divergent": int(draws.num_divergent.sum()),
     "step_size": float(draws.kernel.step_size),
     "rhat_log_density": rhat,
+    "rhat_max": rhat_max,
     "leapfrogs": watch.leapfrogs,
     "leapfrogs_per_second": watch.leapfrogs_per_second,
     "compile_seconds": watch.compile_seconds,

@@ -527,7 +527,9 @@ for number, plots in enumerate(panels):
     for axis, plot in zip(axes[0], plots, strict=True):
         plot(axis)
 size = f"{num_users} x {num_movies} cells on {len(devices)} devices"
-figure.suptitle(f"{dataset.name}: {size}, {num_chains} chains x {draws.num_draws} draws")
+mixing = f"R-hat of the log density {rhat_log_density:.2f}, of logits up to {rhat_logits.max():.2f}"
+mixing += "" if worst <= 1.05 else ": NOT CONVERGED"
+figure.suptitle(f"{dataset.name}: {size}, {num_chains} chains x {draws.num_draws} draws\n{mixing}")
 figure.savefig(options.out / "movielens.png", dpi=110)
 gm.plots.overview(draws, ["u[0]", "v[0]"]).savefig(options.out / "movielens_run.png", dpi=110)
 
