@@ -94,6 +94,20 @@ def test_chains_that_have_not_mixed_are_told_of_among_300_numbers(fault, rho):
         assert "effect[3]" in found[0]
 
 
+def test_a_disagreement_does_not_excuse_itself():
+    """One number mixes fast, and one of its chains is off by 0.35 sd, among 300 slow ones that agree.
+
+    The shift lowers the effective size in all, by which an R-hat of 1.02 would be chance.
+    """
+    slow = chains(4, 500, 0.5, 300)
+    assert not disagreements(summary_of(slow))
+    for seed in range(1, 4):
+        fast = chains(4, 500, 0.0, 1, seed)
+        assert disagreements(
+            summary_of(np.concatenate([fast + 0.35 * first_chain(fast, [0]), slow], axis=2))
+        )
+
+
 def test_chains_too_slow_to_judge_are_told_of():
     """Forty draws are worth one: chance makes R-hat as large, and is no excuse."""
     summary = summary_of(chains(4, 500, 0.95, 300))
