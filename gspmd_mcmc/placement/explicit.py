@@ -26,11 +26,14 @@ F = TypeVar("F", bound=Callable)
 AnyMesh = Mesh | AbstractMesh
 NO_MESH = Mesh(np.empty((), object), ())  # what is in context where nobody has set a mesh
 WHOLE = object()
-SIGNS_OF_TWO_MESHES = ("Mesh for all inputs should be equal", "should match the aval mesh")
+SIGNS_OF_TWO_MESHES = (
+    "Mesh for all inputs should be equal",
+    "should match the aval mesh",
+    "Context mesh ",
+)
 OF_TWO_MESHES = (
-    "A function reads an array that lies on a mesh whose axes are not Auto, as all that are made under "
-    "jax.set_mesh of one do. Bind it, jax.tree_util.Partial(function, array), or make it with NumPy: "
-    "functions run on Auto axes, and what they are given is taken there"
+    "A function reads an array on a mesh that it is not given: it closes over one that was placed, or "
+    "made under jax.set_mesh. Bind it, jax.tree_util.Partial(function, array), or make it with NumPy"
 )
 
 
@@ -70,10 +73,10 @@ def on_any_mesh(function: F, like: Callable | None = None) -> F:
         if not _is_needed(given):
             return function(*args, **kwargs)
         if is_staging() or _traced(given):
-            with _explained():
+            with explained():
                 return _in_program(function, given, like or (lambda out, *args, **kwargs: whole(out)))
         crossing = Crossing.of(given)
-        with no_context_mesh(), _explained():
+        with no_context_mesh(), explained():
             args, kwargs = crossing.inward(given)
             return crossing.outward(function(*args, **kwargs))
 
@@ -100,7 +103,7 @@ def no_context_mesh() -> Iterator[None]:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Say what two meshes in one program mean: what a function reads by itself is on another one."""
     try:
         yield

@@ -9,6 +9,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from gspmd_mcmc.multihost.processes import to_host
+from gspmd_mcmc.placement.explicit import no_context_mesh
 from gspmd_mcmc.tree import PyTree, is_traced
 
 # At most this many rows and columns of an array of floats are examined, evenly spread.
@@ -55,7 +56,18 @@ def as_array(name: str, value: Any) -> Any:
         return value
     array = value if isinstance(value, np.ndarray) else np.asarray(value)
     check_numbers(name, array)
-    return jnp.asarray(array)
+    with no_context_mesh():  # what no mesh has placed stays unplaced
+        return jnp.asarray(np.array(array))  # a copy: JAX may share an array's memory with its owner
+
+
+def as_arrays(what: str, tree: PyTree) -> PyTree:
+    """Return a tree whose NumPy arrays are jax arrays, by `as_array`."""
+
+    def taken(path: KeyPath, leaf: Any) -> Any:
+        is_numpy = isinstance(leaf, np.ndarray | np.generic)
+        return as_array(f"{what}{jax.tree_util.keystr(path)}", leaf) if is_numpy else leaf
+
+    return jax.tree_util.tree_map_with_path(taken, tree)
 
 
 def check_leaves(what: str, tree: PyTree) -> None:

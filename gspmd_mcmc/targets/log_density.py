@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 from jax.tree_util import Partial
 
-from gspmd_mcmc.placement.numbers import check_leaves
+from gspmd_mcmc.placement.numbers import as_arrays, check_leaves
 from gspmd_mcmc.placement.padding import refuse_padded
 from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
@@ -40,8 +40,8 @@ class LogDensity(Target):
 
     def __init__(self, fn: Callable, *data: PyTree, bijections: PyTree = None):
         refuse_padded(data, "LogDensity data", "use Posterior with a Plate, which masks them")
-        check_leaves("LogDensity data", data)
-        set_fields(self, fn=as_partial(fn), data=data, bijections=bijections)
+        arrays = as_arrays("LogDensity data", data)
+        set_fields(self, fn=as_partial(fn), data=arrays, bijections=bijections)
 
     @on_any_mesh
     def terms(self, position: PyTree) -> PyTree:

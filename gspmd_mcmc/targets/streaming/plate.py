@@ -113,13 +113,17 @@ class Plate:
         """
         split, tile, _ = self._plan(params, hidden)
 
-        def body(carry, sums, read, block_tile, is_counted):
+        def body(bound, carry, sums, read, block_tile, is_counted):
             data, local, known = block_tile
-            terms = self._tile_terms(split, read, data, self.slots.take(local, known), known)
+            terms = self._with_bound(bound)._tile_terms(
+                split, read, data, self.slots.take(local, known), known
+            )
             return carry, sums, tiling.tile_sum(terms, is_counted)
 
         blocks = self.rows.blocks(self.data), self.slots.fill(split.local)
-        _, _, out = tiling.stream(body, (), (), split.read, blocks, self.rows, tile, self.slots)
+        _, _, out = tiling.stream(
+            body, (), (), split.read, blocks, self.rows, tile, self.slots, self._bound
+        )
         return jnp.swapaxes(out, 0, 1)
 
     @grad_anywhere
@@ -176,6 +180,15 @@ class Plate:
         """Whether local latents are those of groups of rows."""
         return not isinstance(self.slots, RowSlots)
 
+    @property
+    def _bound(self) -> PyTree:
+        """The functions that a tile calls, with the arrays that they bind."""
+        return self.log_likelihood, self.bijections
+
+    def _with_bound(self, bound: PyTree) -> "Plate":
+        """Return this plate with `_bound` as a tile is given it."""
+        return tree.replace(self, log_likelihood=bound[0], bijections=bound[1])
+
     def _split(self, params: PyTree, hidden: Sequence[bool] | None) -> "_Split":
         is_local = [rows is not None for rows in self.local_rows(params)]
         return _Split.of(params, is_local, hidden or [False] * len(is_local))
@@ -229,13 +242,14 @@ class Plate:
         split, tile, has_kernel = self._plan(params, hidden, kernels)
         has_local_pad = bool(split.local) and self.rows.num_rows != self.rows.num_padded
 
-        def body(carry, sums, read, block_tile, is_counted):
+        def body(bound, carry, sums, read, block_tile, is_counted):
+            plate = self._with_bound(bound)
             data, local, known = block_tile
             if has_local_pad and self.slots.has_stale_pad:
                 data, local = _without_pad((data, local), is_counted)
             with kernels_where(kernels):
                 terms, pullback = jax.vjp(
-                    lambda read, taken: self._tile_terms(split, read, data, taken, known),
+                    lambda read, taken: plate._tile_terms(split, read, data, taken, known),
                     read,
                     self.slots.take(local, known),
                 )
@@ -249,7 +263,8 @@ class Plate:
         blocks = self.rows.blocks(self.data), self.slots.fill(split.local)
         no_grads = [jnp.zeros_like(leaf) for leaf in blocks[1]]
         sums, by_local, out = tiling.stream(
-            body, zeros, no_grads, split.read, blocks, self.rows, tile, self.slots, has_kernel
+            *(body, zeros, no_grads, split.read, blocks, self.rows, tile, self.slots, self._bound),
+            has_kernel,
         )
         shared_grads = [jnp.sum(s, axis=0) for s in sums]
         return split.merge(shared_grads, self.slots.gather_grads(by_local), jnp.zeros_like), out
@@ -335,7 +350,8 @@ class _Split:
 
         Of leaves that are local ``elsewhere`` too the Jacobian is left out: it is counted there.
         """
-        params = self.merge(read, local, lambda leaf: leaf)
+        # No term depends on the other leaves. Those themselves, placed on a mesh, cannot be read here.
+        params = self.merge(read, local, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
         is_local = [kind == "local" for kind in self.kinds]
         is_counted = is_local
         for other in elsewhere:

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.multihost.processes import put
 from gspmd_mcmc.placement import padding
-from gspmd_mcmc.placement.explicit import no_context_mesh
 from gspmd_mcmc.placement.laid_groups import Order
 from gspmd_mcmc.placement.mesh import auto_mesh, axes_of, named_sharding
 from gspmd_mcmc.placement.numbers import as_array
@@ -151,8 +150,7 @@ def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
     arrays: dict[str, Any] = {}
     for path, node in nodes:
         name = path_str(path)
-        with no_context_mesh():  # what no mesh has placed stays unplaced
-            arrays[name] = as_array(f"plate data {name}", values_of(node))
+        arrays[name] = as_array(f"plate data {name}", values_of(node))
         if not arrays[name].ndim:
             raise ValueError(
                 f"plate data {name}: expected a leading axis of rows, got a scalar. What is not one "

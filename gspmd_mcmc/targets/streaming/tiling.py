@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.jax_private import open_program
+from gspmd_mcmc.placement.explicit import explained
 from gspmd_mcmc.placement.mapped_axes import mapped_axes
 from gspmd_mcmc.placement.mesh import cores_of_device
 from gspmd_mcmc.targets.fused.tracing import has_kernel
@@ -229,6 +230,7 @@ def stream(
     rows: Rows,
     num_rows: int,
     slots: Slots,
+    bound: PyTree,
     has_kernel: bool = False,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Scan the tiles of all blocks at once.
@@ -236,9 +238,9 @@ def stream(
     Parameters
     ----------
     body
-        ``body(carry, sums, shared, block_tile, is_counted) -> carry, sums, out`` for one tile of one
-        block: its data, its latents and what is ``known`` of its rows. ``sums`` is the tile's part of
-        ``by_local``; ``is_counted`` [tile] is False on padding and on rows that an earlier tile has
+        ``body(bound, carry, sums, shared, block_tile, is_counted) -> carry, sums, out`` for one tile of
+        one block: its data, its latents and what is ``known`` of its rows. ``sums`` is the tile's part
+        of ``by_local``; ``is_counted`` [tile] is False on padding and on rows that an earlier tile has
         counted.
     init
         What each block's carry starts from; leaves [blocks, ...].
@@ -253,6 +255,9 @@ def stream(
         The layout of the rows, and how many a tile has.
     slots
         How rows lie with their local latents.
+    bound
+        Functions with the arrays that they bind, whole on every device. No gradient of them is taken.
+        JAX raises where a body inside `jax.shard_map` closes over arrays that are placed on a mesh.
     has_kernel
         Whether ``body`` holds a kernel, so that each device is to run it for its block by itself.
 
@@ -280,14 +285,14 @@ def stream(
         data, latents = cut(blocks[0], tile.row, tile.num_rows), cut(blocks[1], *of_latents)
         block_tile = data, latents, tile.known
         sums = cut(by_local, *of_latents)
-        carry, sums, out = each_block(carry, sums, shared, block_tile, tile.is_counted)
+        carry, sums, out = each_block(bound, carry, sums, shared, block_tile, tile.is_counted)
         paste = partial(jax.lax.dynamic_update_slice_in_dim, start_index=tile.latent, axis=1)
         by_local = jax.tree.map(paste, by_local, sums)
         return (rows.per_block(carry), rows.per_block(by_local)), rows.per_block(out)
 
     num_tiles = -(-rows.block_rows // num_rows)
     start = (rows.per_block(init), rows.per_block(by_local))
-    with jax.named_scope("tiles"):
+    with jax.named_scope("tiles"), explained():
         (carry, by_local), out = jax.lax.scan(
             step, start, jnp.arange(num_tiles), unroll=_tiles_at_once(rows)
         )
@@ -304,9 +309,9 @@ def _over_blocks(body: Callable, rows: Rows, has_kernel: bool) -> Callable:
         return _unmapped(body)
     manual = set() if has_kernel else _manual_axes(rows)
     if manual is None:
-        return jax.vmap(body)
+        return lambda bound, *args: jax.vmap(partial(body, bound))(*args)
     here = P(rows.axes)
-    specs = {"in_specs": here, "out_specs": here, "axis_names": manual}
+    specs = {"in_specs": (P(), *(here,) * 5), "out_specs": here, "axis_names": manual}
     return jax.shard_map(_unmapped(body), mesh=rows.mesh, check_vma=False, **specs)
 
 
@@ -325,8 +330,8 @@ def _unmapped(body: Callable) -> Callable:
     With an axis of length 1 in their midst XLA's reductions on a CPU took three to five times as long.
     """
 
-    def of_one_block(*args):
-        out = body(*jax.tree.map(lambda a: jnp.squeeze(a, 0), args))
+    def of_one_block(bound, *args):
+        out = body(bound, *jax.tree.map(lambda a: jnp.squeeze(a, 0), args))
         return jax.tree.map(lambda a: a[None], out)
 
     return of_one_block
