@@ -237,6 +237,18 @@ def fill(cls: type[T], values: dict[str, Any]) -> T:
     return obj
 
 
+def classes_of(treedef: Any) -> tuple[type, ...]:
+    """Return the classes of a structure's nodes, the outer ones first.
+
+    JAX leaves them out where it compares structures: two dataclasses with as many fields, such as a
+    class and the one that a notebook's cell defines when it is run again, are equal to it. Metadata
+    with a structure of a user's tree has its classes too.
+    """
+    node = treedef.node_data()
+    below = [c for child in treedef.children() for c in classes_of(child)]
+    return tuple(below) if node is None else (node[0], *below)
+
+
 def path_str(path: KeyPath) -> str:
     """Write a leaf's path the way a user would reach it: ``['w'][0]``; ``(the whole)`` at a root."""
     return keystr(path) or "(the whole)"

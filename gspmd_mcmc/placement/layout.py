@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.placement.mapped_axes import vmap_over
 from gspmd_mcmc.placement.padding import is_padded
-from gspmd_mcmc.tree import Pad, PyTree, Role, path_str, roles
+from gspmd_mcmc.tree import Pad, PyTree, Role, classes_of, path_str, roles
 
 CHAINS = "chains"
 
@@ -29,6 +29,8 @@ class Layout:
         The number of chains.
     treedef
         The structure of a position.
+    classes
+        The classes of its nodes, so that another class with the same fields is another layout.
     shapes
         Shape, pad rows included, and dtype of each leaf of one chain's position.
     specs
@@ -40,6 +42,7 @@ class Layout:
     mesh: Mesh | None
     num_chains: int
     treedef: Any
+    classes: tuple[type, ...]
     shapes: tuple[tuple[tuple[int, ...], Any], ...]
     specs: tuple[P, ...]
     rows: tuple[Any, ...]
@@ -148,7 +151,8 @@ def read_layout(
         specs.append(spec if r is None else P(r.axes, *spec[1:]))
         shapes.append((shape if r is None else (r.num_padded, *shape[1:]), jnp.result_type(values)))
     treedef = jax.tree.structure(position, is_leaf=is_padded)
-    return Layout(mesh, num_chains, treedef, tuple(shapes), tuple(specs), rows)
+    structure = (treedef, classes_of(treedef))
+    return Layout(mesh, num_chains, *structure, tuple(shapes), tuple(specs), rows)
 
 
 def _spec(mesh: Mesh | None, name: str, leaf: Any, has_chains: bool) -> P:

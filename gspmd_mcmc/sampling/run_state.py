@@ -66,6 +66,7 @@ class DrawSpec:
 
     collect: Partial  # (position, info) of one chain
     treedef: Any = tree.static()  # of what is collected and the stats
+    classes: tuple[type, ...] = tree.static()  # of its nodes
     shapes: tuple[tuple[tuple[int, ...], Any], ...] = tree.static()  # [chains, ...], and the dtypes
     specs: tuple[P, ...] = tree.static()  # of buffers, [chains, draws, ...]
     mesh: Mesh | None = tree.static()
@@ -85,7 +86,7 @@ class DrawSpec:
         specs = [P(*lead, *spec) for spec in specs] + [P(*lead)] * len(stats)
         leaves, treedef = jax.tree.flatten((_unmarked(marked), stats))
         shapes = tuple((x.shape, x.dtype) for x in leaves)
-        return cls(collect, treedef, shapes, tuple(specs), layout.mesh)
+        return cls(collect, treedef, tree.classes_of(treedef), shapes, tuple(specs), layout.mesh)
 
     @property
     def one_draw(self) -> PyTree:
