@@ -308,9 +308,20 @@ def where(condition: jax.Array, x: PyTree, y: PyTree) -> PyTree:
     return jax.tree.map(lambda xi, yi: jnp.where(condition, xi, yi), x, y)
 
 
+def wide(dtype: Any) -> Any:
+    """Return the dtype in which numbers of a dtype are summed: floats have 32 bits at least."""
+    is_floating = jnp.issubdtype(dtype, jnp.floating)
+    return jnp.promote_types(dtype, jnp.float32) if is_floating else dtype
+
+
+def widened(x: PyTree) -> PyTree:
+    """Convert bfloat16 and float16 leaves to float32, so that sums and differences are not rounded."""
+    return jax.tree.map(lambda leaf: leaf.astype(wide(leaf.dtype)), x)
+
+
 def total(x: PyTree) -> jax.Array:
-    """Sum of all the elements of all the leaves."""
-    return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(x)), start=jnp.zeros(()))
+    """Sum of all the elements of all the leaves, in float32 at least."""
+    return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(widened(x))), start=jnp.zeros(()))
 
 
 def dot(x: PyTree, y: PyTree) -> jax.Array:

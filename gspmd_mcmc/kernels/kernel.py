@@ -125,11 +125,15 @@ class Kernel(ABC):
             return self.target.grad(position)
 
     def terms_and_grad(self, position: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the target's terms, in full precision, and `grad`; if all is full, from one pass."""
+        """Return the target's terms, in full precision, and `grad`; if all is full, from one pass.
+
+        Terms have 32 bits at least: the Metropolis test subtracts them and adds up the differences.
+        """
         with products_in(FULL):
             if self.gradient_precision == FULL:
-                return self.target.terms_and_grad(position)
-            terms = self.target.terms(position)
+                terms, grad = self.target.terms_and_grad(position)
+                return tree.widened(terms), grad
+            terms = tree.widened(self.target.terms(position))
         # One pass after the other, so that what each holds of all rows is not there at the same time.
         terms, position = jax.lax.optimization_barrier((terms, position))
         return terms, self.grad(position)

@@ -14,6 +14,7 @@ from gspmd_mcmc.placement.mesh import auto_mesh, named_sharding
 from gspmd_mcmc.placement.numbers import nonfinite
 from gspmd_mcmc.placement.padding import Padded, is_padded, refuse_padded
 from gspmd_mcmc.targets.local import lay_out
+from gspmd_mcmc.targets.resolution import warn_of_narrow_terms
 from gspmd_mcmc.targets.streaming.tiling import is_live
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, is_staging, is_traced, path_str
@@ -112,7 +113,13 @@ def _check_is_read(target: Target, position: PyTree) -> None:
     """Raise where nothing reads a leaf: without a density, chains wander off in it forever."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), position)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
-    jaxpr = open_program(jax.make_jaxpr(lambda x: target.densities(target.terms(x)))(shapes))
+
+    def densities(position: PyTree) -> PyTree:
+        terms = target.densities(target.terms(position))
+        warn_of_narrow_terms(repr(target), terms)
+        return terms
+
+    jaxpr = open_program(jax.make_jaxpr(densities)(shapes))
     for path, is_read in zip(paths, is_live(jaxpr), strict=True):
         if not is_read:
             raise ValueError(

@@ -13,7 +13,7 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.functions.meaning import Meaning, Place
 from gspmd_mcmc.functions.names import is_library
 from gspmd_mcmc.placement.modules import call_module, call_of, is_module, without_arrays
-from gspmd_mcmc.placement.numbers import check_leaves
+from gspmd_mcmc.placement.numbers import as_arrays
 from gspmd_mcmc.tree import PyTree
 
 MOST_NAMED = 3
@@ -155,7 +155,7 @@ def as_partial(function: Callable) -> Function:
     bound = call_of(function) if is_module(function) else function
     if not isinstance(bound, Partial):
         return Function(bound)
-    check_leaves(f"bound by {name_of_function(bound)}: ", bound)
+    bound = as_arrays(f"bound by {name_of_function(bound)}: ", bound)
     args, keywords = with_functions((bound.args, bound.keywords))
     return Function(Reading(unboxed(bound.func), about=about), *args, **keywords)
 

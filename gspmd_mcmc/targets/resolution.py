@@ -1,6 +1,7 @@
 """Where floating-point numbers are too coarse for a log density, or for a bijection near its edge."""
 
 import math
+import warnings
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath, tree_leaves_with_path
 
+from gspmd_mcmc.errors import SamplingWarning
 from gspmd_mcmc.jax_private import open_program
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.targets.bijections import ByModel, bijection_at
@@ -28,6 +30,24 @@ FEW = 5  # draws that may be there by chance
 LAST_DRAWS = 2000  # of all chains together
 MOST_NUMBERS = 5_000  # of a latent: a larger one has too many numbers to examine
 FAR = 1e-4  # of an edge, relative to numbers beside it: float32 rounds 1,000 times finer
+
+
+def warn_of_narrow_terms(name: str, terms: PyTree) -> None:
+    """Warn where terms of bfloat16 or float16 are returned: each is rounded before it is added.
+
+    ``terms`` are arrays or their shapes, those that ``name`` returns.
+    """
+    for leaf in jax.tree.leaves(terms):
+        if jnp.finfo(leaf.dtype).bits < 32:
+            warnings.warn(
+                f"{name}: it returns terms of {leaf.dtype}, each of which is right to "
+                f"{jnp.finfo(leaf.dtype).precision} digits at most. They are added up in float32, but "
+                "what is sampled is the density of rounded terms. Convert what a term is computed of, "
+                "such as logits.astype(jnp.float32); products before may stay narrow",
+                SamplingWarning,
+                stacklevel=2,
+            )
+            return
 
 
 def on_coarse_terms(target: Target, states: Any) -> str:

@@ -259,15 +259,17 @@ class Plate:
             sums = self.slots.add(sums, grads[1], known)
             return tree.add(carry, grads[0]), sums, tile_out(terms, is_counted)
 
-        zeros = [jnp.zeros((self.rows.num_blocks, *leaf.shape), leaf.dtype) for leaf in split.read]
+        num_blocks = self.rows.num_blocks
+        zeros = [jnp.zeros((num_blocks, *leaf.shape), tree.wide(leaf.dtype)) for leaf in split.read]
         blocks = self.rows.blocks(self.data), self.slots.fill(split.local)
-        no_grads = [jnp.zeros_like(leaf) for leaf in blocks[1]]
+        no_grads = [jnp.zeros(leaf.shape, tree.wide(leaf.dtype)) for leaf in blocks[1]]
         sums, by_local, out = tiling.stream(
             *(body, zeros, no_grads, split.read, blocks, self.rows, tile, self.slots, self._bound),
             has_kernel,
         )
         shared_grads = [jnp.sum(s, axis=0) for s in sums]
-        return split.merge(shared_grads, self.slots.gather_grads(by_local), jnp.zeros_like), out
+        grads = split.merge(shared_grads, self.slots.gather_grads(by_local), jnp.zeros_like)
+        return jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, params), out
 
     def __repr__(self) -> str:
         of = f" of {self.slots.latents.num_rows} groups" if self.has_group_latents else ""

@@ -20,11 +20,12 @@ from gspmd_mcmc.placement.explicit import explained
 from gspmd_mcmc.placement.mapped_axes import mapped_axes
 from gspmd_mcmc.placement.mesh import cores_of_device
 from gspmd_mcmc.targets.fused.tracing import has_kernel
+from gspmd_mcmc.targets.resolution import warn_of_narrow_terms
 from gspmd_mcmc.targets.streaming.products import with_narrow_factor_first
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.targets.streaming.slots import Slots
 from gspmd_mcmc.targets.streaming.two_float import two_float_sum
-from gspmd_mcmc.tree import PyTree, path_str
+from gspmd_mcmc.tree import PyTree, path_str, widened
 
 # Bytes of a tile's largest intermediate. On a CPU device of several cores two tiles
 # (`_tiles_at_once`) fit the caches that they share. On a device of one core it fits that core's
@@ -178,6 +179,7 @@ def _check_terms(name: str, out: PyTree, num: int, params: PyTree) -> None:
     if isinstance(out, jax.ShapeDtypeStruct) and out.shape == (num,):
         if not jnp.issubdtype(out.dtype, jnp.floating):
             raise TypeError(f"{name}: expected floating terms, got dtype {out.dtype}")
+        warn_of_narrow_terms(name, out)
         return
     got = jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", out)
     shapes = {path_str(p): a.shape for p, a in jax.tree_util.tree_leaves_with_path(params)}
@@ -338,5 +340,6 @@ def _unmapped(body: Callable) -> Callable:
 
 
 def tile_sum(terms: jax.Array, is_counted: jax.Array) -> jax.Array:
-    """Two-float sum of the counted terms of one tile, shape [2]."""
+    """Two-float sum of the counted terms of one tile, shape [2], float32 at least."""
+    terms = widened(terms)
     return two_float_sum(jnp.where(is_counted, terms, jnp.zeros_like(terms)))
