@@ -1,6 +1,7 @@
 """Positions of a user's own classes, which a notebook defines again each time its cell is run."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 import gspmd_mcmc as gm
 
-SHORT = {"num_chains": 2, "num_warmup": 20, "num_samples": 20, "progress": False}
+SHORT: dict[str, Any] = {"num_chains": 2, "num_warmup": 20, "num_samples": 20, "progress": False}
 
 
 def defined():
@@ -52,8 +53,11 @@ def with_rows():
 def test_a_class_that_is_defined_again_is_sampled_as_the_first_was(make, again):
     first, second = (cls(jnp.zeros(()), jnp.ones(())) for cls in (defined(), again()))
     target = make()
-    settings = SHORT | {"kernel": gm.HMC(target, 0.5, 2)}
-    draws = [gm.sample(jax.random.key(0), target, position, **settings) for position in (first, second)]
+    kernel = gm.HMC(target, 0.5, 2)
+    draws = [
+        gm.sample(jax.random.key(0), target, position, kernel=kernel, **SHORT)
+        for position in (first, second)
+    ]
     assert [type(d.position) for d in draws] == [type(first), type(second)]
     for one, other in zip(*(jax.tree.leaves(d.position) for d in draws), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -61,10 +65,15 @@ def test_a_class_that_is_defined_again_is_sampled_as_the_first_was(make, again):
 
 def test_a_run_is_continued_by_a_class_that_is_defined_again(tmp_path):
     target = gm.LogDensity(density)
-    settings = SHORT | {"checkpoint": tmp_path / "run", "kernel": gm.HMC(target, 0.5, 2)}
+    kernel, folder = gm.HMC(target, 0.5, 2), tmp_path / "run"
     first, second = (cls(jnp.zeros(()), jnp.ones(())) for cls in (defined(), defined()))
-    begun = gm.sample(jax.random.key(0), target, first, **settings)
-    longer = settings | {"num_samples": 40}
-    both = gm.sample(jax.random.key(0), target, second, **longer)
+
+    def sampled(position, num_samples):
+        settings = SHORT | {"num_samples": num_samples}
+        return gm.sample(
+            jax.random.key(0), target, position, kernel=kernel, checkpoint=folder, **settings
+        )
+
+    begun, both = sampled(first, 20), sampled(second, 40)
     assert type(both.position) is type(second)
     np.testing.assert_array_equal(both.position.loc[:, :20], begun.position.loc)

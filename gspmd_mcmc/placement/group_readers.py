@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gspmd_mcmc.placement.numbers import check_numbers
-from gspmd_mcmc.placement.place import converted
+from gspmd_mcmc.placement.numbers import check_numbers, converted, refuse_sparse
 from gspmd_mcmc.tree import PyTree, path_str
 
 RowReader = Callable[[np.ndarray], PyTree]
@@ -38,6 +37,7 @@ def own_rows(
     what: str, tree: PyTree, here: np.ndarray, num: int, told_by: str
 ) -> tuple[PyTree, RowReader]:
     """Return the shapes of all rows, of which this process gives its own, and a reader of these."""
+    refuse_sparse(f"{what} ", tree)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if np.shape(leaf)[:1] != here.shape:
             raise ValueError(
@@ -113,4 +113,4 @@ def _checked(name: str, like: jax.ShapeDtypeStruct, found: Any, num: int) -> np.
             f"{found.shape}"
         )
     check_numbers(f"rows {name}", found, share=num / like.shape[0])
-    return converted(name, found, jax.dtypes.canonicalize_dtype(like.dtype))
+    return converted(f"rows {name}", found, jax.dtypes.canonicalize_dtype(like.dtype))

@@ -45,7 +45,7 @@ from gspmd_mcmc.placement.lookup_index import (
     rows_by_entry,
 )
 from gspmd_mcmc.placement.mesh import auto_mesh, cores_of_device
-from gspmd_mcmc.placement.numbers import check_numbers
+from gspmd_mcmc.placement.numbers import as_array, check_numbers, refuse_sparse
 from gspmd_mcmc.placement.padding import Padded, is_padded, real_rows
 from gspmd_mcmc.placement.place import check_spec, place
 from gspmd_mcmc.placement.subgroups import Subgroups, number_within
@@ -472,6 +472,7 @@ class Groups:
 
     def _lay(self, what: str, tree: PyTree, taken: np.ndarray, num: int, of_what: str) -> PyTree:
         """Check the rows of a tree, and lay those that are taken."""
+        refuse_sparse(f"{what} ", tree)
 
         def lay(path: Any, leaf: Any) -> Any:
             name = f"{what} {path_str(path)}"
@@ -488,7 +489,7 @@ class Groups:
 
     def _place(self, array: Any) -> Any:
         if self.mesh is None:
-            return array if isinstance(array, jax.ShapeDtypeStruct) else jnp.asarray(array)
+            return as_array("rows", array)
         return place(array, self.mesh, P(*self.spec[:1]))
 
     def _whole(self, array: np.ndarray) -> Any:

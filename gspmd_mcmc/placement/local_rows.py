@@ -14,9 +14,9 @@ from gspmd_mcmc.multihost.agreement import counts_of_all, require_agreement
 from gspmd_mcmc.multihost.processes import spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.mesh import auto_mesh
-from gspmd_mcmc.placement.numbers import check_leaves, check_numbers
+from gspmd_mcmc.placement.numbers import check_leaves, check_numbers, converted, refuse_sparse
 from gspmd_mcmc.placement.padding import Padded, padded_rows
-from gspmd_mcmc.placement.place import check_spec, converted
+from gspmd_mcmc.placement.place import check_spec
 from gspmd_mcmc.tree import PyTree, path_str
 
 Reader = Callable[[int, int], Any]
@@ -70,6 +70,7 @@ def place_local(tree: PyTree, mesh: Mesh, spec: P) -> PyTree:
     ProcessesDisagree
         If leaves, shapes of rows or dtypes differ between processes.
     """
+    refuse_sparse("leaf ", tree)
     check_leaves("leaf ", tree)
     auto_mesh("place_local: mesh", mesh)
     named = {path_str(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(tree)}
@@ -199,7 +200,7 @@ class _Reads:
                 f"{expected}, got {found.shape}"
             )
         check_numbers(f"leaf {self.name}", found, share=(stop - start) / self.shape[0])
-        return converted(self.name, found, self.dtype)
+        return converted(f"leaf {self.name}", found, self.dtype)
 
 
 def _agreed_counts(named: dict[str, np.ndarray], mesh: Mesh, spec: P) -> list[int]:

@@ -10,7 +10,7 @@ from jax.tree_util import KeyPath
 
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import no_context_mesh
-from gspmd_mcmc.tree import PyTree, is_traced
+from gspmd_mcmc.tree import PyTree, is_traced, path_str
 
 # At most this many rows and columns of an array of floats are examined, evenly spread.
 MOST_ROWS, MOST_COLUMNS = 1024, 1024
@@ -38,10 +38,17 @@ def check_numbers(name: str, array: Any, share: float = 1.0) -> None:
             "divide: (t - t[0]) / np.timedelta64(1, 's')"
         )
     if array.dtype.kind in "OUSV" and not jnp.issubdtype(array.dtype, jnp.number):
-        advice = (
-            "" if array.dtype.kind == "V" else "; number labels by np.unique(x, return_inverse=True)"
-        )
+        advice = {
+            "O": "; convert numbers, x.astype(float), and number labels by np.unique(x, "
+            "return_inverse=True)",
+            "V": "; place each of its fields as a leaf, {name: x[name] for name in x.dtype.names}",
+        }.get(array.dtype.kind, "; number labels by np.unique(x, return_inverse=True)")
         raise ValueError(f"{name}: expected an array of numbers, got ndarray of {array.dtype}{advice}")
+    if array.dtype in (np.longdouble, np.clongdouble):
+        raise ValueError(
+            f"{name}: expected an array of numbers that JAX holds, got {array.dtype}; convert it, "
+            "x.astype(np.float64), or np.complex128"
+        )
     dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
     if array.dtype.kind in "iu" and dtype.itemsize < array.dtype.itemsize and array.size:
         bounds = np.iinfo(dtype)
@@ -56,14 +63,56 @@ def as_array(name: str, value: Any) -> Any:
         return value
     array = value if isinstance(value, np.ndarray) else np.asarray(value)
     check_numbers(name, array)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
     with no_context_mesh():  # what no mesh has placed stays unplaced
-        return jnp.asarray(np.array(array))  # a copy: JAX may share an array's memory with its owner
+        return jnp.asarray(converted(name, array, dtype))
+
+
+def converted(name: str, part: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return a copy of another dtype, as JAX may share an array's memory with its owner.
+
+    Raises
+    ------
+    ValueError
+        If an integer would be another, or a finite float infinite.
+    """
+    try:
+        with np.errstate(over="raise"):
+            copy = np.array(part, dtype=dtype)
+    except FloatingPointError as error:
+        raise _beyond(name, dtype) from error
+    if np.issubdtype(dtype, np.integer) and not np.can_cast(part.dtype, dtype) and np.any(copy != part):
+        raise wrong_integers(name, dtype)
+    return copy
+
+
+def is_sparse(node: Any) -> bool:
+    """Tell whether a node of a tree is a sparse matrix, of JAX, SciPy or PyData (for ``is_leaf=``)."""
+    return hasattr(node, "todense")
+
+
+def refuse_sparse(what: str, tree: PyTree) -> None:
+    """Raise if a tree of rows holds a sparse matrix: its arrays have nonzeros, and no rows."""
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
+        if is_sparse(node):
+            raise TypeError(
+                f"{what}{path_str(path)}: expected an array of rows, got a sparse matrix, "
+                f"{type(node).__name__}, whose arrays are nonzeros. Give dense rows, x.todense(); or "
+                "its nonzeros as rows of Groups, whose keys are its rows or its columns; or, where all "
+                "rows read it whole, bind it: jax.tree_util.Partial(function, "
+                "jax.experimental.sparse.BCOO.from_scipy_sparse(x))"
+            )
 
 
 def as_arrays(what: str, tree: PyTree) -> PyTree:
-    """Return a tree whose NumPy arrays are jax arrays, by `as_array`."""
+    """Return a tree whose NumPy arrays are jax arrays, by `as_array`; JAX's sparse matrices stay."""
 
     def taken(path: KeyPath, leaf: Any) -> Any:
+        if is_sparse(leaf):
+            raise TypeError(
+                f"{what}{jax.tree_util.keystr(path)}: got a {type(leaf).__name__}, which JAX does not "
+                "take; give jax.experimental.sparse.BCOO.from_scipy_sparse(x), or x.todense()"
+            )
         is_numpy = isinstance(leaf, np.ndarray | np.generic)
         return as_array(f"{what}{jax.tree_util.keystr(path)}", leaf) if is_numpy else leaf
 
@@ -80,6 +129,13 @@ def wrong_integers(name: str, dtype: Any) -> ValueError:
     """Return the error for integers that a dtype cannot hold."""
     return ValueError(
         f"{name}: holds integers that {dtype} cannot; number them anew, or set jax_enable_x64"
+    )
+
+
+def _beyond(name: str, dtype: Any) -> ValueError:
+    return ValueError(
+        f"{name}: holds numbers beyond {np.finfo(dtype).max:.3g}, the largest of {dtype}; scale them, "
+        "or set jax_enable_x64"
     )
 
 
@@ -105,6 +161,15 @@ def check_resolution(name: str, array: np.ndarray, dtype: Any, share: float) -> 
         low, high = np.quantile(part, [0.25, 0.75], axis=0)
         spread = np.where(high > low, high - low, np.ptp(part, axis=0))
         is_constant = spread <= LEAST_SPREAD * np.max(np.abs(part), axis=0)
+        if np.isinf(rounding).any():
+            raise _beyond(name, dtype)
+        size = np.max(np.abs(part), axis=0)
+        is_lost = (np.ptp(part, axis=0) <= LEAST_SPREAD * size) & (rounding > MOST_ROUNDING * size)
+        if is_lost.any():
+            raise ValueError(
+                f"{name}: {dtype} cannot hold {size[np.argmax(is_lost)]:.3g}; scale it, or set "
+                "jax_enable_x64"
+            )
         worst = np.argmax(np.where(is_constant, 0, rounding / np.where(is_constant, 1, spread)))
         if not is_constant[worst] and share * rounding[worst] > MOST_ROUNDING * spread[worst]:
             raise ValueError(

@@ -13,7 +13,7 @@ from gspmd_mcmc.multihost.agreement import require_agreement
 from gspmd_mcmc.multihost.processes import is_local, spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.mesh import axes_of
-from gspmd_mcmc.placement.numbers import check_numbers, wrong_integers
+from gspmd_mcmc.placement.numbers import check_numbers, converted, is_sparse, refuse_sparse
 from gspmd_mcmc.placement.padding import (
     Padded,
     is_padded,
@@ -55,7 +55,8 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
     Raises
     ------
     TypeError
-        If the mesh is neither a mesh nor such a sharding.
+        If the mesh is neither a mesh nor such a sharding, or a leaf is a sparse matrix (one of JAX may
+        be whole on every device).
     ValueError
         If a spec has more entries than a leaf has axes, names no axis of the mesh, or splits an axis
         other than the leading one unevenly; if the prefix tree does not fit; if a positional sharding
@@ -78,6 +79,7 @@ def place(tree: PyTree, mesh: Mesh | AbstractMesh | NamedSharding, specs: PyTree
             "place: expected a mesh (gspmd_mcmc.make_mesh), a NamedSharding or a PositionalSharding, "
             f"got a {type(mesh).__name__}"
         )
+    refuse_sparse("leaf ", _without_whole_sparse(tree, leaf_specs))
     if spans_processes(mesh):
         require_agreement("place", _facts(tree, mesh, leaf_specs))
     return jax.tree_util.tree_map_with_path(
@@ -135,6 +137,16 @@ def _broadcast(specs: PyTree, tree: PyTree) -> PyTree:
         ) from error
 
 
+def _without_whole_sparse(tree: PyTree, specs: PyTree) -> PyTree:
+    """Leave sparse matrices of JAX out that are to be whole on every device, as their arrays may be."""
+
+    def kept(node: Any, spec: PyTree) -> Any:
+        is_cut = any(map(any, jax.tree.leaves(spec, is_leaf=_is_spec)))
+        return node if is_cut or jax.tree_util.all_leaves([node]) else None
+
+    return jax.tree.map(kept, tree, specs, is_leaf=lambda x: is_padded(x) or is_sparse(x))
+
+
 def _is_spec(node: Any) -> bool:
     return isinstance(node, P)
 
@@ -189,19 +201,11 @@ def check_spec(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, spe
 def _read_shard(name: str, array: np.ndarray, shape: tuple[int, ...], index, dtype) -> np.ndarray:
     """Return a shard's real rows, then copies of the array's last row. Always a fresh copy."""
     if not shape:
-        return converted(name, array, dtype)
+        return converted(f"leaf {name}", array, dtype)
     start, stop, _ = index[0].indices(shape[0])
-    real = converted(name, array[(slice(start, stop), *index[1:])], dtype)
+    real = converted(f"leaf {name}", array[(slice(start, stop), *index[1:])], dtype)
     missing = stop - start - real.shape[0]
     if not missing:
         return real
-    last = converted(name, array[(slice(-1, None), *index[1:])], dtype)
+    last = converted(f"leaf {name}", array[(slice(-1, None), *index[1:])], dtype)
     return np.concatenate([real, np.repeat(last, missing, axis=0)])
-
-
-def converted(name: str, part: np.ndarray, dtype) -> np.ndarray:
-    """Return a copy of another dtype; raise where integers would be others."""
-    copy = np.array(part, dtype=dtype)
-    if np.issubdtype(dtype, np.integer) and not np.can_cast(part.dtype, dtype) and np.any(copy != part):
-        raise wrong_integers(f"leaf {name}", dtype)
-    return copy

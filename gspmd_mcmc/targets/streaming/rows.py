@@ -13,7 +13,7 @@ from gspmd_mcmc.multihost.processes import put
 from gspmd_mcmc.placement import padding
 from gspmd_mcmc.placement.laid_groups import Order
 from gspmd_mcmc.placement.mesh import auto_mesh, axes_of, named_sharding
-from gspmd_mcmc.placement.numbers import as_array
+from gspmd_mcmc.placement.numbers import as_array, refuse_sparse
 from gspmd_mcmc.placement.padding import is_padded, num_real_rows, values_of
 from gspmd_mcmc.tree import PyTree, is_traced, path_str
 
@@ -144,6 +144,7 @@ def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
     ValueError
         If leaves disagree in their number of rows or in the mesh axes of the rows, or there are none.
     """
+    refuse_sparse("plate data ", data)
     nodes = jax.tree_util.tree_leaves_with_path(data, is_leaf=is_padded)
     if not nodes:
         raise ValueError("a plate needs data: expected a tree with at least one array, got no leaf")
