@@ -70,6 +70,14 @@ def test_one_of_scipy_is_to_be_converted_before_it_is_bound():
         gm.LogDensity(Partial(lambda x, w: x @ w, scipy_rows()))
     with pytest.raises(TypeError, match="BCOO.from_scipy_sparse"):
         gm.LogDensity(lambda w, x: x @ w, scipy_rows())
+    numpyro = pytest.importorskip("numpyro")
+    normal = pytest.importorskip("numpyro.distributions").Normal
+
+    def model(x):
+        numpyro.factor("terms", jnp.sum(x @ numpyro.sample("w", normal(jnp.zeros(3), 1.0))))
+
+    with pytest.raises(TypeError, match=r"\['x'\]: .*BCOO.from_scipy_sparse"):
+        gm.from_numpyro(model, scipy_rows())
 
 
 @every_door

@@ -61,6 +61,11 @@ def as_array(name: str, value: Any) -> Any:
     """Return what is on the host as a jax array, after `check_numbers`; other arrays as they are."""
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct) or is_traced(value):
         return value
+    if is_sparse(value):
+        raise TypeError(
+            f"{name}: got a {type(value).__name__}, which JAX does not take; give "
+            "jax.experimental.sparse.BCOO.from_scipy_sparse(x), or x.todense()"
+        )
     array = value if isinstance(value, np.ndarray) else np.asarray(value)
     check_numbers(name, array)
     dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
@@ -108,13 +113,8 @@ def as_arrays(what: str, tree: PyTree) -> PyTree:
     """Return a tree whose NumPy arrays are jax arrays, by `as_array`; JAX's sparse matrices stay."""
 
     def taken(path: KeyPath, leaf: Any) -> Any:
-        if is_sparse(leaf):
-            raise TypeError(
-                f"{what}{jax.tree_util.keystr(path)}: got a {type(leaf).__name__}, which JAX does not "
-                "take; give jax.experimental.sparse.BCOO.from_scipy_sparse(x), or x.todense()"
-            )
-        is_numpy = isinstance(leaf, np.ndarray | np.generic)
-        return as_array(f"{what}{jax.tree_util.keystr(path)}", leaf) if is_numpy else leaf
+        is_taken = isinstance(leaf, np.ndarray | np.generic) or is_sparse(leaf)
+        return as_array(f"{what}{jax.tree_util.keystr(path)}", leaf) if is_taken else leaf
 
     return jax.tree_util.tree_map_with_path(taken, tree)
 
