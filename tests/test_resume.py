@@ -5,10 +5,13 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import shutil
 import signal
+import threading
 import types
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +399,50 @@ def test_two_runs_in_one_folder_are_refused(killed, whole):
         sample(killed)
     first.close()
     assert_equal(sample(killed), whole)
+
+
+def in_threads(count, act):
+    """Call ``act(i)`` in as many threads at the same time; return what each returned or raised."""
+    begin = threading.Barrier(count)
+    found: list[Any] = [None] * count
+
+    def run(i):
+        begin.wait()
+        try:
+            found[i] = act(i)
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+def test_runs_in_threads_are_saved_and_continued_each_in_its_folder(tmp_path):
+    """A checkpoint after each chunk, so that the saves of all runs meet."""
+
+    def run(i, num_samples=24, **options):
+        options |= {"key": jax.random.key(i), "num_samples": num_samples}
+        return sample(tmp_path / str(i), every=0, **options)
+
+    whole = [sample(key=jax.random.key(i)) for i in range(3)]
+    for draws in in_threads(3, partial(run, num_samples=10)):
+        assert draws.num_draws == 10
+    for draws, expected in zip(in_threads(3, run), whole, strict=True):
+        assert_equal(draws, expected)
+
+
+def test_of_two_threads_with_one_folder_one_is_refused(whole, tmp_path):
+    found = in_threads(2, lambda i: sample(tmp_path))
+    (error,) = (x for x in found if isinstance(x, Exception))
+    (draws,) = (x for x in found if isinstance(x, gm.Draws))
+    assert_equal(draws, whole)
+    assert isinstance(error, gm.CheckpointNotSaved)
+    assert re.search("(another run|process .*) writes here. Give another path", str(error))
 
 
 @pytest.mark.parametrize("every", [-1, float("nan"), "1 min"])

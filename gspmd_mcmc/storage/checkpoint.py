@@ -4,9 +4,11 @@ A folder holds the newest two checkpoints, each in a folder of its own that appe
 checksums of their files, which reveal later damage; and the lock of the process that writes.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
+import threading
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
@@ -27,6 +29,11 @@ from gspmd_mcmc.storage.lock import FolderLock, Locked
 NUM_KEPT = 2
 FORMAT = 4  # the leaves of a run in the order of its template
 STEPS, SUMS, DAMAGED = "steps", "checksums", "damaged"
+
+# Orbax numbers the saves of a process, and the threads of a save wait for signals by the newest number:
+# a second save would take the signals of the first. So the runs of a process save one at a time.
+_TURN = threading.Lock()
+_saving: list[Any] = []  # the manager whose save may be under way
 
 
 class Damaged(ValueError):
@@ -69,7 +76,13 @@ class Checkpoints:
         written = {str(i): _to_write(x) for i, x in enumerate(arrays) if np.size(x)}
         document = _with_sum(document | {"format": FORMAT})
         both = args.Composite(arrays=args.StandardSave(written), document=args.JsonSave(document))
-        self._open().save(number, args=both)
+        with _TURN:
+            while _saving:
+                # Orbax raises its failure in the thread of its run too.
+                with contextlib.suppress(Exception):
+                    _saving.pop().wait_until_finished()
+            _saving.append(self._open())
+            self._open().save(number, args=both)
         self._without_sums = number
 
     def is_saving(self) -> bool:
@@ -167,6 +180,8 @@ class Checkpoints:
         self.attempt(self.finish)
         if self._manager is not None:
             self._manager.close()
+            with _TURN, contextlib.suppress(ValueError):
+                _saving.remove(self._manager)
         self._manager = None
         self._pool.shutdown()
         self._lock.free()

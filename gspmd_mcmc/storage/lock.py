@@ -16,7 +16,7 @@ NAME = ".lock"
 
 
 class Locked(RuntimeError):
-    """Another process writes to the folder, or may."""
+    """Another run writes to the folder, or may."""
 
 
 class FolderLock:
@@ -37,10 +37,11 @@ class FolderLock:
                 "a folder is locked by flock, which this system lacks; run on Linux, macOS or WSL"
             )
         file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        owner, here, is_gone = _read(self.path), socket.gethostname(), False
+        owner, is_gone = _read(self.path), False
+        me = {"host": socket.gethostname(), "pid": os.getpid()}
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_held = owner.get("host", here) != here
+            is_held = owner.get("host", me["host"]) != me["host"]
             is_gone = os.stat(self.path).st_ino != os.fstat(file).st_ino
         except BlockingIOError:
             is_held = True
@@ -51,13 +52,15 @@ class FolderLock:
             return self.take()
         if is_held:
             os.close(file)
+            who = f"process {owner.get('pid')} on host {owner.get('host')}"
+            # A writer that has just begun has not written its name yet.
             raise Locked(
-                f"{self.path.parent}: process {owner.get('pid')} on host {owner.get('host')} writes "
-                "here. Give another path, or wait until it has ended; if it has, and ran on another "
-                f"host, remove {self.path.name}"
+                f"{self.path.parent}: {who if owner else 'another run'} writes here. Give another "
+                "path, or wait until it has ended; if it has, and ran on another host, remove "
+                f"{self.path.name}"
             )
         os.ftruncate(file, 0)
-        os.write(file, json.dumps({"host": here, "pid": os.getpid()}).encode())
+        os.write(file, json.dumps(me).encode())
         self._file = file
         return None
 

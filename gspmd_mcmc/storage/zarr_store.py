@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,6 +59,8 @@ DTYPES = ("float16", "float32", "float64")
 # Parts of a chunk that are read and decompressed alone, and the least that a file should hold.
 PIECE_BYTES = 2**20
 COORDINATE_ROWS = 2**16
+# The filters of warnings are those of all threads: a second one would put back what the first has set.
+_FILTERS = threading.Lock()
 
 
 class DrawsNotSaved(RuntimeError):
@@ -321,7 +324,7 @@ class ZarrSink(Sink):
             for group in (POSTERIOR, CONSTANT):
                 _create_labels(root.require_group(group), dim, dim, groups.labels)
             _create_labels(root[CONSTANT], rows_of(dim), dim, groups.sizes)
-        with warnings.catch_warnings():
+        with _FILTERS, warnings.catch_warnings():
             # The specification of Zarr v3 has no consolidated metadata yet; zarr-python and xarray do.
             warnings.simplefilter("ignore")
             zarr.consolidate_metadata(store)
