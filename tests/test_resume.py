@@ -29,6 +29,7 @@ from gspmd_mcmc.sampling.resumption import Saver
 from gspmd_mcmc.sampling.run import Run
 from gspmd_mcmc.storage import checkpoint
 from gspmd_mcmc.storage.checkpoint import Checkpoints
+from gspmd_mcmc.targets.streaming import tiling
 
 KEY = jax.random.key(0)
 SCALE = jnp.asarray([0.5, 1.0, 3.0])
@@ -317,6 +318,34 @@ def test_a_run_moves_between_meshes(saved_hierarchy, tmp_path):
         assert np.linalg.norm(ours - theirs) < 1e-3 * np.linalg.norm(theirs)
     assert np.asarray(draws.stats["is_accepted"]).mean() > 0.3
     np.testing.assert_allclose(draws.warmup["step_size"], whole.warmup["step_size"], rtol=1e-3)
+
+
+def sums_of_rows(x, rows):
+    return -0.5 * jnp.sum((rows["x"] - x["mean"][None]) ** 2, axis=1)
+
+
+def test_a_run_goes_on_with_another_number_of_cores(tmp_path, monkeypatch):
+    """Two cores cut the rows of a CPU device into other tiles than one."""
+    x = np.random.default_rng(0).normal(size=(600, 100)).astype(np.float32)
+    tiles = []
+
+    def run(cores, path=None):
+        monkeypatch.setattr("os.cpu_count", lambda: cores)
+        monkeypatch.setattr(tiling, "TILE_BYTES_A_CORE", 60_000)
+        monkeypatch.setattr(tiling, "TILE_BYTES_OF_ONE_CORE", 40_000)
+        jax.clear_caches()  # as in another process
+        target = gm.Posterior(prior, gm.Plate(sums_of_rows, {"x": x}))
+        draws = sample(
+            *(path, target, {"mean": jnp.zeros(100)}), kernel=gm.HMC(target, 0.02, 4), num_warmup=0
+        )
+        tiles.append(jax.tree.leaves(draws.state.terms["plates"])[0].shape[2])
+        return draws
+
+    with killed_at(draws=8):
+        run(2, tmp_path)
+    draws, whole = run(1, tmp_path), run(2)
+    assert tiles[0] != tiles[1]
+    np.testing.assert_allclose(draws.position["mean"], whole.position["mean"], rtol=1e-3, atol=1e-5)
 
 
 # Refusals.

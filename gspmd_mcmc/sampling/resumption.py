@@ -156,8 +156,7 @@ def _placement(run: Run) -> dict[str, Any]:
         "platform": devices[0].platform,
         "processes": len({d.process_index for d in devices}),
         "plates": [
-            [p.rows.num_rows, p.rows.num_padded, list(p.rows.axes), p.tile_rows]
-            for p in run.fixed.target.plates
+            [p.rows.num_rows, p.rows.num_padded, list(p.rows.axes)] for p in run.fixed.target.plates
         ],
     }
 
@@ -207,6 +206,8 @@ def _resume_from(run: Run, checkpoints: Checkpoints, number: int, facts: Facts) 
     wanted = run.layout.templates(template, of_leaves)
     shapes = _shapes_to_read(document["leaves"], wanted, of_leaves, path, is_moved)
     read = checkpoints.restore(number, shapes)
+    # Another number of cores cuts the terms otherwise: a tile on a CPU is of a size that they share.
+    is_moved |= any(s.shape != x.shape for s, x in zip(shapes, jax.tree.leaves(wanted), strict=True))
     state = jax.tree.unflatten(jax.tree.structure(template), read)
     full = _filled(adaptation, state, layout=run.layout) if is_moved else state
     states = recomputed_states(run.fixed.kernel(full), full.states, run.layout)
@@ -239,7 +240,7 @@ def _shapes_to_read(
 ) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes and shardings to read a checkpoint's leaves in; raise if they do not fit.
 
-    Terms that another mesh cuts otherwise are read as they were saved, whole: they are computed anew.
+    Terms that are cut otherwise here are read as they were saved, whole: they are computed anew.
     """
     wanted, shapes = jax.tree_util.tree_leaves_with_path(template), []
     theirs, ours = [x["path"] for x in leaves], [path_str(path) for path, _ in wanted]
@@ -256,16 +257,17 @@ def _shapes_to_read(
                 f"{x.dtype} now: set jax_enable_x64 as it was"
             )
         is_like_position = is_moved and role.leaf is not None
-        is_cut = is_moved and role.is_derived and role.leaf is None
+        is_cut = role.is_derived and role.leaf is None and tuple(saved["shape"]) != x.shape
         if tuple(saved["shape"]) != x.shape and not is_like_position and not is_cut:
             raise ValueError(
                 f"checkpoint: {path_str(path)} in {folder} has shape {saved['shape']}, and here "
                 f"{list(x.shape)}. Where an array of a kernel or a warm-up has the rows of the "
                 "position, its field says so by gspmd_mcmc.like_position()"
             )
-        whole = None if x.sharding is None else NamedSharding(x.sharding.mesh, P())
-        as_saved = jax.ShapeDtypeStruct(tuple(saved["shape"]), x.dtype, sharding=whole)
-        shapes.append(as_saved if is_cut else x)
+        if is_cut:
+            whole = None if x.sharding is None else NamedSharding(x.sharding.mesh, P())
+            x = jax.ShapeDtypeStruct(tuple(saved["shape"]), x.dtype, sharding=whole)
+        shapes.append(x)
     return shapes
 
 
