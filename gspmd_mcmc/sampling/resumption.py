@@ -22,6 +22,7 @@ from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import least, lost_process_explained
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.layout import Layout
+from gspmd_mcmc.sampling.digests import data_digests, kept_sums, require_same_data, require_same_kept
 from gspmd_mcmc.sampling.identity import Facts, require_same, versions_of_libraries
 from gspmd_mcmc.sampling.reporting import LOGGER, Report, marked
 from gspmd_mcmc.sampling.run import Run, Stop
@@ -79,7 +80,7 @@ def supervised(
             return
         saver = Saver(run, checkpoints, facts, every, stop)
         if checkpoints.numbers():
-            resume(run, checkpoints, facts)
+            resume(run, checkpoints, saver.identity)
         else:
             saver.begin()
         yield report, stop, saver.after_chunk
@@ -93,8 +94,9 @@ class Saver:
     def __init__(self, run: Run, checkpoints: Checkpoints, facts: Facts, every: float, stop: Stop):
         self.run, self.checkpoints, self.every, self.stop = run, checkpoints, every, stop
         self._saved_at = time.monotonic()
-        versions, placement = versions_of_libraries(), _placement(run)
-        self._document = {"versions": versions, "facts": facts, "placement": placement}
+        data, placement = data_digests(run.fixed.target), _placement(run)
+        self.identity = {"facts": facts, "data": data, "placement": placement}
+        self._versions = versions_of_libraries()
 
     def begin(self) -> None:
         """Save the run before its first step, and wait; raise CheckpointNotSaved if that fails."""
@@ -139,12 +141,14 @@ class Saver:
             "num_windows": int(run.done.num_windows),
             "num_draws": int(run.done.num_draws),
             "moves": [list(move) for move in run.moves],
+            "kept": _kept(run, run.state.states) if run.done.num_draws else None,
             "leaves": [
                 {"path": path_str(path), "shape": list(x.shape), "dtype": np.dtype(x.dtype).name}
                 for path, x in saved
             ],
         }
-        return [x for _, x in saved], self._document | progress
+        document = {"versions": self._versions} | self.identity | progress
+        return [x for _, x in saved], document
 
 
 def _placement(run: Run) -> dict[str, Any]:
@@ -161,7 +165,11 @@ def _placement(run: Run) -> dict[str, Any]:
     }
 
 
-def resume(run: Run, checkpoints: Checkpoints, facts: Facts) -> None:
+def _kept(run: Run, states: Any) -> dict[str, list[float]]:
+    return kept_sums(run.fixed.target, run.draw, states, run.layout)
+
+
+def resume(run: Run, checkpoints: Checkpoints, identity: dict[str, Any]) -> None:
     """Bring a run that has taken no step to its newest checkpoint that is not damaged.
 
     Damaged checkpoints are put aside, with a warning.
@@ -169,7 +177,7 @@ def resume(run: Run, checkpoints: Checkpoints, facts: Facts) -> None:
     failures: dict[int, Exception] = {}
     for number in checkpoints.numbers():
         try:
-            _resume_from(run, checkpoints, number, facts)
+            _resume_from(run, checkpoints, number, identity)
         except (Damaged, OSError) as error:
             failures[number] = error
             continue
@@ -189,16 +197,16 @@ def resume(run: Run, checkpoints: Checkpoints, facts: Facts) -> None:
     )
 
 
-def _resume_from(run: Run, checkpoints: Checkpoints, number: int, facts: Facts) -> None:
+def _resume_from(run: Run, checkpoints: Checkpoints, number: int, identity: dict[str, Any]) -> None:
     document, path = checkpoints.read(number), checkpoints.path
-    require_same(document["facts"], facts, path)
+    require_same(document["facts"], identity["facts"], path)
     num_draws, num_samples = document["num_draws"], run.plan.num_samples
     if num_samples < num_draws:
         raise ValueError(
             f"num_samples: the run in {path} has {num_draws} draws already; expected at least as many, "
             f"got {num_samples}"
         )
-    is_moved = document["placement"] != _placement(run)
+    is_moved = document["placement"] != identity["placement"]
     stage = run.stage_of(document["num_windows"], document["is_warm"])
     adaptation = run.stages[stage].adaptation
     template = _template(run, stage)
@@ -211,7 +219,11 @@ def _resume_from(run: Run, checkpoints: Checkpoints, number: int, facts: Facts) 
     state = jax.tree.unflatten(jax.tree.structure(template), read)
     full = _filled(adaptation, state, layout=run.layout) if is_moved else state
     states = recomputed_states(run.fixed.kernel(full), full.states, run.layout)
-    require_same_density(f"checkpoint: the run in {path} cannot be continued", state.states, states)
+    what = f"checkpoint: the run in {path} cannot be continued"
+    require_same_density(what, state.states, states)
+    require_same_data(what, document["data"], identity["data"])
+    if num_draws:
+        require_same_kept(what, document["kept"], _kept(run, full.states))
     if is_moved:
         states = jax.tree.map(
             lambda role, new, old: new if role.is_derived else old,

@@ -70,6 +70,7 @@ class DrawSpec:
     shapes: tuple[tuple[tuple[int, ...], Any], ...] = tree.static()  # [chains, ...], and the dtypes
     specs: tuple[P, ...] = tree.static()  # of buffers, [chains, draws, ...]
     mesh: Mesh | None = tree.static()
+    info: tuple[Any, tuple] = tree.static()  # treedef, and shapes and dtypes [chains, ...], of infos
 
     @classmethod
     def of(cls, kernel: Kernel, states: Any, collect: Partial, layout: Layout, thin: int) -> "DrawSpec":
@@ -78,7 +79,8 @@ class DrawSpec:
         Leaves of the position that are collected as they are lie as the position's do. Everything else
         is whole but for the chains.
         """
-        marked, stats = _one_draw.eval_shape(kernel, states, collect, layout=layout)
+        marked, info, log_density = _one_draw.eval_shape(kernel, states, collect, layout=layout)
+        stats = vars(info) | {"log_density": log_density}
         if thin > 1 and "energy" in stats:
             stats |= dict.fromkeys(OF_STEPS, stats["energy"])
         specs = [_spec(x, layout) for x in jax.tree.leaves(marked, is_leaf=_is_as_seen)]
@@ -86,7 +88,10 @@ class DrawSpec:
         specs = [P(*lead, *spec) for spec in specs] + [P(*lead)] * len(stats)
         leaves, treedef = jax.tree.flatten((_unmarked(marked), stats))
         shapes = tuple((x.shape, x.dtype) for x in leaves)
-        return cls(collect, treedef, tree.classes_of(treedef), shapes, tuple(specs), layout.mesh)
+        infos, of_info = jax.tree.flatten(info)
+        infos = of_info, tuple((x.shape, x.dtype) for x in infos)
+        classes = tree.classes_of(treedef)
+        return cls(collect, treedef, classes, shapes, tuple(specs), layout.mesh, infos)
 
     @property
     def one_draw(self) -> PyTree:
@@ -162,11 +167,11 @@ def run_roles(adaptation: Adaptation, run: RunState, layout: Layout) -> Any:
 
 
 @partial(jax.jit, static_argnames="layout")
-def _one_draw(kernel: Kernel, states: Any, collect: Partial, *, layout: Layout) -> tuple[PyTree, dict]:
-    """Return what is collected, marked, and the stats of a draw; `jax.jit` remembers their shapes."""
+def _one_draw(kernel: Kernel, states: Any, collect: Partial, *, layout: Layout) -> tuple:
+    """Return what is collected, marked, and info and log density; `jax.jit` remembers their shapes."""
     after, info = advance_chains(kernel, jax.random.key(0), jnp.zeros((), int), states, layout)
     kept = layout.vmap(_collect, (None, None, 0, 0))(kernel.target, collect, after.position, info)
-    return kept, vars(info) | {"log_density": after.log_density}
+    return kept, info, after.log_density
 
 
 @partial(jax.jit, static_argnames="size")
@@ -242,7 +247,7 @@ def advance(
         tuned, tuning = jax.lax.cond(is_warmup, adapt, lambda: (run.kernel, run.tuning))
         so_far, stats = _over_steps(so_far, info, i % thin, thin)
         is_kept = jnp.logical_not(is_warmup) & ((i + 1) % thin == 0)
-        kept = _collected(fixed.target, draw.collect, after, info, is_kept, layout)
+        kept = _collected(fixed.target, draw, after, info, is_kept, layout)
         made = kept, stats | {"log_density": after.log_density}
         at = jnp.where(is_warmup, 0, slot + i // thin)
         run = RunState(
@@ -420,6 +425,12 @@ def _collect(target: Target, collect: Partial, position: PyTree, info: Info) -> 
     return jax.tree.map(lambda x: marked.get(id(x), x), collect(seen, info))
 
 
+def collect_all(target: Target, draw: DrawSpec, position: PyTree, info: Info, layout: Layout) -> PyTree:
+    """Return what is kept of all chains, leaves [chains, ...]."""
+    collect = layout.vmap(_collect, (None, None, 0, 0))
+    return _unmarked(collect(target, draw.collect, position, info))
+
+
 def _unmarked(collected: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.kept if _is_as_seen(x) else x, collected, is_leaf=_is_as_seen)
 
@@ -437,12 +448,11 @@ def _spec(collected: Any, layout: Layout) -> P:
     return layout.specs[leaf] if values.ndim == 1 + len(layout.shapes[leaf][0]) else P()
 
 
-def _collected(target, collect: Partial, states, info, is_kept, layout) -> PyTree:
+def _collected(target, draw: DrawSpec, states, info, is_kept, layout) -> PyTree:
     """Return what is kept of a draw, and zeros after other steps, which cost less."""
 
     def keep():
-        collect_all = layout.vmap(_collect, (None, None, 0, 0))
-        return _unmarked(collect_all(target, collect, states.position, info))
+        return collect_all(target, draw, states.position, info, layout)
 
     def nothing():
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(keep))

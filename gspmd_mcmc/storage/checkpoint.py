@@ -27,7 +27,7 @@ from gspmd_mcmc.multihost.agreement import on_first
 from gspmd_mcmc.storage.lock import FolderLock, Locked
 
 NUM_KEPT = 2
-FORMAT = 4  # the leaves of a run in the order of its template
+FORMAT = 5  # the leaves of a run in the order of its template, with digests of its data and draws
 STEPS, SUMS, DAMAGED = "steps", "checksums", "damaged"
 
 # Orbax numbers the saves of a process, and the threads of a save wait for signals by the newest number:
