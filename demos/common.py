@@ -15,6 +15,8 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from gspmd_mcmc.storage.paths import local_path
+
 
 def parse(description: str, out: str, *flags: tuple[str, str]) -> argparse.Namespace:
     """Read the options that all demos have, and a demo's own ``flags`` (name, help)."""
@@ -23,7 +25,9 @@ def parse(description: str, out: str, *flags: tuple[str, str]) -> argparse.Names
         "--devices", type=int, help="devices to use; 8 virtual ones on a CPU by default"
     )
     parser.add_argument("--data-dir", type=Path, help="folder with the real data (or GSPMD_MCMC_DATA)")
-    parser.add_argument("--out", type=Path, default=Path(out), help=f"where results go (default {out})")
+    parser.add_argument(
+        "--out", type=_path, default=Path(out), help=f"where results go (default {out})"
+    )
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     for name, text in flags:
         parser.add_argument(name, action="store_true", help=text)
@@ -33,6 +37,13 @@ def parse(description: str, out: str, *flags: tuple[str, str]) -> argparse.Names
     options = parser.parse_args([] if "ipykernel" in sys.modules else None)
     options.out.mkdir(parents=True, exist_ok=True)
     return options
+
+
+def _path(text: str) -> Path:
+    try:
+        return local_path("--out", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(error) from error
 
 
 def start_devices(asked: int | None) -> list[Any]:

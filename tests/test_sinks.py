@@ -430,6 +430,36 @@ def test_paths_that_cannot_be_written_are_refused_before_compute(tmp_path, monke
     assert gm.open_draws(tmp_path / "draws").num_draws == 3
 
 
+URLS = ("gs://bucket/draws", "s3://bucket/draws", "file:///tmp/draws", Path("gs://bucket/draws"))
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize(
+    "door",
+    [
+        gm.ZarrSink,
+        gm.open_draws,
+        gm.JSONLines,
+        lambda url: run(checkpoint=url),
+    ],
+)
+def test_a_url_is_refused_before_compute(door, url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    no_compute(monkeypatch)
+    with pytest.raises(ValueError, match="a path on a file system, got the URL .*(bucket|tmp)"):
+        door(url)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run(sink("~/draws"), num_samples=3, checkpoint=Path("~/run"), callback=gm.JSONLines("~/log"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draws", "log", "run"]
+    assert gm.open_draws("~/draws").num_draws == 3
+    with pytest.raises(ValueError, match="path: '~nobody-has-this-name/draws': .*absolute path"):
+        sink("~nobody-has-this-name/draws")
+
+
 @pytest.mark.parametrize(
     ("content", "match"),
     [

@@ -108,6 +108,12 @@ def test_polars_is_read_with_the_order_of_its_enums():
         gm.read_table(pl.DataFrame({"y": [0.5, float("nan")]}))
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    FRAME.to_parquet(tmp_path / "table.parquet")
+    np.testing.assert_array_equal(gm.read_table("~/table.parquet", "y")["y"], FRAME["y"])
+
+
 def test_parquet_is_read_from_a_file_in_many_pieces_and_from_a_folder(tmp_path):
     long = pd.concat([FRAME.assign(station=[*names]) for names in ("bacd", "zyxw", "aaab")])
     (tmp_path / "parts").mkdir()

@@ -174,6 +174,7 @@ def _arrow_table(source: Any, columns: Sequence[str] | None) -> Any:
     """Return an Arrow table of the columns that are asked for."""
     arrow = need("pyarrow", "tables")
     is_file = isinstance(source, str | os.PathLike)
+    source = os.path.expanduser(source) if is_file else source
     try:
         table = need("pyarrow.parquet", "tables").ParquetDataset(source) if is_file else _taken(source)
     except arrow.ArrowException as error:

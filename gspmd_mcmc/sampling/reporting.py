@@ -17,6 +17,7 @@ import numpy as np
 from gspmd_mcmc.diagnostics import advice
 from gspmd_mcmc.errors import CALLER_OF_SAMPLE, SamplingWarning
 from gspmd_mcmc.storage.draws import Draws
+from gspmd_mcmc.storage.paths import local_path
 from gspmd_mcmc.targets.checks import on_idle_cores, on_small_data
 from gspmd_mcmc.targets.resolution import on_coarse_terms, on_rounded_bijections
 from gspmd_mcmc.targets.target import Target
@@ -74,7 +75,7 @@ class JSONLines:
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path = local_path("path", path)
 
     def __call__(self, report: ChunkReport) -> None:
         """Add a line."""

@@ -33,6 +33,7 @@ from gspmd_mcmc.sampling.reporting import (
 from gspmd_mcmc.sampling.run import Plan, Run
 from gspmd_mcmc.sampling.run_state import keep_position
 from gspmd_mcmc.storage.draws import Draws
+from gspmd_mcmc.storage.paths import local_path
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.function import as_partial, changes, traced_with
@@ -245,7 +246,9 @@ def sample(
         settings |= counts | {"rng_key": rng_key, "to": repr(to), "metric": repr(metric)}
         settings["checkpoint"] = str(checkpoint)
         # A folder of one machine that the others do not share is no place for a run.
-        settings["there is such a folder"] = checkpoint is not None and Path(checkpoint).is_dir()
+        settings["there is such a folder"] = (
+            checkpoint is not None and local_path("checkpoint", checkpoint).is_dir()
+        )
         given["collect"] = collect
         identity.require_same_on_processes("sample", mesh, target, given, settings)
     warn_of_devices(target)

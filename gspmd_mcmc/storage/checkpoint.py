@@ -25,6 +25,7 @@ from gspmd_mcmc.errors import CheckpointNotSaved, SamplingWarning
 from gspmd_mcmc.extras import need
 from gspmd_mcmc.multihost.agreement import on_first
 from gspmd_mcmc.storage.lock import FolderLock, Locked
+from gspmd_mcmc.storage.paths import local_path
 
 NUM_KEPT = 2
 FORMAT = 5  # the leaves of a run in the order of its template, with digests of its data and draws
@@ -44,7 +45,7 @@ class Checkpoints:
     """The checkpoints of one run in a folder, which one process holds from `__init__` to `close`."""
 
     def __init__(self, path: str | Path):
-        self.path = Path(path).absolute()
+        self.path = local_path("checkpoint", path)
         self._orbax = need("orbax.checkpoint", "checkpoint")
         self._lock = FolderLock(self.path)
         self._manager: Any = None

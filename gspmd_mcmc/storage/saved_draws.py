@@ -14,6 +14,7 @@ from gspmd_mcmc.extras import need
 from gspmd_mcmc.placement.laid_groups import GroupLabels
 from gspmd_mcmc.storage.datatree import ARVIZ_NAMES, CONSTANT, POSTERIOR, STATS, rows_of
 from gspmd_mcmc.storage.draws import Draws
+from gspmd_mcmc.storage.paths import local_path
 from gspmd_mcmc.tree import PyTree
 
 ROOT = "zarr.json"
@@ -176,7 +177,7 @@ def open_draws(path: str | Path) -> SavedDraws:
     ImportError
         Without the extra ``storage``, when draws are read.
     """
-    folder = Path(path).absolute()
+    folder = local_path("path", path)
     try:
         root = read_root(folder)
     except NotOurStore as error:

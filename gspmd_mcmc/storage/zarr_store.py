@@ -40,6 +40,7 @@ from gspmd_mcmc.storage.datatree import (
 )
 from gspmd_mcmc.storage.lock import NAME as LOCK
 from gspmd_mcmc.storage.lock import FolderLock, Locked
+from gspmd_mcmc.storage.paths import local_path
 from gspmd_mcmc.storage.saved_draws import (
     ROOT,
     VERSION,
@@ -94,7 +95,8 @@ class ZarrSink(Sink):
     Parameters
     ----------
     path
-        A folder that does not exist yet. Several processes must share its file system.
+        A folder that does not exist yet; ``~`` is your home folder. Several processes must share its
+        file system. Buckets (``gs://``, ``s3://``) are refused: copy the folder there.
     leaves
         Which leaves of the draws are kept: names as in `Draws.summary`, or beginnings of names. A
         name that a leaf has stands for that leaf alone. All by default.
@@ -125,7 +127,7 @@ class ZarrSink(Sink):
         flush_seconds: float = 30.0,
     ):
         _check_settings(dtype, compression, chunk_bytes, flush_seconds)
-        self.path = Path(path).absolute()
+        self.path = local_path("path", path)
         self.leaves = (leaves,) if isinstance(leaves, str) else leaves
         self.dtype, self.compression = dtype, compression
         self.chunk_bytes, self.flush_seconds = chunk_bytes, flush_seconds
