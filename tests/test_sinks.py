@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -209,6 +210,76 @@ def test_floats_are_of_the_dtype_that_is_asked_for(tmp_path, in_memory, dtype, f
     np.testing.assert_array_equal(draws.position["w"], whole.astype(found))
     assert draws.stats["log_density"].dtype == np.float32
     assert draws.stats["num_integration_steps"].dtype == np.int32
+
+
+DRAWN = np.random.default_rng(0).normal(size=(2, 60, 8))
+IS_LARGEST = DRAWN == np.max(DRAWN)
+COARSE = "is too coarse for 8 numbers of y"
+LARGE = "draws of y are beyond .*, and were stored as infinity"
+
+
+def write_draws(path, drawn, dtype, num_writes=3):
+    """Write draws over a mesh as a run does, a part at a time; return what is opened."""
+    with jax.enable_x64(drawn.dtype == np.float64):
+        laid = gm.place(drawn, gm.make_mesh(chains=2, model=4), P("chains", None, "model"))
+        buffers = {"y": laid}, {"log_density": jnp.zeros(drawn.shape[:2])}
+    to, count = gm.ZarrSink(path, dtype={"y": dtype}), drawn.shape[1] // num_writes
+    try:
+        to.begin(buffers, drawn.shape[1], {})
+        for i in range(num_writes):
+            to.write(buffers, count, i * count)
+        to.flush()
+        to.saved()
+    finally:
+        to.close()
+    return gm.open_draws(path)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "dtype", "match"),
+    [
+        (1000 + 0.1 * DRAWN, "float16", COARSE),
+        (1e-9 * (1 + 0.1 * DRAWN), "float16", COARSE),
+        (np.full(DRAWN.shape, 1e-9), "float16", COARSE),
+        ((1e-9 * (1 + 0.1 * DRAWN)).astype(jnp.bfloat16), "float16", COARSE),
+        (60_000 + 9_000 * DRAWN, "float16", LARGE),
+        (np.where(IS_LARGEST, 1e5, DRAWN), "float16", f"1 {LARGE}"),
+        (1.7e9 + DRAWN, "float32", COARSE),
+        (np.where(IS_LARGEST, 1e50, DRAWN), "float32", f"1 {LARGE}"),
+        (3 + DRAWN, "float16", None),
+        (np.exp(DRAWN), "float16", None),
+        (1e3 + DRAWN, "float32", None),
+        (0 * DRAWN, "float16", None),
+        (np.full(DRAWN.shape, 1 / 3), "float16", None),
+        (np.where(IS_LARGEST, np.inf, DRAWN), "float16", None),
+        (1e5 * DRAWN.astype(jnp.bfloat16), "float32", None),
+    ],
+)
+def test_what_a_dtype_loses_is_told_of(tmp_path, drawn, dtype, match):
+    """More than 5 % of a standard deviation, or a number's size; and what it holds is not."""
+    drawn = drawn if drawn.dtype == jnp.bfloat16 or dtype == "float32" else drawn.astype(np.float32)
+    if match is None:
+        found = write_draws(tmp_path / "draws", drawn, dtype)
+        assert "losses" not in found.attributes
+    else:
+        with pytest.warns(gm.SamplingWarning, match=match):
+            found = write_draws(tmp_path / "draws", drawn, dtype)
+        assert any(re.search(match, text) for text in found.attributes["losses"])
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(found.position["y"], drawn.astype(dtype))
+
+
+def far_away(position, info):
+    return {"y": 1000 + 0.1 * position["w"][0, 0], "x": position["w"][0, 0]}
+
+
+def test_a_summary_of_draws_tells_what_was_lost_and_so_does_a_run_that_is_continued(tmp_path):
+    options: dict[str, Any] = {"checkpoint": tmp_path / "run", "collect": far_away}
+    for num_samples in (30, NUM_SAMPLES):
+        with pytest.warns(gm.SamplingWarning, match="too coarse for 1 numbers of y"):
+            draws = run(sink(tmp_path / "draws", dtype="float16"), num_samples=num_samples, **options)
+    for found in (draws, gm.open_draws(tmp_path / "draws")):
+        assert len([text for text in found.summary().warnings if "coarse" in text]) == 2
 
 
 def test_compression_makes_files_smaller_and_none_does_not(tmp_path):

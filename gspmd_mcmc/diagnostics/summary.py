@@ -221,13 +221,15 @@ def summarize(
     thin: int = 1,
     moves: Sequence[Any] = (),
     note: str = "",
+    losses: Sequence[str] = (),
 ) -> Summary:
     """Summarize draws where they lie: each device computes its own columns, and no draw is gathered.
 
     ``position`` has leaves [chains, draws, ...]; ``stats`` are arrays [chains, draws] by name,
     ``log_density`` among them. ``max_tree_depth``, ``judges_energy`` and ``thin`` (see
     `advice.on_transitions`) and ``note`` are the kernel's and the run's; ``moves`` are the chains that
-    warm-up has moved; ``labels`` are `Draws.groups`. The other arguments are those of `Draws.summary`.
+    warm-up has moved; ``labels`` are `Draws.groups`; ``losses`` are warnings of the dtypes on disk. The
+    other arguments are those of `Draws.summary`.
     """
     if not isinstance(max_rows, Integral) or isinstance(max_rows, bool) or max_rows < 0:
         raise ValueError(f"max_rows: expected an integer of at least 0, got {max_rows!r}")
@@ -270,6 +272,7 @@ def summarize(
         num_excused = over - beyond
     on_numbers, on_chance = _on_numbers(leaves, limits, num_chains, num_draws)
     warnings = [
+        *losses,
         *advice.on_number_of_draws(num_chains, num_draws),
         *advice.on_transitions(stats, max_tree_depth, judges_energy, thin),
         *on_numbers,

@@ -19,6 +19,7 @@ from gspmd_mcmc.tree import PyTree
 
 ROOT = "zarr.json"
 VERSION = 2
+LOSSES = "losses"  # of attributes: what draws have lost in the dtypes on disk, in words
 
 Document = dict[str, Any]
 
@@ -153,7 +154,8 @@ class SavedDraws(Draws):
     def _of_kernel(self) -> dict[str, Any]:
         recorded = self.attributes.get
         momenta, depth = bool(recorded("draws_momenta")), recorded("max_tree_depth")
-        return {"judges_energy": momenta, "max_tree_depth": depth, "note": recorded("note", "")}
+        found = {"judges_energy": momenta, "max_tree_depth": depth, "note": recorded("note", "")}
+        return found | {"losses": recorded(LOSSES, ())}
 
 
 def open_draws(path: str | Path) -> SavedDraws:

@@ -27,6 +27,7 @@ import numpy as np
 from jax.tree_util import SequenceKey
 
 from gspmd_mcmc.diagnostics.table import named_leaves
+from gspmd_mcmc.errors import CALLER_OF_SAMPLE, SamplingWarning
 from gspmd_mcmc.extras import need, require
 from gspmd_mcmc.multihost.agreement import of_all, on_first
 from gspmd_mcmc.storage.datatree import (
@@ -41,7 +42,9 @@ from gspmd_mcmc.storage.datatree import (
 from gspmd_mcmc.storage.lock import NAME as LOCK
 from gspmd_mcmc.storage.lock import FolderLock, Locked
 from gspmd_mcmc.storage.paths import local_path
+from gspmd_mcmc.storage.rounding import Rounding
 from gspmd_mcmc.storage.saved_draws import (
+    LOSSES,
     ROOT,
     VERSION,
     Document,
@@ -103,7 +106,8 @@ class ZarrSink(Sink):
     dtype
         "float16", "float32" or "float64" for the floats among the leaves, or a dict of names to such;
         by default as they were drawn, bfloat16 as float32. float16 holds three digits, up to 65504.
-        Stats keep their dtypes.
+        The run warns, and so do summaries of these draws, where a dtype loses more than the draws can
+        bear: 5 % of a standard deviation. Stats keep their dtypes.
     compression
         Level of zstd, 1 to 9; with 0, for none, a file has its full size from its first draw on.
     chunk_bytes
@@ -190,10 +194,18 @@ class ZarrSink(Sink):
         about = attributes | {"position": json.dumps(position), "draws_format": VERSION}
         self._on_first(lambda: self._prepare(buffers, num_samples, about, first_draw))
         self._root = cut(read_root(self.path), num_samples)
+        if losses := self._root["attributes"].get(LOSSES):
+            about |= {LOSSES: losses}
         self.attributes = self._root["attributes"] = about
         self._arrays = {
             path: open_array(self.path / path, nodes_of(self._root)[path], _few_threads())
             for path in self._kept(buffers)
+        }
+        names = {path: name for name, path in self._paths.items()}
+        self._roundings = {
+            path: Rounding(names[path], self._arrays[path].dtype.numpy_dtype)
+            for path, leaf in self._kept(buffers).items()
+            if not np.can_cast(_values(leaf).dtype, self._arrays[path].dtype.numpy_dtype)
         }
         self.num_saved = self._num_given = first_draw
         self._written_at = time.monotonic()
@@ -231,6 +243,7 @@ class ZarrSink(Sink):
         if jax.process_count() > 1:
             self._on_first(lambda: publish(self.path, self._root, self._num_given))
             self.num_saved = self._num_given
+        self._tell_of_rounding(is_final=False)
         return self.num_saved
 
     def close(self) -> None:
@@ -246,10 +259,21 @@ class ZarrSink(Sink):
 
     def saved(self) -> tuple[PyTree, dict[str, Any]]:
         """Return what was collected and the stats, arrays [chains, draws, ...] on disk."""
+        self._tell_of_rounding(is_final=True)
         arrays = saved_arrays(self.path, read_root(self.path))
         paths = list(self._paths.values())
         tree = jax.tree.unflatten(self._treedef, [arrays[path] if path else 0 for path in paths])
         return without(tree, [path is None for path in paths]), saved_stats(arrays)
+
+    def _tell_of_rounding(self, *, is_final: bool) -> None:
+        """Warn of what the dtypes on disk have lost, and write it into the store for its summaries."""
+        texts = [x for r in self._roundings.values() for x in r.warnings(is_final=is_final)]
+        if not self._roundings or not of_all(bool(texts)).any():
+            return
+        self.attributes[LOSSES] = [*self.attributes.get(LOSSES, ()), *texts]
+        self._on_first(lambda: publish(self.path, self._root, self.num_saved))
+        for text in texts:
+            warnings.warn(text, SamplingWarning, stacklevel=CALLER_OF_SAMPLE)
 
     def _reserve(self, is_resumed: bool) -> None:
         try:
@@ -284,6 +308,8 @@ class ZarrSink(Sink):
         if self._is_resumed and (self.path / ROOT).exists():
             there = _require_same_run(self.path, root, about, first_draw)
             root = cut(there, num_samples)
+            if first_draw and (losses := there["attributes"].get(LOSSES)):
+                about = about | {LOSSES: losses}
         elif first_draw:
             raise DrawsNotSaved(
                 f"{self.path}: the run has {first_draw} draws, and there is no store of them; give the "
@@ -343,7 +369,8 @@ class ZarrSink(Sink):
         """Write draws, and let them count where no other process is to be waited for."""
         with jax.profiler.TraceAnnotation("gspmd_mcmc I/O"):
             for path, leaf in self._kept(buffers).items():
-                write_shards(self._arrays[path], _values(leaf), start, count, first)
+                compared = [self._roundings[path]] if path in self._roundings else []
+                write_shards(self._arrays[path], _values(leaf), start, count, first, *compared)
         if jax.process_count() == 1:
             publish(self.path, self._root, first + count)
             self.num_saved = first + count
@@ -475,11 +502,19 @@ def _create_labels(group: Any, name: str, dim: str, values: np.ndarray) -> None:
     array[:] = values.astype(object) if is_text else values
 
 
-def write_shards(array: Any, buffer: jax.Array, start: int, count: int, first: int) -> None:
+def write_shards(
+    array: Any,
+    buffer: jax.Array,
+    start: int,
+    count: int,
+    first: int,
+    compared: Rounding | None = None,
+) -> None:
     """Write ``count`` draws of a buffer, from its draw ``start`` on, as draws ``first`` and on.
 
     Each shard goes to its place in an array of TensorStore; of shards that are copies, one is written.
-    What is beyond the array is pad, and is left out.
+    What is beyond the array is pad, and is left out. ``compared`` is given the draws as they are drawn
+    and as they are stored.
     """
     under_way: list = []
     for shard in buffer.addressable_shards:
@@ -493,8 +528,11 @@ def write_shards(array: Any, buffer: jax.Array, start: int, count: int, first: i
         if min(sizes) > 0:
             place = tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))
             real = values[tuple(slice(size) for size in sizes)]
-            real = real.astype(array.dtype.numpy_dtype, copy=False)
-            under_way.append(array[place].write(real))
+            with np.errstate(over="ignore"):
+                stored = real.astype(array.dtype.numpy_dtype, copy=False)
+            under_way.append(array[place].write(stored))
+            if compared is not None:
+                compared.add(tuple(starts[2:]), real, stored)
     for write in under_way:
         write.result()
 
