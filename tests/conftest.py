@@ -44,7 +44,8 @@ AS_A_USERS_PROCESS = dict(os.environ)  # the variables of one
 LONG = (
     *("test_from_numpyro_groups", "test_from_numpyro", "test_demos", "test_groups"),
     *("test_commands", "test_chance"),
-    *("test_processes", "test_readme", "test_resume", "test_local_latents", "test_kernel_contract"),
+    *("test_processes", "test_readme", "test_resume", "test_checkpoints_everywhere"),
+    *("test_local_latents", "test_kernel_contract"),
     *("test_stuck_chains", "test_sample", "test_survival", "test_tfp", "test_explicit_mesh"),
     *("test_warmup", "test_groups_seen", "test_bad_input", "test_linear", "test_plan"),
     *("test_isokinetic", "test_first_hour", "test_sinks", "test_first_call_benchmark"),

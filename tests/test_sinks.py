@@ -213,7 +213,7 @@ def test_floats_are_of_the_dtype_that_is_asked_for(tmp_path, in_memory, dtype, f
 
 
 DRAWN = np.random.default_rng(0).normal(size=(2, 60, 8))
-IS_LARGEST = DRAWN == np.max(DRAWN)
+IS_LARGEST = np.max(DRAWN) == DRAWN
 COARSE = "is too coarse for 8 numbers of y"
 LARGE = "draws of y are beyond .*, and were stored as infinity"
 
