@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 from jax.tree_util import Partial
 
-from gspmd_mcmc.placement.numbers import as_arrays, check_leaves
+from gspmd_mcmc.placement.numbers import as_arrays
 from gspmd_mcmc.placement.padding import refuse_padded
 from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
