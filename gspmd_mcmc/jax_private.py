@@ -5,7 +5,8 @@ it is needed first. Without it results stay right, and one warning says what is 
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -28,6 +29,10 @@ NAMES = {
         "jax.interpreters.partial_eval:dce_jaxpr",
         "unused operations are found without looking into calls and loops. Some fused kernels and "
         "indexed plates are left out, and from_numpyro may warn of random numbers without need",
+    ),
+    "donation_vector": Name(
+        "jax._src.api_util:donation_vector",
+        "arrays that functions close over stay in memory, after jax.clear_caches() too",
     ),
     "eval_jaxpr": Name("jax.core:eval_jaxpr", "programs cannot be rewritten, and gradients are slower"),
     "get_axis_env": Name(
@@ -57,6 +62,20 @@ def found(name: str) -> Any | None:
 def _warn(what: str, lost: str) -> None:
     message = f"JAX {jax.__version__} {what}: {lost}. gspmd_mcmc was not tested with this JAX"
     warnings.warn(message, SamplingWarning, stacklevel=3)
+
+
+@contextmanager
+def forgetting_donations() -> Iterator[None]:
+    """Let go of the structures of calls with donated arguments.
+
+    JAX keeps 4,096 of them, with the functions in them and the arrays that those close over, and
+    ``jax.clear_caches`` does not reach them.
+    """
+    try:
+        yield
+    finally:
+        if (keeper := found("donation_vector")) is not None:
+            keeper.cache_clear()
 
 
 # Programs that JAX has traced, their equations and variables. Older versions of JAX have two classes,

@@ -237,3 +237,38 @@ def test_rows_are_tried_again_once_a_function_has_changed(monkeypatch):
     monkeypatch.setitem(globals(), "row_term", lambda x: x - x.mean())
     with pytest.raises(independence.CoupledRows, match="depends on the rows beside it"):
         independence.check_rows(target, jnp.float32(1.0))
+
+
+def test_arrays_of_a_target_are_let_go():
+    """Data with the target, and closed-over arrays with the programs that hold them."""
+
+    def run(number, closes_over):
+        x = jnp.arange(400_000.0) + number
+        if closes_over:
+            target = gm.LogDensity(lambda w: -0.5 * (w - x[1] / 400_000) ** 2)
+        else:
+            target = gm.LogDensity(lambda w, x: -0.5 * (w - x[1] / 400_000) ** 2, x)
+        kernel = gm.HMC(target, 0.5, 2)
+        gm.sample(
+            jax.random.key(0),
+            target,
+            jnp.float32(0.0),
+            kernel=kernel,
+            num_chains=2,
+            num_warmup=0,
+            num_samples=5,
+            progress=False,
+        )
+
+    def num_large():
+        gc.collect()
+        return sum(x.nbytes > 1e6 for x in jax.live_arrays())
+
+    before = num_large()
+    for number in range(3):
+        run(number, closes_over=False)
+        assert num_large() == before
+    run(0, closes_over=True)
+    assert num_large() > before  # the program holds it
+    jax.clear_caches()
+    assert num_large() == before

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
 from gspmd_mcmc.errors import CALLER_OF_SAMPLE, SamplingWarning, answers
+from gspmd_mcmc.jax_private import forgetting_donations
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.processes import spans_processes
 from gspmd_mcmc.placement.explicit import on_any_mesh
@@ -254,6 +255,7 @@ def sample(
     warn_of_devices(target)
     with (
         jax.numpy_dtype_promotion("standard"),  # ours rely on it; a user's may be strict
+        forgetting_donations(),
         traced_with(kernel, adaptation),
         explained(target) as known,
         resumption.opened(checkpoint, to) as (checkpoints, sink),
