@@ -272,3 +272,39 @@ def test_arrays_of_a_target_are_let_go():
     assert num_large() > before  # the program holds it
     jax.clear_caches()
     assert num_large() == before
+
+
+@gm.pytree
+@dataclass(frozen=True, eq=False)
+class AroundGlobal(gm.Target):
+    """A user's own target, whose code reads a global."""
+
+    scale: jax.Array
+
+    def terms(self, position):
+        return -0.5 * ((position - mu) / self.scale) ** 2
+
+
+def test_a_target_of_a_users_own_class_is_of_what_its_code_reads_now(monkeypatch):
+    target = AroundGlobal(jnp.float32(0.1))
+
+    def mean():
+        draws = gm.sample(jax.random.key(0), target, jnp.float32(0.0), **SHORT)
+        return float(draws.position.mean()), draws
+
+    first, draws = mean()
+    monkeypatch.setitem(globals(), "mu", 30.0)
+    second, _ = mean()
+    np.testing.assert_allclose([first, second], [0.0, 30.0], atol=0.1)
+    with pytest.raises(ValueError, match="mu, a global that .*terms reads"):
+        gm.sample(jax.random.key(1), target, draws, **SHORT | {"num_warmup": 0})
+
+
+def test_a_dict_may_be_changed_between_runs_whatever_stands_in_it():
+    """Values that have died are no values: their numbers may be those of others."""
+    settings: dict = {"mean": 1000.5}
+    target = gm.LogDensity(lambda w: -0.5 * (w - settings["mean"]) ** 2)
+    for mean in (1000.5, 2000.5, 10.5, 30.5):
+        settings["mean"] = float(str(mean))
+        draws = gm.sample(jax.random.key(0), target, jnp.float32(mean), num_chains=2, **SHORT)
+        np.testing.assert_allclose(draws.position.mean(), mean, atol=1.0)
