@@ -192,7 +192,7 @@ def test_a_process_shows_its_draws_and_holds_its_part(two):
 
 def test_pad_of_draws_copies_the_last_row(two):
     for process in two[0]:
-        assert process["padded_rows"] == {"effect": model.NUM_ROWS}
+        assert process["padded_rows"] == {"effect": [2, model.NUM_ROWS]}
         assert process["pad_copies"]
 
 

@@ -26,7 +26,7 @@ def rows_of_groups(
     labels
         By name of a leaf, the groups that its rows are of.
     found
-        By name of a leaf and of a statistic, arrays [groups (and pad), ...].
+        By name of a leaf and of a statistic, arrays that have groups (and pad) on the axis of `labels`.
     max_rows
         How many lines there are.
 
@@ -43,9 +43,12 @@ def rows_of_groups(
             "them"
         )
     groups = labels[leaves[0]]
-    numbers = [x for leaf in leaves for x in _numbers_of(leaf, found[leaf])]
+    axes = [labels[leaf].axis for leaf in leaves]
+    numbers = [
+        x for leaf, axis in zip(leaves, axes, strict=True) for x in _numbers_of(leaf, axis, found[leaf])
+    ]
     by_key = {
-        key: _beside([found[leaf][key] for leaf in leaves], len(groups.labels))
+        key: _beside([found[leaf][key] for leaf in leaves], axes, len(groups.labels))
         for key in found[leaves[0]]
     }
     badness = _badness(by_key)
@@ -64,15 +67,20 @@ def rows_of_groups(
     return rows, len(groups.labels) - len(rows)
 
 
-def _numbers_of(leaf: str, found: Mapping[str, Any]) -> Iterator[str]:
+def _numbers_of(leaf: str, axis: int, found: Mapping[str, Any]) -> Iterator[str]:
     """Name the numbers that each group has of a leaf: ``effect[:, 1]``; ``effect`` if it is one."""
-    for index in np.ndindex(np.shape(found["rhat"])[1:]):
-        yield f"{leaf}[{', '.join([':', *map(str, index)])}]" if index else leaf
+    shape = list(np.shape(found["rhat"]))
+    del shape[axis]
+    for index in np.ndindex(*shape):
+        numbers = list(map(str, index))
+        numbers.insert(axis, ":")
+        yield f"{leaf}[{', '.join(numbers)}]" if index else leaf
 
 
-def _beside(arrays: list[Any], num_groups: int) -> np.ndarray:
-    """Lay arrays [groups (and pad), ...] on the host side by side: [groups, numbers of a group]."""
-    on_host = (np.asarray(to_host(x))[:num_groups] for x in arrays)
+def _beside(arrays: list[Any], axes: list[int], num_groups: int) -> np.ndarray:
+    """Put arrays that have groups (and pad) on an axis side by side: [groups, numbers]."""
+    pairs = zip(arrays, axes, strict=True)
+    on_host = [np.moveaxis(np.asarray(to_host(x)), axis, 0)[:num_groups] for x, axis in pairs]
     return np.concatenate([x.reshape(num_groups, math.prod(x.shape[1:])) for x in on_host], axis=1)
 
 

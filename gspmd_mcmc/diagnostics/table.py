@@ -71,8 +71,11 @@ def named_leaves(tree: PyTree, is_leaf: Callable | None = None) -> dict[str, Any
 def element(name: str, index: tuple[int, ...], groups: GroupLabels | None = None) -> str:
     """Name a number of a leaf: ``w[3, 1]``, or ``w[station=Denver, 1]``; a scalar as its leaf."""
     if groups is not None and groups.name:
-        label = groups.labels[min(index[0], len(groups.labels) - 1)]  # the pad copies the last one
-        return f"{name}[{', '.join([f'{groups.name}={label}', *map(str, index[1:])])}]"
+        axis, last = groups.axis, len(groups.labels) - 1
+        numbers = list(map(str, index))
+        # The pad copies the last one.
+        numbers[axis] = f"{groups.name}={groups.labels[min(index[axis], last)]}"
+        return f"{name}[{', '.join(numbers)}]"
     return f"{name}[{', '.join(map(str, index))}]" if index else name
 
 

@@ -63,8 +63,9 @@ def from_numpyro(
     Returns
     -------
     Posterior
-        Its position is a dict of the unconstrained latents, by site; a latent of a sharded plate has
-        that plate's rows first. `Draws` hold constrained values and ``deterministic`` sites.
+        `Draws`, ``target.params`` and ``target.unconstrain`` have constrained values in the model's own
+        shapes; draws hold ``deterministic`` sites too. A position is a dict of the unconstrained
+        latents, by site; a latent of a sharded plate has that plate's rows first.
         ``target.origin()`` is a position to start around, which `sample` takes when it is given none.
 
     Raises
@@ -117,6 +118,8 @@ def _refuse_own_keywords(model: Callable, ours: dict[str, Any]) -> None:
 def _sharded_plates(sites: dict, plates: dict[str, Any], arrays: dict) -> dict[str, tuple[int, Any]]:
     """Return name to rows and mesh axes of the plates that are to be sharded."""
     of_model = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
+    # A plate within a scan is no site.
+    of_model |= {f.name: f.size for site in sites.values() for f in site.get("cond_indep_stack", ())}
     shardings = [named_sharding(values_of(x)) for x in arrays.values()]
     axes = {axis for s in shardings if s is not None for axis in s.mesh.axis_names}
     for name, over in plates.items():
@@ -148,7 +151,7 @@ def _sent_where_whole(error: CannotStream, sites: dict, arrays: dict) -> str:
 
 def _num_outside(model: NumpyroModel, arrays: dict, target: Posterior, position: dict) -> dict:
     """Count each observed site's values outside the support."""
-    return model.num_outside(cut(target, target.params(position)), arrays)
+    return model.num_outside(cut(target, target.constrained(position)), arrays)
 
 
 def _check_against_numpyro(model: NumpyroModel, arrays: dict, target: Posterior) -> None:

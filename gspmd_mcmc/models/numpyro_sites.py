@@ -34,22 +34,28 @@ from gspmd_mcmc.targets.bijections import ByModel
 from gspmd_mcmc.targets.likelihoods import bernoulli_logits, categorical_logits
 
 
-def _bijection(name: str, site: dict, plate_arrays: set[str] | None) -> Any:
+def _bijection(name: str, site: dict, row_axis: int | None, plate_arrays: set[str]) -> Any:
     """Return a latent's bijection: the one computed already, unless its bounds belong to rows.
 
-    ``plate_arrays`` are the arguments with the rows of sharded plates, of a latent in one of them.
+    ``row_axis`` is the axis of the rows of a latent in a sharded plate; ``plate_arrays`` are the
+    arguments with the rows of such plates.
     """
-    if "bounds" in site:
-        bijection, reads = site["bounds"]
-        is_whole = plate_arrays is None
-        if is_whole or not (reads & plate_arrays or any(map(jnp.ndim, jax.tree.leaves(bijection)))):
+    bijection, reads = site.get("bounds", (site["bijection"], set()))
+    if not isinstance(bijection, ByModel):
+        if row_axis is None:
             return bijection
-    if isinstance(site["bijection"], ByModel) and "_scan_current_index" in site["infer"]:
+        # Bounds with an axis for the rows are in NumPyro's order, and positions have the rows first.
+        num_behind = jnp.ndim(site["value"]) - row_axis - 1
+        has_rows = any(jnp.ndim(x) > num_behind for x in jax.tree.leaves(bijection))
+        if not has_rows and not reads & plate_arrays:
+            return bijection
+        bijection = ByModel(name)
+    if "_scan_current_index" in site["infer"]:
         raise ValueError(
             f"site {name!r}: its support {site['fn'].support} depends on other values of a scan. "
             "Sample it on a fixed support, and scale it in the model"
         )
-    return site["bijection"]
+    return bijection
 
 
 def _check_streams(bound: Bound, num_rows: dict[str, int]) -> None:
@@ -86,11 +92,11 @@ def read_sites(bound: Bound, sites: dict, sharded: dict[str, tuple[int, Any]]) -
         latent, bijection = None, None
         if not site["is_observed"]:
             shape = list(site["unconstrained"])
-            bijection = _bijection(name, site, row_arrays if frames else None)
+            bijection = _bijection(name, site, row_axis.get(name), row_arrays)
             if frames:
                 shape.insert(0, shape.pop(row_axis[name]))
             latent = jax.ShapeDtypeStruct(tuple(shape), site["value"].dtype)
-        found.append(Site(name, plate_of.get(name), latent, bijection))
+        found.append(Site(name, plate_of.get(name), latent, bijection, row_axis.get(name, 0)))
     by_model = {s.name for s in found if isinstance(s.bijection, ByModel)}
     return NumpyroModel(
         name=bound.name,
@@ -141,7 +147,7 @@ class NumpyroModel(SiteModel):
     def derived(self, args: dict, params: dict) -> dict[str, jax.Array]:
         """Return deterministic sites, and latents that the model constrains."""
         trace = self.trace(params, unpadded(args), {})
-        return self._rows_first({n: jnp.asarray(trace[n]["value"]) for n in self.derived_names})
+        return {n: jnp.asarray(trace[n]["value"]) for n in self.derived_names}
 
     def draw(self, args: dict, rng_key: jax.Array) -> dict[str, jax.Array]:
         """Draw the latents from their prior."""
@@ -208,7 +214,8 @@ class NumpyroModel(SiteModel):
         out = log_prob(site["fn"], site["value"])
         if site["scale"] is not None:
             # A plate of a fixed size takes a block for a subsample, and scales it up.
-            taken = sizes[plate] / trace[plate]["args"][0] if plate and plate in sizes else 1.0
+            is_sized = plate and plate in sizes and plate in trace  # one within a scan is no site
+            taken = sizes[plate] / trace[plate]["args"][0] if is_sized else 1.0
             out = site["scale"] * taken * out
         if name in self.by_model:
             bijection = bijection_of(f"site {name!r}", site["fn"])

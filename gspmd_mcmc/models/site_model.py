@@ -66,12 +66,15 @@ class Site:
         Shape and dtype of the unconstrained value, its rows first; None for an observed site.
     bijection
         Of a constrained latent.
+    axis
+        The axis that the plate's rows are on in the model's own values.
     """
 
     name: str
     plate: str | None
     latent: jax.ShapeDtypeStruct | None = None
     bijection: Any = None
+    axis: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +137,10 @@ class SiteModel(ABC):
 
     @abstractmethod
     def derived(self, args: PyTree, params: dict) -> dict[str, jax.Array]:
-        """Return the further values that `Draws` keep, rows first."""
+        """Return the further values that `Draws` keep, in the model's own shapes.
+
+        ``params`` are constrained values of all latents, rows first.
+        """
 
     @abstractmethod
     def draw(self, args: PyTree, rng_key: jax.Array) -> dict[str, jax.Array]:
@@ -169,6 +175,11 @@ class SiteModel(ABC):
         plates = [
             Plate(function(_Named(x.terms, f"{self.name}.{name}"), *standins), x.data, local=x.local)
             for name, x in streamed.items()
+        ]
+        axes = {s.name: s.axis for s in self.sites if s.axis}
+        plates = [
+            tree.replace(plate, row_axes=tuple((n, axes[n]) for n in x.local if n in axes))
+            for plate, x in zip(plates, streamed.values(), strict=True)
         ]
         prior = function(_Named(model._prior, self.name), *standins)
         target = tree.replace(

@@ -26,12 +26,15 @@ class GroupLabels:
         Rows of each group, shape [groups].
     digest
         Equal for equal groups in equal order.
+    axis
+        Of a leaf of draws: the axis that groups are on, counted after chains and draws.
     """
 
     name: str
     labels: np.ndarray
     sizes: np.ndarray
     digest: str
+    axis: int = 0
 
     def __eq__(self, other: object) -> bool:
         is_labels = isinstance(other, GroupLabels)

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -47,8 +47,7 @@ from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.storage.saved_draws import SavedDraws
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets.function import changes, meanings
-from gspmd_mcmc.targets.local import fill_pad, is_row_values, unwrap
-from gspmd_mcmc.targets.streaming.rows import Rows
+from gspmd_mcmc.targets.local import RowValues, fill_pad, is_row_values, unwrap
 from gspmd_mcmc.tree import PyTree
 
 CHUNK_SECONDS = 1.0
@@ -251,8 +250,10 @@ class Run:
         """What `Draws.groups` holds: of leaves that are kept as they are local to groups."""
         labels = [plate.labels for plate in self.fixed.target.plates]
         by_digest = {x.digest: x for x in labels if x is not None}
-        rows = _rows_by_name(self.draw.one_draw[0])
-        return {name: by_digest[r.order] for name, r in rows.items() if r.order in by_digest}
+        found = {
+            n: (by_digest.get(x.rows.order), x) for n, x in _with_rows(self.draw.one_draw[0]).items()
+        }
+        return {n: replace(groups, axis=x.axis) for n, (groups, x) in found.items() if groups}
 
     @property
     def kernel(self) -> Kernel:
@@ -542,13 +543,14 @@ def first_draws(buffers: PyTree, count: int) -> PyTree:
     return jax.tree.map(lambda b: jax.lax.slice_in_dim(b, 0, count, axis=1), buffers)
 
 
-def _padded_rows(collected: PyTree) -> dict[str, int]:
-    """Return the number of real rows of the leaves that have pad, by name."""
-    rows = _rows_by_name(collected)
-    return {name: r.num_rows for name, r in rows.items() if r.num_rows < r.num_padded}
+def _padded_rows(collected: PyTree) -> dict[str, tuple[int, int]]:
+    """Return the axis of the rows and the number of real ones, of the leaves that have pad, by name."""
+    found = _with_rows(collected)
+    padded = {name: x for name, x in found.items() if x.rows.num_rows < x.rows.num_padded}
+    return {name: (2 + x.axis, x.rows.num_rows) for name, x in padded.items()}
 
 
-def _rows_by_name(collected: PyTree) -> dict[str, Rows]:
-    """Return how the rows of leaves lie that have rows, by name."""
+def _with_rows(collected: PyTree) -> dict[str, RowValues]:
+    """Return the leaves that have rows, by name."""
     named = named_leaves(collected, is_leaf=is_row_values)
-    return {name: x.rows for name, x in named.items() if is_row_values(x)}
+    return {name: x for name, x in named.items() if is_row_values(x)}

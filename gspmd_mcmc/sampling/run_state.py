@@ -407,6 +407,7 @@ class _AsSeen:
 
     kept: Any  # what the target keeps there: an array, or `RowValues`
     path: tuple = tree.static()  # where, in what the target keeps
+    axis: int = tree.static()  # of the rows, of a latent that has some
 
 
 def _is_as_seen(node: Any) -> bool:
@@ -418,8 +419,10 @@ def _collect(target: Target, collect: Partial, position: PyTree, info: Info) -> 
     kept = target.kept(position)
     seen = unwrap(kept)
     found = jax.tree_util.tree_leaves_with_path(kept, is_leaf=is_row_values)
+    latents = [path for path, _ in jax.tree_util.tree_leaves_with_path(position)]
+    axes = dict(zip(latents, target.local_axes(position), strict=True))
     marked = {
-        id(x): _AsSeen(values, path)
+        id(x): _AsSeen(values, path, axes.get(path, 0))
         for x, (path, values) in zip(jax.tree.leaves(seen), found, strict=True)
     }
     return jax.tree.map(lambda x: marked.get(id(x), x), collect(seen, info))
@@ -445,7 +448,13 @@ def _spec(collected: Any, layout: Layout) -> P:
         return P()
     (values,) = jax.tree.leaves(collected)
     # What is derived may have a latent's name, and other axes.
-    return layout.specs[leaf] if values.ndim == 1 + len(layout.shapes[leaf][0]) else P()
+    if values.ndim != 1 + len(layout.shapes[leaf][0]):
+        return P()
+    if not collected.axis:
+        return layout.specs[leaf]
+    rows, *others = layout.specs[leaf]
+    others += [None] * (collected.axis - len(others))
+    return P(*others[: collected.axis], rows, *others[collected.axis :])
 
 
 def _collected(target, draw: DrawSpec, states, info, is_kept, layout) -> PyTree:

@@ -21,7 +21,7 @@ ARVIZ_NAMES = {"is_divergent": "diverging", "log_density": "lp"}
 def to_datatree(
     position: PyTree,
     stats: dict[str, Any],
-    padded_rows: dict[str, int],
+    padded_rows: dict[str, tuple[int, int]],
     groups: Mapping[str, GroupLabels],
 ) -> Any:
     """Return a ``DataTree`` of draws in memory; on several processes, of the part that is here."""
@@ -32,16 +32,17 @@ def to_datatree(
     names = dict(zip(named, free_names(list(named), taken=taken), strict=True))
     posterior, coords = {names[name]: leaf for name, leaf in named.items()}, {}
     if not all(is_local(leaf) for leaf in named.values()):
-        padded_rows = {names[name]: count for name, count in padded_rows.items()}
+        padded_rows = {names[name]: rows for name, rows in padded_rows.items()}
         posterior, stats, coords = process_part(posterior, stats, padded_rows)
     found = {POSTERIOR: {name: _on_host(x) for name, x in posterior.items()}, STATS: stats}
     dims: dict[str, list[str]] = {}
     for name, labels in groups.items():
         dim = dim_of(names[name], labels)
-        others = [f"{names[name]}_dim_{i}" for i in range(1, named[name].ndim - 2)]
-        dims[names[name]], dims[rows_of(dim)] = [dim, *others], [dim]
+        axes = [f"{names[name]}_dim_{i}" for i in range(named[name].ndim - 2)]
         # On several processes, the groups that are here.
-        here = coords.pop(f"{names[name]}_dim_0", slice(None))
+        here = coords.pop(axes[labels.axis], slice(None))
+        axes[labels.axis] = dim
+        dims[names[name]], dims[rows_of(dim)] = axes, [dim]
         coords[dim] = labels.labels[here]
         found.setdefault(CONSTANT, {})[rows_of(dim)] = labels.sizes[here]
     return arviz_base.from_dict(found, coords=coords, dims=dims)
@@ -49,7 +50,7 @@ def to_datatree(
 
 def dim_of(leaf: str, groups: GroupLabels) -> str:
     """Return the name of the axis of groups of a leaf."""
-    return groups.name or f"{leaf}_dim_0"
+    return groups.name or f"{leaf}_dim_{groups.axis}"
 
 
 def rows_of(dim: str) -> str:
@@ -64,7 +65,7 @@ def _on_host(leaf: Any) -> np.ndarray:
 
 
 def process_part(
-    named: dict[str, jax.Array], stats: dict[str, np.ndarray], padded_rows: dict[str, int]
+    named: dict[str, jax.Array], stats: dict[str, np.ndarray], padded_rows: dict[str, tuple[int, int]]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return posterior, stats and coordinates, the place in the whole, of the draws of this process."""
     parts = {name: local_part(leaf) for name, leaf in named.items()}
@@ -74,7 +75,8 @@ def process_part(
     for name, (values, starts) in parts.items():
         values = values[first - starts[0] : last - starts[0]]
         if name in padded_rows:
-            values = values[:, :, : max(padded_rows[name] - starts[2], 0)]
+            axis, num_rows = padded_rows[name]
+            values = values[(*(slice(None),) * axis, slice(max(num_rows - starts[axis], 0)))]
         posterior[name] = values
         for i, (size, start) in enumerate(zip(values.shape[2:], starts[2:], strict=True)):
             coords[f"{name}_dim_{i}"] = np.arange(start, start + size)

@@ -51,8 +51,8 @@ class Draws:
     thin
         Steps of each draw.
     padded_rows
-        Of a run on several processes, by name of a leaf: how many of its rows, on axis 2, are real. The
-        others fill the mesh and copy the last real one. Leaves without pad are not named.
+        Of a run on several processes, by name of a leaf: the axis of its rows, and how many of them are
+        real. The others fill the mesh and copy the last real one. Leaves without pad are not named.
     groups
         By name of a leaf that has one row for each group (`Groups`): name, ``labels`` and ``sizes`` of
         the groups. Not of what ``collect`` returned.
@@ -76,7 +76,7 @@ class Draws:
     state: Any
     num_steps: int
     thin: int = 1
-    padded_rows: dict[str, int] = field(default_factory=dict)
+    padded_rows: dict[str, tuple[int, int]] = field(default_factory=dict)
     groups: Mapping[str, GroupLabels] = field(default_factory=dict)
     meanings: tuple = field(default=(), repr=False)
 

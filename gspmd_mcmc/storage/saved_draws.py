@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class SavedArray:
     def __init__(self, where: Path, document: Document):
         self.shape = tuple(document["shape"])
         self.dtype = np.dtype(document["data_type"])
+        self.dims = tuple(document["dimension_names"])
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize
         self._where, self._document, self._store = where, document, None
@@ -198,7 +199,7 @@ def open_draws(path: str | Path) -> SavedDraws:
         num_steps=0,
         thin=attributes.get("thin", 1),
         groups={
-            name: groups[x["axis"]]
+            name: replace(groups[x["axis"]], axis=leaf.dims.index(x["axis"]) - 2)
             for name, leaf in named_leaves(position).items()
             if (x := axes[id(leaf)]) is not None
         },

@@ -346,7 +346,8 @@ class ZarrSink(Sink):
         dtypes = {self._paths[n]: asked[item] for n, item in chosen("dtype", asked, names).items()}
         dims = {name: dim_of(name, groups) for name, groups in self._groups.items()}
         for path, leaf in self._kept(buffers).items():
-            dim = dims.get(path.removeprefix(f"{POSTERIOR}/"))
+            name = path.removeprefix(f"{POSTERIOR}/")
+            dim = (self._groups[name].axis, dims[name]) if name in dims else None
             _create_array(root, path, leaf, num_samples, dtypes.get(path), self.compression, dim)
         for dim, groups in {dims[name]: x for name, x in self._groups.items()}.items():
             for group in (POSTERIOR, CONSTANT):
@@ -454,16 +455,16 @@ def _create_array(
     num_samples: int,
     dtype: str | None,
     compression: int,
-    groups: str | None,
+    groups: tuple[int, str] | None,
 ) -> None:
     """Create the array of a leaf in a group of zarr-python; each chunk is of one device's shard.
 
-    ``groups`` is the name of the axis of a leaf with a row for each group.
+    ``groups`` is the axis of a leaf with a row for each group, and its name.
     """
     array = _values(leaf)
     chains, rows, *rest = array.shape
     if is_row_values(leaf):
-        rest[0] = leaf.rows.num_rows
+        rest[leaf.axis] = leaf.rows.num_rows
     on_disk, shard = np.dtype(array.dtype), array.sharding.shard_shape(array.shape)
     if jnp.issubdtype(on_disk, jnp.floating):  # as float32 those that NumPy does not know
         on_disk = np.dtype(dtype or (np.float32 if on_disk.kind == "V" else on_disk))
@@ -477,7 +478,7 @@ def _create_array(
         packing.insert(0, codecs.BloscCodec(cname="zstd", **how))
     dims = [f"{path.split('/')[1]}_dim_{i}" for i in range(len(rest))]
     if groups is not None:
-        dims[0] = groups
+        dims[groups[0]] = groups[1]
     root.create_array(
         path,
         shape=(chains, num_samples, *rest),

@@ -84,6 +84,7 @@ class RowValues:
 
     values: jax.Array
     rows: Rows = static()
+    axis: int = static(default=0)  # of the values, that the rows are on
 
 
 def is_row_values(node: Any) -> bool:
@@ -92,33 +93,54 @@ def is_row_values(node: Any) -> bool:
 
 
 def wrap(target: HasLocalRows, position: PyTree, values: PyTree) -> PyTree:
-    """Mark the values of leaves that have rows as `RowValues`, in the user's order."""
+    """Mark the values of leaves that have rows as `RowValues`: rows and axes in the user's order."""
     leaves, treedef = jax.tree.flatten(values)
-    wrapped = [
-        x if rows is None else RowValues(x if order is None else rows.lay(order.see(x)), rows)
-        for x, rows, order in zip(leaves, *_rows_and_orders(target, position), strict=True)
-    ]
-    return jax.tree.unflatten(treedef, wrapped)
+    axes = target.local_axes(position)
+
+    def wrapped(x: jax.Array, rows: Rows | None, order: Order | None, axis: int) -> Any:
+        if rows is None:
+            return x
+        seen = x if order is None else rows.lay(order.see(x))
+        return RowValues(jnp.moveaxis(seen, 0, axis), rows, axis)
+
+    found = zip(leaves, *_rows_and_orders(target, position), axes, strict=True)
+    return jax.tree.unflatten(treedef, [wrapped(*of_leaf) for of_leaf in found])
+
+
+def rows_first(target: HasLocalRows, params: PyTree) -> PyTree:
+    """Move the rows of local leaves from the axis where the model has them to the first."""
+    return _moved(target, params, lambda x, axis: jnp.moveaxis(x, axis, 0))
+
+
+def rows_in_place(target: HasLocalRows, params: PyTree) -> PyTree:
+    """Undo `rows_first`."""
+    return _moved(target, params, lambda x, axis: jnp.moveaxis(x, 0, axis))
+
+
+def _moved(target: HasLocalRows, params: PyTree, function: Callable) -> PyTree:
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_padded)
+    pairs = zip(leaves, target.local_axes(params), strict=True)
+    return jax.tree.unflatten(treedef, [function(x, axis) if axis else x for x, axis in pairs])
 
 
 def unwrap(tree: PyTree, axis: int = 0) -> PyTree:
-    """Turn `RowValues`, whose rows are on an axis, into arrays of the real rows."""
+    """Turn `RowValues` into arrays of the real rows; ``axis`` counts the axes before a latent's own."""
     return jax.tree.map(
-        lambda x: cut_rows(x.values, x.rows, axis) if is_row_values(x) else x,
+        lambda x: cut_rows(x.values, x.rows, axis + x.axis) if is_row_values(x) else x,
         tree,
         is_leaf=is_row_values,
     )
 
 
 def fill_pad(tree: PyTree, axis: int) -> PyTree:
-    """Turn `RowValues` into arrays whose pad copies the last real row, where they lie."""
+    """Turn `RowValues` into arrays whose pad copies the last real row; ``axis`` as in `unwrap`."""
 
     def filled(x: Any) -> Any:
         if not is_row_values(x):
             return x
         if x.rows.num_rows == x.rows.num_padded:
             return x.values
-        return _copy_last(x.values, x.rows.num_rows, axis=axis, pins=x.values.sharding)
+        return _copy_last(x.values, x.rows.num_rows, axis=axis + x.axis, pins=x.values.sharding)
 
     return jax.tree.map(filled, tree, is_leaf=is_row_values)
 

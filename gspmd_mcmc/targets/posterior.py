@@ -154,6 +154,11 @@ class Posterior(Target):
         found = [next((o for o in orders if o is not None), None) for orders in of_plates]
         return found or super().local_orders(position)
 
+    def local_axes(self, position: PyTree) -> list[int]:
+        """Return for each leaf the axis that parameters have its rows on; positions have the first."""
+        of_plates = [plate.local_axes(position) for plate in self.plates]
+        return [max(axes) for axes in zip(super().local_axes(position), *of_plates, strict=True)]
+
     def kept(self, position: PyTree) -> PyTree:
         """Return what `Draws` keep of a position: the parameters, local ones as `RowValues`."""
         params = self.params(position)

@@ -15,6 +15,7 @@ from gspmd_mcmc.placement.mesh import named_sharding
 from gspmd_mcmc.placement.numbers import nonfinite
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections as bijective
+from gspmd_mcmc.targets.local import rows_first, rows_in_place
 from gspmd_mcmc.targets.streaming.rows import HasLocalRows, Rows, platform_of
 from gspmd_mcmc.tree import PyTree
 
@@ -110,7 +111,11 @@ class Target(SameObject, ABC):
 
     @on_any_mesh
     def params(self, position: PyTree) -> PyTree:
-        """Return the parameters at a position: constrained values."""
+        """Return the parameters at a position: constrained values, in the model's own shapes."""
+        return rows_in_place(self, self.constrained(position))
+
+    def constrained(self, position: PyTree) -> PyTree:
+        """Return the parameters at a position, with the rows of local ones first."""
         params = self.transformed(position)
         everywhere = [True] * len(jax.tree.leaves(params))
         return bijective.constrain(self.bijections, params, everywhere)[0]
@@ -118,7 +123,7 @@ class Target(SameObject, ABC):
     @on_any_mesh
     def unconstrain(self, params: PyTree) -> PyTree:
         """Return the position of constrained values, by the inverse of the bijections."""
-        return bijective.unconstrain(self.bijections, params)
+        return bijective.unconstrain(self.bijections, rows_first(self, params))
 
     def kept(self, position: PyTree) -> PyTree:
         """Return what `Draws` keep of a position: the parameters."""
@@ -131,6 +136,10 @@ class Target(SameObject, ABC):
     def local_orders(self, position: PyTree) -> list[Order | None]:
         """Return for each leaf the order in which its rows lie; None where it is the user's."""
         return [None] * len(jax.tree.leaves(position, is_leaf=is_padded))
+
+    def local_axes(self, position: PyTree) -> list[int]:
+        """Return for each leaf the axis that parameters have its rows on; positions have the first."""
+        return [0] * len(jax.tree.leaves(position, is_leaf=is_padded))
 
     def hidden_from(self, plate: HasLocalRows, params: PyTree) -> list[bool]:
         """Mark the leaves that are local to other plates only: no function of the plate sees those."""

@@ -17,7 +17,7 @@ from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
 from gspmd_mcmc.targets.function import as_partial, name_of_function, noting_shapes
 from gspmd_mcmc.targets.fused.tracing import kernels_where
-from gspmd_mcmc.targets.local import Local, lay_out, without
+from gspmd_mcmc.targets.local import Local, lay_out, rows_first, without
 from gspmd_mcmc.targets.streaming import tiling
 from gspmd_mcmc.targets.streaming.rows import Rows, read_rows
 from gspmd_mcmc.targets.streaming.slots import RowSlots, Slots, group_slots
@@ -66,6 +66,8 @@ class Plate:
     bijections: PyTree  # of local leaves; the `Posterior` that holds the plate sets them
     jacobians_elsewhere: tuple[Local, ...] = static()  # of local leaves, too: counted by other plates
     slots: Slots  # how rows lie with their local latents
+    # Names of local leaves whose rows are not on the first axis of the user's parameters, and the axis.
+    row_axes: tuple[tuple[str, int], ...] = static()
 
     def __init__(
         self,
@@ -103,6 +105,7 @@ class Plate:
             bijections=None,
             jacobians_elsewhere=(),
             slots=slots,
+            row_axes=(),
         )
 
     @on_any_mesh
@@ -144,7 +147,7 @@ class Plate:
     @on_any_mesh
     def log_likelihood_rows(self, params: PyTree, hidden: Sequence[bool] | None = None) -> jax.Array:
         """Return the terms of the real rows, each apart, shape [rows] (for LOO and the like)."""
-        laid = lay_out(self, params)
+        laid = lay_out(self, rows_first(self, params))
         split = self._split(laid, hidden)
         of_rows = split.merge(split.read, self.slots.spread_all(split.local), lambda leaf: leaf)
         return self.slots.see(self.log_likelihood(without(of_rows, hidden or []), self.data))
@@ -169,6 +172,14 @@ class Plate:
     def local_orders(self, position: PyTree) -> list[Order | None]:
         """Return for each leaf that is local to the plate the order in which its rows lie, or None."""
         return [None if rows is None else self.slots.order for rows in self.local_rows(position)]
+
+    def local_axes(self, position: PyTree) -> list[int]:
+        """Return for each leaf the axis that parameters have the plate's rows on."""
+        paths, axes = (
+            jax.tree_util.tree_leaves_with_path(position, is_leaf=is_padded),
+            dict(self.row_axes),
+        )
+        return [axes.get(tree.name_of(path[:1]), 0) if path else 0 for path, _ in paths]
 
     @property
     def labels(self) -> GroupLabels | None:

@@ -135,6 +135,10 @@ class HasLocalRows(Protocol):
         """Return for each leaf the order in which its rows lie; None where it is the user's."""
         ...
 
+    def local_axes(self, position: PyTree) -> list[int]:
+        """Return for each leaf the axis that parameters have its rows on; positions have the first."""
+        ...
+
 
 def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
     """Return the plate's arrays without their `Padded` wrappers, and how their rows lie.

@@ -87,9 +87,11 @@ def _sources(draws: Any) -> dict[str, _Source]:
     """Return leaves and stats by name; a leaf keeps its name where a stat has the same."""
     sources: dict[str, _Source] = {}
     for name, leaf in named_leaves(draws.position).items():
-        rows = getattr(draws, "padded_rows", {}).get(name)
-        shape = leaf.shape[2:] if rows is None else (rows, *leaf.shape[3:])
-        sources[name] = _Source(leaf, shape)
+        shape = list(leaf.shape)
+        if name in getattr(draws, "padded_rows", {}):
+            axis, num_rows = draws.padded_rows[name]
+            shape[axis] = num_rows
+        sources[name] = _Source(leaf, tuple(shape[2:]))
     for name, stat in draws.stats.items():
         sources[free_name(name, sources)] = _Source(stat, stat.shape[2:])
     return sources
