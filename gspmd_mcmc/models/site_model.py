@@ -29,7 +29,6 @@ from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.targets.streaming.rows import row_axes
 from gspmd_mcmc.targets.streaming.tiling import is_live
-from gspmd_mcmc.targets.target import PriorDraw
 from gspmd_mcmc.tree import PyTree, path_str
 
 # Rows of the block on which a model is tried.
@@ -186,7 +185,7 @@ class SiteModel(ABC):
             Posterior(prior, *plates, bijections=self.bijections or None),
             latents=tuple(self.latents.items()),
             derived=function(model.derived, self.args) if self.derived_names else None,
-            prior=PriorDraw(function(model.draw, self.args)),
+            prior=function(model.draw, self.args),
         )
         for i, (name, x) in enumerate(streamed.items()):
             if x.groups is not None and (coupling := _coupling_of(target, i)):

@@ -90,7 +90,7 @@ def prior_start(target: Target) -> Partial:
             "prior to draw from. Pass sample a function rng_key -> position of your own, or "
             "gspmd_mcmc.uniform_start(position)"
         )
-    start = as_partial(Partial(_draw_of_prior, target.prior.draw))
+    start = as_partial(Partial(_draw_of_prior, target.prior))
     jax.eval_shape(start, jax.random.key(0))
     return start
 

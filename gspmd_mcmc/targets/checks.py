@@ -202,7 +202,8 @@ def on_small_data(target: Target) -> str | None:
 
     Large arrays pay for small ones beside them.
     """
-    found = [(x, named_sharding(x)) for x in jax.tree.leaves(target)]
+    distinct = {id(x): x for x in jax.tree.leaves(target)}  # a model's functions hold rows, too
+    found = [(x, named_sharding(x)) for x in distinct.values()]
     cut = [(x, s.shard_shape(x.shape)) for x, s in found if s is not None and not s.is_fully_replicated]
     num_bytes = sum(x.size * x.dtype.itemsize for x, _ in cut)
     if not cut or num_bytes >= LEAST_BYTES:

@@ -1,7 +1,7 @@
 """A posterior: a prior over shared parameters, and plates of rows that are streamed over the mesh."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import jax
@@ -23,7 +23,7 @@ from gspmd_mcmc.targets.local import Local, cut, without, wrap
 from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.targets.streaming.tiling import is_live
-from gspmd_mcmc.targets.target import PriorDraw, Target, blame_data, blame_summand
+from gspmd_mcmc.targets.target import Target, blame_data, blame_summand
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static
 
 
@@ -64,7 +64,7 @@ class Posterior(Target):
     bijections: PyTree
     derived: Partial | None
     latents: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = static()  # where a model tells them
-    prior: PriorDraw | None = static()
+    prior: Partial | None = field(repr=False)  # the density does not depend on it
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class Posterior(Target):
         """Name the row or the summand that is NaN or infinite, and the data that it reads."""
         if path[0].key == "plates":
             return self._blame_row(position, path[1].idx)
-        found = blame_summand(tree.replace(self, plates=()), path, count)
+        found = blame_summand(tree.replace(self, plates=(), derived=None, prior=None), path, count)
         is_prior = path[0].key == "prior"
         return f"log_prior ({name_of_function(self.log_prior)}): {found}" if is_prior else found
 

@@ -1,7 +1,6 @@
 """What a target is: a log density that answers in summands kept apart."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
@@ -18,23 +17,6 @@ from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.local import rows_first, rows_in_place
 from gspmd_mcmc.targets.streaming.rows import HasLocalRows, Rows, platform_of
 from gspmd_mcmc.tree import PyTree
-
-
-@dataclass(frozen=True, eq=False)
-class PriorDraw:
-    """``draw(rng_key) -> unconstrained latents by name``, as metadata of a target.
-
-    All of them are equal: no program of the sampler takes one, or the arguments of the model that it
-    holds, so that equal models share programs.
-    """
-
-    draw: Partial
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PriorDraw)
-
-    def __hash__(self) -> int:
-        return hash(PriorDraw)
 
 
 class Target(SameObject, ABC):
@@ -54,7 +36,7 @@ class Target(SameObject, ABC):
     bijections
         A tree of the bijections of constrained latents, or None.
     prior
-        How to draw the latents from their prior, where that is known.
+        ``prior(rng_key)``: a draw of the unconstrained latents, by name, where their prior is known.
     readers
         Who reads a latent, in words: for the error about one that nobody reads.
     """
@@ -62,7 +44,7 @@ class Target(SameObject, ABC):
     plates: tuple = ()
     latents: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = ()
     bijections: PyTree = None
-    prior: PriorDraw | None = None
+    prior: Partial | None = None
     readers: ClassVar[str] = "nothing"
 
     @abstractmethod
