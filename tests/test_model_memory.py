@@ -1,6 +1,6 @@
 """A process that builds, samples and drops models of other data does not keep the data."""
 
-# pyright: reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false
 
 import gc
 

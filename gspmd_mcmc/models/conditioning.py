@@ -18,8 +18,8 @@ from gspmd_mcmc.models.site_model import (
     Site,
     SiteModel,
     cannot_draw,
+    fitting_plates,
     must_be_continuous,
-    rows_of_plates,
 )
 from gspmd_mcmc.models.supports import (
     bijection_for,
@@ -96,7 +96,8 @@ def _model(joint: Any, observed: dict, facts: dict) -> "JointModel":
     axes = {name: rows[1] for name, rows in plates.items()}
     owners: list[str | None] = []
     for x in jax.tree.leaves(joint, is_leaf=lambda x: is_padded(x) or isinstance(x, Partial)):
-        owners += rows_of_plates(x, num_rows, axes) if isinstance(x, Partial) else [None]
+        fitting = fitting_plates(x, num_rows, axes) if isinstance(x, Partial) else [[]]
+        owners += [fits[0] if fits else None for fits in fitting]
     leaves, treedef = jax.tree.flatten(joint, is_leaf=is_padded)
     joint = treedef.unflatten(_placed(x, plates.get(p)) for x, p in zip(leaves, owners, strict=True))
     observed = {name: _placed(x, facts[name][1]) for name, x in sorted(observed.items())}

@@ -98,6 +98,25 @@ class Program:
             found.append(_read_of(eqn, number, num_groups, num_rows))
         return found
 
+    def index_sources(self, length: int) -> set[frozenset[int]]:
+        """Return what the indices are computed from that gather along axes of a length.
+
+        Of each such gather the numbers of the arguments' leaves.
+        """
+
+        def is_along(eqn: Any) -> bool:
+            axes = eqn.params["dimension_numbers"].start_index_map
+            return any(_shape(eqn.invars[0])[axis] == length for axis in axes)
+
+        found = [self._alone(eqn.invars[1])[1] for eqn in self.gathers if is_along(eqn)]
+        return {frozenset(i for i, is_read in enumerate(reads) if is_read) for reads in found}
+
+    def _alone(self, wanted: Any) -> tuple[Any, list[bool]]:
+        """Return the program of one variable, and for each leaf of the arguments whether it is read."""
+        jaxpr = open_program(self.closed)
+        alone = jaxpr.replace(outvars=[wanted], debug_info=jaxpr.debug_info.with_unknown_names())
+        return without_unused(alone, [True])
+
     def is_read(self) -> list[bool]:
         """Tell for each leaf of the arguments whether what is computed depends on it."""
         inner = open_program(self.closed)
@@ -111,14 +130,11 @@ class Program:
         NotByIndex
             If they depend on others.
         """
-        wanted = self.gathers[number].invars[1]
-        jaxpr, consts = open_program(self.closed), self.closed.consts
-        alone = jaxpr.replace(outvars=[wanted], debug_info=jaxpr.debug_info.with_unknown_names())
-        alone, is_read = without_unused(alone, [True])
+        alone, is_read = self._alone(self.gathers[number].invars[1])
         if any(is_read[len(arrays) :]):
             raise NotByIndex("by an index that is computed from latents")
         read = [x for x, reads in zip(arrays, is_read, strict=False) if reads]
-        program = with_constants(alone, consts, self.closed)
+        program = with_constants(alone, self.closed.consts, self.closed)
         return to_host(jax.jit(partial(evaluate, program))(*read)[0])
 
     def with_own_rows(self, reads: Sequence[Read]) -> Callable:

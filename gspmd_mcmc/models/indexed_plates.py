@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc import jax_private
 from gspmd_mcmc.models.index_reads import NotByIndex, Program, Read
+from gspmd_mcmc.models.row_owners import unused_lengths
 from gspmd_mcmc.models.site_model import CannotStream, SiteModel, Streamed, fails_on_block
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.group_keys import TAKEN_NAMES
@@ -182,7 +183,7 @@ def _num_latents(model: SiteModel, plate: str) -> int:
 
 
 def _found(model: SiteModel, plate: str, groups: str, leaves: list, dummies: dict) -> Indexed:
-    num_groups, num_rows = _lengths(model)
+    num_groups, num_rows = unused_lengths(model, 2)
     program = _program(model, {plate: num_rows, groups: num_groups}, leaves, dummies)
     reads = program.reads(num_groups, num_rows)
     is_read = program.is_read()
@@ -193,14 +194,6 @@ def _found(model: SiteModel, plate: str, groups: str, leaves: list, dummies: dic
     latents = tuple(name for name in model.latents_of(groups) if of_values[name])
     keys, reads = _keys(model, plate, groups, reads, leaves, dummies)
     return Indexed(plate, groups, keys, reads, arguments, latents)
-
-
-def _lengths(model: SiteModel) -> tuple[int, int]:
-    """Return two numbers of rows that no axis of the arguments or latents has."""
-    shapes = [values_of(x).shape for x in model.leaves()]
-    taken = {n for shape in (*shapes, *(x.shape for x in model.latents.values())) for n in shape}
-    first, second, *_ = (n for n in range(1009, 1013 + len(taken)) if n not in taken)
-    return first, second
 
 
 def _program(model: SiteModel, sizes: dict[str, int], leaves: list, dummies: dict) -> Program:

@@ -15,13 +15,14 @@ import numpy as np
 from gspmd_mcmc.models import indexed_plates
 from gspmd_mcmc.models.numpyro_arguments import Bound, module, without_validation
 from gspmd_mcmc.models.numpyro_trace import given
+from gspmd_mcmc.models.row_owners import owners
 from gspmd_mcmc.models.site_model import (
     CannotStream,
     Site,
     SiteModel,
     Streamed,
     cannot_draw,
-    rows_of_plates,
+    fitting_plates,
 )
 from gspmd_mcmc.models.supports import (
     bijection_of,
@@ -58,29 +59,28 @@ def _bijection(name: str, site: dict, row_axis: int | None, plate_arrays: set[st
     return bijection
 
 
-def _check_streams(bound: Bound, num_rows: dict[str, int]) -> None:
-    """Raise where the model looks at an argument that has the rows of a sharded plate."""
-    for plate, num in num_rows.items():
-        for name, x in bound.looked_at.items():
-            if np.ndim(x) and len(x) == num:
-                raise CannotStream(
-                    plate,
-                    f"the model looks at the values of its argument {name} while it is traced "
-                    "(np.unique(x), int(x.max())). Compute what it needs of them before, and pass that "
-                    "as an argument",
-                )
-
-
 def read_sites(bound: Bound, sites: dict, sharded: dict[str, tuple[int, Any]]) -> "NumpyroModel":
     """Read the sites of a trace; ``sharded`` names plates with their rows and mesh axes."""
     num_rows = {name: size for name, (size, _) in sharded.items()}
     over = {name: axes for name, (_, axes) in sharded.items()}
-    _check_streams(bound, num_rows)
-    plate_of_leaf = rows_of_plates(bound.arrays, num_rows, over)
+    fitting = fitting_plates(bound.arrays, num_rows, over)
+    first = tuple(plates[0] if plates else None for plates in fitting)
+    model = _read_sites(bound, sites, num_rows, over, first)
+    found = owners(model, fitting)
+    return model if found == first else _read_sites(bound, sites, num_rows, over, found)
+
+
+def _read_sites(
+    bound: Bound,
+    sites: dict,
+    num_rows: dict[str, int],
+    over: dict[str, Any],
+    plate_of_leaf: tuple[str | None, ...],
+) -> "NumpyroModel":
     row_arrays = {n for n, p in zip(sorted(bound.arrays), plate_of_leaf, strict=True) if p is not None}
     row_axis, plate_of, found = {}, {}, []
     for name, site in ((n, s) for n, s in sites.items() if s["type"] == "sample"):
-        frames = [f for f in site["cond_indep_stack"] if f.name in sharded]
+        frames = [f for f in site["cond_indep_stack"] if f.name in num_rows]
         if len(frames) > 1:
             raise ValueError(
                 f"site {name!r} lies in plates {[f.name for f in frames]}, which are all to be "
@@ -136,7 +136,25 @@ class NumpyroModel(SiteModel):
 
     def streamed(self, leaves: list, dummies: dict) -> dict[str, Streamed]:
         """Say of each plate how it is streamed; a plate may read another one by an index."""
-        return indexed_plates.streamed(self, self.over, leaves, dummies)
+        try:
+            return indexed_plates.streamed(self, self.over, leaves, dummies)
+        except CannotStream as error:
+            if error.__cause__ is None:
+                raise
+            raise self._explained(error) from error.__cause__
+
+    def _explained(self, error: CannotStream) -> CannotStream:
+        """Name the argument of a plate's length that the model looks at, where blocks of rows fail."""
+        num = self.num_rows[error.plate]
+        for name, x in self.bound.looked_at.items():
+            if np.ndim(x) and len(x) == num:
+                return CannotStream(
+                    error.plate,
+                    f"the model looks at the values of its argument {name} while it is traced "
+                    "(np.unique(x), int(x.max())). Compute what it needs of them before, and pass that "
+                    "as an argument",
+                )
+        return error
 
     def log_probs(self, values: dict, args: dict, sizes: dict, wanted: tuple) -> dict[str, jax.Array]:
         """Run the model on blocks of rows."""

@@ -237,6 +237,12 @@ class SiteModel(ABC):
         num = sizes[plate]
         return sum(jnp.sum(x.reshape(num, -1), axis=1) for x in terms.values())  # pyright: ignore
 
+    def log_probs_of_all(
+        self, sizes: dict[str, int], leaves: list, values: dict
+    ) -> dict[str, jax.Array]:
+        """Log probabilities of all sites where plates have these sizes."""
+        return self.log_probs(values, self._tree(leaves), sizes, tuple(s.name for s in self.sites))
+
     def _standins(self) -> tuple[list, dict]:
         """Return what stands for rows that are not there: an argument's first, any of a latent."""
         pairs = zip(self.leaves(), self.plate_of_leaf, strict=True)
@@ -336,17 +342,16 @@ def is_by_model(site: Site) -> bool:
     return isinstance(site.bijection, ByModel)
 
 
-def rows_of_plates(args: PyTree, num_rows: dict[str, int], axes: dict[str, Any]) -> tuple:
-    """Find the plate whose rows each leaf of the arguments has, by length and mesh axis.
+def fitting_plates(args: PyTree, num_rows: dict[str, int], axes: dict[str, Any]) -> list[list[str]]:
+    """Find for each leaf of the arguments the plates whose rows it may have, by length and mesh axis.
 
     Leaves that no mesh has placed count by their length alone.
     """
-    owners = []
+    found = []
     for leaf in jax.tree.leaves(args, is_leaf=is_padded):
         rows, over = num_real_rows(leaf), row_axes(values_of(leaf))
-        fits = [p for p, n in num_rows.items() if n == rows and over in (None, axes_of(axes[p]))]
-        owners.append(fits[0] if fits else None)
-    return tuple(owners)
+        found.append([p for p, n in num_rows.items() if n == rows and over in (None, axes_of(axes[p]))])
+    return found
 
 
 def cannot_draw(what: str, distribution: Any) -> ValueError:
