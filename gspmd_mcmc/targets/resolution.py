@@ -141,7 +141,8 @@ def _shares(target: Target, paths: tuple[KeyPath, ...], values: list[jax.Array])
 
     def largest(path: KeyPath, x: jax.Array) -> jax.Array:
         is_rounded = jax.vmap(partial(_is_rounded, bijection_at(target.bijections, path)))
-        return jnp.max(jnp.mean(is_rounded(x.reshape(-1, *x.shape[2:])), axis=0))
+        shares = jnp.mean(is_rounded(x.reshape(-1, *x.shape[2:])), axis=0)
+        return jnp.max(shares, initial=0)  # a simplex of one component has no unconstrained number
 
     with jax.numpy_rank_promotion("allow"):  # NumPyro's own code relies on it
         return [largest(path, x) for path, x in zip(paths, values, strict=True)]
