@@ -8,6 +8,7 @@ import copy
 import functools
 import importlib
 import inspect
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -29,6 +30,9 @@ LOOKS = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
+
+# NumPyro's handlers and its validation are those of the process: one thread runs them at a time.
+HANDLERS = threading.RLock()
 
 
 def module(name: str) -> Any:
@@ -124,13 +128,14 @@ class Bound:
 
         What is neither substituted nor observed is drawn.
         """
-        with without_validation():
+        with HANDLERS, without_validation():
             return self._run(arrays, substitute, rng_key)
 
     def _run(self, arrays: dict[str, Any], substitute: Callable, rng_key: Any = 0) -> dict[str, dict]:
         handlers, (model, given) = module("numpyro.handlers"), self.opened(arrays)
         model = handlers.substitute(handlers.seed(model, rng_key), substitute_fn=substitute)
-        with jax.numpy_rank_promotion("allow"):  # NumPyro's own code relies on it
+        # NumPyro's own code relies on promotion.
+        with HANDLERS, jax.numpy_rank_promotion("allow"):
             return handlers.trace(model).get_trace(*given.args, **given.kwargs)
 
     def traced(self, look: Callable[[dict], Any]) -> tuple["Bound", dict[str, dict]]:

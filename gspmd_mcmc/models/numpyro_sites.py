@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_mcmc.models import indexed_plates
-from gspmd_mcmc.models.numpyro_arguments import Bound, module, without_validation
+from gspmd_mcmc.models.numpyro_arguments import HANDLERS, Bound, module, without_validation
 from gspmd_mcmc.models.numpyro_trace import given
 from gspmd_mcmc.models.row_owners import owners
 from gspmd_mcmc.models.site_model import (
@@ -202,7 +202,8 @@ class NumpyroModel(SiteModel):
         model, given = self.bound.opened(arrays)
         seeded = module("numpyro.handlers").seed(model, 0)
         jacobians = tuple(f"_{name}_log_det" for name in self.latents)
-        with jax.numpy_rank_promotion("allow"), without_validation(), unscaled(jacobians):
+        promotion = jax.numpy_rank_promotion("allow")
+        with HANDLERS, promotion, without_validation(), unscaled(jacobians):
             return -potential_energy(seeded, given.args, given.kwargs, self._as_numpyro(position))
 
     def trace(self, values: dict, arrays: dict, sizes: dict) -> dict[str, dict]:
