@@ -130,7 +130,10 @@ def _sharded_plates(sites: dict, plates: dict[str, Any], arrays: dict) -> dict[s
                 f"plates: {name!r} is to lie over {over!r}, but the arguments lie on a mesh with axes "
                 f"{sorted(axes)}"
             )
-    return {name: (of_model[name], over) for name, over in plates.items()}
+    # A plate without sample sites, of a model whose likelihood is left out, has nothing to stream.
+    samples = [site for site in sites.values() if site["type"] == "sample"]
+    in_use = {frame.name for site in samples for frame in site["cond_indep_stack"]}
+    return {name: (of_model[name], over) for name, over in plates.items() if name in in_use}
 
 
 def _sent_where_whole(error: CannotStream, sites: dict, arrays: dict) -> str:

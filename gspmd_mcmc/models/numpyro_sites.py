@@ -186,15 +186,10 @@ class NumpyroModel(SiteModel):
 
     def num_outside(self, params: dict, arrays: dict) -> dict[str, jax.Array]:
         """Count each observed site's values outside the support."""
-
-        def count(site: dict) -> jax.Array:
-            mask = getattr(site["fn"], "_mask", True)
-            return jnp.sum(~jnp.asarray(site["fn"].support(site["value"])) & jnp.asarray(mask))
-
         trace = self.trace(params, arrays, {})
         observed = {n: s for n, s in trace.items() if s["type"] == "sample" and n not in params}
         with jax.numpy_rank_promotion("allow"):
-            return {name: count(site) for name, site in observed.items()}
+            return {n: jnp.sum(~_is_possible(s["fn"], s["value"])) for n, s in observed.items()}
 
     def numpyros_log_density(self, position: dict, arrays: dict) -> jax.Array:
         """Return NumPyro's own log density, of everything at once."""
@@ -233,8 +228,9 @@ class NumpyroModel(SiteModel):
         out = log_prob(site["fn"], site["value"])
         if site["scale"] is not None:
             # A plate of a fixed size takes a block for a subsample, and scales it up.
-            is_sized = plate and plate in sizes and plate in trace  # one within a scan is no site
-            taken = sizes[plate] / trace[plate]["args"][0] if is_sized else 1.0
+            taken = 1.0
+            if plate is not None and plate in sizes and plate in trace:  # one within a scan is no site
+                taken = sizes[plate] / trace[plate]["args"][0]
             out = site["scale"] * taken * out
         if name in self.by_model:
             bijection = bijection_of(f"site {name!r}", site["fn"])
@@ -276,6 +272,21 @@ def log_prob(distribution: Any, value: jax.Array) -> jax.Array:
     if kind is dist.MaskedDistribution and is_cheap:
         return jnp.where(distribution._mask, log_prob(base, value), 0.0)
     return distribution.log_prob(value)
+
+
+def _is_possible(distribution: Any, value: jax.Array) -> jax.Array:
+    """Tell which values lie in a distribution's support, or under a mask, wherever that is put on."""
+    dist = module("numpyro.distributions")
+    if isinstance(distribution, dist.MaskedDistribution):
+        inside = _is_possible(distribution.base_dist, value)
+        return inside | ~jnp.asarray(distribution._mask)
+    if isinstance(distribution, dist.Independent):
+        inside = _is_possible(distribution.base_dist, value)
+        num = distribution.reinterpreted_batch_ndims
+        return jnp.all(inside, axis=tuple(range(inside.ndim - num, inside.ndim)))
+    if isinstance(distribution, dist.ExpandedDistribution):
+        return _is_possible(distribution.base_dist, value)
+    return jnp.asarray(distribution.support(value))
 
 
 def _categorical(logits: jax.Array, labels: jax.Array) -> jax.Array:
