@@ -30,6 +30,7 @@ def trace_sites(bound: Bound) -> tuple[Bound, dict[str, dict]]:
     _check_sites(sites)
     latents = {n: s for n, s in sites.items() if "bijection" in s}
     if not latents:
+        _refuse_params([n for n, s in sites.items() if s["type"] == "param"])
         names = [n for n, s in sites.items() if s["type"] == "deterministic"]
         raise ValueError(
             f"{bound.name}: the model has no latents, so there is nothing to sample: its sample sites "
@@ -39,11 +40,15 @@ def trace_sites(bound: Bound) -> tuple[Bound, dict[str, dict]]:
     computed = [n for n, s in latents.items() if isinstance(s["bijection"], ByModel)]
     arrays = unpadded(bound.arrays)
     function = partial(_sites_and_supports, bound.without_arrays(), computed)
-    values = {
-        n: jax.ShapeDtypeStruct(jnp.shape(s["value"]), s["value"].dtype) for n, s in latents.items()
-    }
-    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(arrays, jax.random.key(0), values)
+    params = {n: s["value"] for n, s in sites.items() if s["type"] == "param"}
+    values = {n: s["value"] for n, s in latents.items()}
+    values, params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (values, params)
+    )
+    key = jax.random.key(0)
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(arrays, key, values, params)
     inputs = [*sorted(arrays), "key", *sorted(values)]
+    inputs += [f"param {n}" for n in sorted(params) for _ in jax.tree.leaves(params[n])]
     owners = [None] * len(jax.tree.leaves(shapes[0]))
     owners += [n for n in sorted(shapes[1]) for _ in jax.tree.leaves(shapes[1][n])]
 
@@ -51,6 +56,7 @@ def trace_sites(bound: Bound) -> tuple[Bound, dict[str, dict]]:
         _, reads = without_unused(open_program(jaxpr), [x == owner for x in owners])
         return {name for name, is_read in zip(inputs, reads, strict=True) if is_read}
 
+    _refuse_params([n for n in sorted(params) if f"param {n}" in read_by(None)])
     if "key" in read_by(None):
         warnings.warn(
             f"{bound.name}: its density depends on random numbers that are no latents (sites that "
@@ -66,9 +72,18 @@ def trace_sites(bound: Bound) -> tuple[Bound, dict[str, dict]]:
     return bound, sites
 
 
+def _refuse_params(read: list[str]) -> None:
+    """Raise where the density reads param sites; what `random_flax_module` replaces is read nowhere."""
+    if read:
+        raise ValueError(
+            f"the model has numpyro.param sites, and its density reads {read}; HMC samples sample "
+            "sites only. Give them a prior by numpyro.sample, or pass their values as arguments. Of a "
+            "network, random_flax_module, random_nnx_module and random_eqx_module sample the "
+            "parameters that prior= names: name all, or give one distribution for all"
+        )
+
+
 def _check_sites(sites: dict[str, dict]) -> None:
-    if any(site["type"] == "param" for site in sites.values()):
-        raise ValueError("the model has numpyro.param sites; HMC samples sample sites only")
     for name, site in sites.items():
         size, subsample = site["args"] if site["type"] == "plate" else (None, None)
         if subsample not in (None, size):
@@ -136,10 +151,14 @@ def _of_latent(site: dict) -> dict[str, Any]:
 
 
 def _sites_and_supports(
-    bound: Bound, names: list[str], arrays: dict, rng_key: jax.Array, values: dict
+    bound: Bound, names: list[str], arrays: dict, rng_key: jax.Array, values: dict, params: dict
 ) -> tuple[list, dict]:
     """Return what the density of all sites is computed from, and the bijections of some latents."""
-    trace = bound.call(arrays, partial(given, values), rng_key)
+
+    def substitute(msg: dict) -> Any:
+        return params[msg["name"]] if msg["type"] == "param" else given(values, msg)
+
+    trace = bound.call(arrays, substitute, rng_key)
     sites = [site for site in trace.values() if site["type"] == "sample"]
     read = [(s["value"], s["fn"] if is_tree(s["fn"]) else None, s["scale"]) for s in sites]
     found = {name: bijection_of(f"site {name!r}", trace[name]["fn"]) for name in names}
