@@ -297,7 +297,7 @@ def test_a_target_of_a_users_own_class_is_of_what_its_code_reads_now(monkeypatch
     second, _ = mean()
     np.testing.assert_allclose([first, second], [0.0, 30.0], atol=0.1)
     with pytest.raises(ValueError, match="mu, a global that .*terms reads"):
-        gm.sample(jax.random.key(1), target, draws, **SHORT | {"num_warmup": 0})
+        gm.sample(jax.random.key(1), target, draws, num_warmup=0, num_samples=5)
 
 
 def test_a_dict_may_be_changed_between_runs_whatever_stands_in_it():
