@@ -161,9 +161,9 @@ class Posterior(Target):
 
     def kept(self, position: PyTree) -> PyTree:
         """Return what `Draws` keep of a position: the parameters, local ones as `RowValues`."""
-        params = self.params(position)
-        kept = wrap(self, params, params)
-        return kept if self.derived is None else kept | self.derived(cut(self, params))
+        values = self.constrained(position)
+        kept = wrap(self, values, values)
+        return kept if self.derived is None else kept | self.derived(cut(self, values))
 
     # The log density.
 
