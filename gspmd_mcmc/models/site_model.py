@@ -171,15 +171,12 @@ class SiteModel(ABC):
         standins = self._standins()
         streamed = self.streamed(*standins)
         model, function = self.without_arrays(), partial(of_model, self.door)
-        plates = [
-            Plate(function(_Named(x.terms, f"{self.name}.{name}"), *standins), x.data, local=x.local)
-            for name, x in streamed.items()
-        ]
-        axes = {s.name: s.axis for s in self.sites if s.axis}
-        plates = [
-            tree.replace(plate, row_axes=tuple((n, axes[n]) for n in x.local if n in axes))
-            for plate, x in zip(plates, streamed.values(), strict=True)
-        ]
+        plates = []
+        for name, x in streamed.items():
+            terms = function(_Named(x.terms, f"{self.name}.{name}"), *standins)
+            plate = Plate(terms, x.data, local=x.local)
+            axes = ((s.name, s.axis) for s in self.sites if s.axis and s.name in x.local)
+            plates.append(tree.replace(plate, row_axes=tuple(axes)))
         prior = function(_Named(model._prior, self.name), *standins)
         target = tree.replace(
             Posterior(prior, *plates, bijections=self.bijections or None),
