@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from models import (
     PRECISION,
     VARIANCES,
     joined,
+    mesh_of,
     moments_in_mcse,
     normal,
     quartic,
@@ -30,6 +32,7 @@ from gspmd_mcmc.adaptation.mclmc_adaptation import StepSize, _updated
 from gspmd_mcmc.kernels import isokinetic
 from gspmd_mcmc.kernels.integrators import LEAPFROG, MINIMAL_NORM, PhasePoint
 from gspmd_mcmc.kernels.metrics import metric as metrics
+from gspmd_mcmc.targets import local
 from gspmd_mcmc.tree import pytree
 
 # The reference: float64 NumPy, in coordinates z, x = S z, in which the metric S Sᵀ is the identity
@@ -370,6 +373,9 @@ def test_step_sizes_settle_where_the_energy_variance_is_the_desired_one():
     within(abs(settled(1e-12, 1.0) - 2.75), 0.75, "from the middle of 2 and 3.5")
 
 
+NO_ROWS = gm.LogDensity(tree.dot)  # a target whose position has no pad
+
+
 @pytest.mark.statistical
 def test_correlation_times_are_those_of_autoregressive_draws():
     """AR(1) of correlation r has (1 + r) / (1 - r) draws to an independent one."""
@@ -378,11 +384,11 @@ def test_correlation_times_are_those_of_autoregressive_draws():
     for r, length in ((0.9, 40), (0.97, 40), (0.0, 10)):
         x = rng.normal(size=(num_chains, size))
         batches = batch_means.init(jnp.asarray(x, jnp.float32), jnp.int32(length))
-        assert np.isnan(batch_means.correlation_time(batches, size))
+        assert np.isnan(batch_means.correlation_time(batches, NO_ROWS, size))
         for _ in range(400):
             x = r * x + np.sqrt(1 - r**2) * rng.normal(size=x.shape)
             batches = take(batches, jnp.asarray(x, jnp.float32))
-        time = batch_means.correlation_time(batches, size)
+        time = batch_means.correlation_time(batches, NO_ROWS, size)
         within(abs(time / ((1 + r) / (1 - r)) - 1), 0.15, f"of the time of correlation {r}")
 
 
@@ -393,14 +399,79 @@ def test_the_slowest_leaf_tells_its_own_correlation_time():
     slow, fast = np.zeros((64, 1)), np.zeros((64, 200))
     stays = np.zeros((64, 1))
     batches = batch_means.init(_leaves(slow, np.concatenate([fast, stays], axis=1)), jnp.int32(40))
-    assert np.isnan(batch_means.slowest_correlation_time(batches))
+    assert np.isnan(batch_means.slowest_correlation_time(batches, NO_ROWS))
     for _ in range(400):
         slow = 0.9 * slow + np.sqrt(1 - 0.9**2) * rng.normal(size=slow.shape)
         fast = rng.normal(size=fast.shape)
         batches = take(batches, _leaves(slow, np.concatenate([fast, stays], axis=1)))
-    within(abs(batch_means.slowest_correlation_time(batches) / 19 - 1), 0.3, "of the slowest time")
+    within(
+        abs(batch_means.slowest_correlation_time(batches, NO_ROWS) / 19 - 1), 0.3, "of the slowest time"
+    )
     # The mean over elements does not see it.
-    within(batch_means.correlation_time(batches, 201), 1.5, "the mean time")
+    within(batch_means.correlation_time(batches, NO_ROWS, 201), 1.5, "the mean time")
+
+
+def of_rows(x, row):
+    return -0.5 * (x["z"] - row["y"]) ** 2 / row["variance"] - 0.5 * (x["z"] - x["mean"]) ** 2
+
+
+def rows_on(mesh):
+    """17 rows, which 8 devices do not divide, and a mean that they share."""
+    rows = {"y": np.linspace(-2.0, 2.0, 17), "variance": np.linspace(0.1, 10.0, 17)}
+    plate = gm.Plate(of_rows, gm.place(rows, mesh_of(mesh), P("data")), local="z")
+    return gm.Posterior(normal, plate)
+
+
+def test_correlation_times_do_not_depend_on_pad():
+    """Its rows stay where the chains began, each elsewhere."""
+    rng, take = np.random.default_rng(seed(3)), jax.jit(batch_means.update)
+    lay = jax.jit(jax.vmap(local.lay_out, (None, 0)))
+    targets = [rows_on("1"), rows_on("8")]
+    x = {"z": rng.normal(size=(4, 17)), "mean": rng.normal(size=(4, 1))}
+    laid = [lay(target, x) for target in targets]
+    batches = [batch_means.init(one, jnp.int32(5)) for one in laid]
+    for _ in range(40):
+        x = jax.tree.map(lambda x: 0.8 * x + 0.6 * rng.normal(size=x.shape), x)
+        moved = [lay(target, x) for target in targets]
+        pad = laid[1]["z"].values[:, 17:]
+        values = moved[1]["z"].values.at[:, 17:].set(pad)
+        moved[1] = moved[1] | {"z": tree.replace(moved[1]["z"], values=values)}
+        batches = [take(*pair) for pair in zip(batches, moved, strict=True)]
+    for time in (
+        partial(batch_means.correlation_time, dimension=18),
+        batch_means.slowest_correlation_time,
+    ):
+        one, eight = (time(*pair) for pair in zip(batches, targets, strict=True))
+        assert one > 2
+        np.testing.assert_allclose(eight, one, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:small data")
+@pytest.mark.parametrize("kernel", [MAMS, MCLMC])
+def test_warm_up_and_draws_are_the_same_where_rows_are_padded(kernel):
+    """The length is what is measured where no metric is learned, longer or not."""
+    warmup = {MAMS: MAMSAdaptation, MCLMC: MCLMCAdaptation}[kernel](adapt_mass_matrix=False)
+    found = {}
+    for mesh in ("1", "8"):
+        target = rows_on(mesh)
+        found[mesh] = gm.sample(
+            jax.random.key(0),
+            target,
+            {"z": jnp.zeros(17), "mean": jnp.zeros(1)},
+            kernel=kernel(target, 0.1, 1.0),
+            warmup=warmup,
+            num_chains=4,
+            num_warmup=250,
+            num_samples=5,
+            progress=False,
+        )
+    one, eight = found.values()
+    length = one.kernel.trajectory_length
+    assert abs(length / np.sqrt(18) - (np.pi / 2 if kernel is MAMS else 1)) > 1e-3, "it is measured"
+    np.testing.assert_allclose(eight.kernel.trajectory_length, length, rtol=1e-3)
+    np.testing.assert_allclose(eight.kernel.step_size, one.kernel.step_size, rtol=1e-3)
+    for name, draws in one.position.items():
+        np.testing.assert_allclose(eight.position[name], draws, rtol=1e-2, atol=1e-2)
 
 
 def _leaves(slow, fast):

@@ -26,6 +26,8 @@ from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.kernels.mams import MAMS
 from gspmd_mcmc.kernels.mclmc import MCLMC
 from gspmd_mcmc.moments import Moments
+from gspmd_mcmc.targets import local
+from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import Pad, PyTree, like_position, pytree
 
 # T/b from r; beyond the last one the batches are too short to tell.
@@ -74,28 +76,30 @@ def update(batches: Batches, positions: PyTree) -> Batches:
     )
 
 
-def correlation_time(batches: Batches, dimension: int) -> jax.Array:
+def correlation_time(batches: Batches, target: Target, dimension: int) -> jax.Array:
     """Return the draws per independent draw, averaged over elements of the position; NaN if unknown."""
-    return _time(batches, tree.total([total for total, _ in _ratios(batches)]) / dimension)
+    return _time(batches, tree.total([total for total, _ in _ratios(batches, target)]) / dimension)
 
 
-def slowest_correlation_time(batches: Batches) -> jax.Array:
+def slowest_correlation_time(batches: Batches, target: Target) -> jax.Array:
     """Return the draws per independent draw, averaged over the elements of the slowest leaf."""
-    means = [total / jnp.maximum(count, 1) for total, count in _ratios(batches)]
+    means = [total / jnp.maximum(count, 1) for total, count in _ratios(batches, target)]
     return _time(batches, jnp.max(jnp.stack(means)))
 
 
-def _ratios(batches: Batches) -> list[tuple[jax.Array, jax.Array]]:
-    """Return for each leaf r, summed over its elements, and the number of elements."""
+def _ratios(batches: Batches, target: Target) -> list[tuple[jax.Array, jax.Array]]:
+    """Return for each leaf r, summed over its real elements, and how many of them move."""
 
-    def ratio(of_means, of_draws):
-        # The pad of local latents does not move, and does not count.
-        moves = of_draws > 0
+    def ratio(of_means, of_draws, real):
+        # Pad does not move within a chain, but chains differ in it.
+        moves = (real > 0) & (of_draws > 0)
         r = jnp.where(moves, of_means / jnp.where(moves, of_draws, 1), 0)
         return jnp.sum(r), jnp.sum(moves).astype(r.dtype)
 
-    of_means, of_draws = (jax.tree.leaves(_variance(m)) for m in (batches.means, batches.draws))
-    return [ratio(a, b) for a, b in zip(of_means, of_draws, strict=True)]
+    of_means, of_draws = _variance(batches.means), _variance(batches.draws)
+    real = local.zero_pad(target, tree.ones_like(of_draws))
+    leaves = map(jax.tree.leaves, (of_means, of_draws, real))
+    return [ratio(*of_leaf) for of_leaf in zip(*leaves, strict=True)]
 
 
 def _time(batches: Batches, ratio: jax.Array) -> jax.Array:

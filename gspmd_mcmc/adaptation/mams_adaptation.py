@@ -103,7 +103,8 @@ class MAMSAdaptation(AfterHMCBurnIn):
         length = state.trajectory_length
         if not learns_metric:
             distance = self.final(kernel, state).trajectory_length
-            measured = LENGTH_FACTOR * batch_means.slowest_correlation_time(length.batches) * distance
+            time = batch_means.slowest_correlation_time(length.batches, kernel.target)
+            measured = LENGTH_FACTOR * time * distance
             # Where the units of the metric are those of the target, no shorter length is better.
             least = length.value if self.learns_metric else 0
             length = length.ended(jnp.maximum(measured, least))

@@ -144,7 +144,7 @@ class MCLMCAdaptation(AfterHMCBurnIn):
             step_size = _restarted(change * state.step_size.value)
             return tree.replace(state, step_size=step_size, inverse_mass_matrix=metric)
         count = batch_means.dimension_of_chain(kernel, states.position)
-        time = batch_means.correlation_time(state.trajectory_length.batches, count)
+        time = batch_means.correlation_time(state.trajectory_length.batches, kernel.target, count)
         length = state.trajectory_length.ended(LENGTH_FACTOR * time * state.step_size.value)
         return tree.replace(state, trajectory_length=length)
 
