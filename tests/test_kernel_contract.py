@@ -4,6 +4,7 @@ That draws are the target's is in test_invariance.py; what a kernel has of its o
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from models import (
     mesh_of,
     quartic,
     quartic_and_constant,
+    row_spec,
     split_leaves,
     steep,
     undefined_above_one,
@@ -36,6 +38,7 @@ from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.run_state import draw_kernel
 from gspmd_mcmc.sampling.start import init_chains
+from gspmd_mcmc.targets import local
 
 GRADIENT = 2  # numbers: of the shared latents of `hierarchy`
 MARKS = 5  # of NUTS with trees of depth 6
@@ -144,7 +147,8 @@ def step(kernel, rng_key, state):
 def ten_steps(layout, kernel, states):
     def one(states, i):
         states, info = advance(kernel, jax.random.key(0), i, states, layout)
-        return states, (info.num_integration_steps, info.is_accepted, states.position)
+        positions = local.arrays(states.position)
+        return states, (info.num_integration_steps, info.is_accepted, positions)
 
     with jax.named_scope("steps"):
         return jax.lax.scan(one, states, jnp.arange(10))[1]
@@ -305,6 +309,53 @@ def test_a_program_that_closes_over_a_kernel_with_much_data_is_refused(case):
     with pytest.raises(ValueError, match=r"1\.2 MB .* the kernel an argument"):
         jax.jit(kernel.init)(jnp.zeros(2))
     step(kernel, jax.random.key(0), state)
+
+
+# A state's arrays are its own
+
+
+@gm.pytree
+@dataclass(frozen=True, eq=False)
+class Borrowed(gm.Target):
+    """Terms that are the position's own arrays, twice, and a gradient that is its data."""
+
+    data: Any
+
+    def terms(self, position):
+        return position, position
+
+    def terms_and_grad(self, position):
+        return self.terms(position), self.data
+
+
+STEP_IN_PLACE = jax.jit(lambda kernel, key, state: kernel.step(key, state), donate_argnums=2)
+
+
+@KERNELS
+@pytest.mark.parametrize("mesh", ["1", "8", "2x4", "mine"])
+def test_a_step_that_takes_over_its_state_leaves_the_position_and_the_data(case, mesh):
+    start = {n: jnp.array(x[0]) for n, x in hierarchy_starts().items()}
+    if mesh == "mine":
+        target = Borrowed(jax.tree.map(jnp.zeros_like, start))
+    else:
+        target = hierarchy(mesh)
+        rows = gm.place(start["effect"], mesh_of(mesh), row_spec(MESHES[mesh]))
+        start = gm.place(start, mesh_of(mesh)) | {"effect": rows}
+    kernel = case.make(target, case.step_size)
+    held = jax.tree.leaves((start, kernel))
+    before = jax.tree.map(np.asarray, held)
+    state = kernel.init(start)
+    STEP_IN_PLACE(kernel, jax.random.key(0), state)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state.position))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, held), before)
+
+
+@KERNELS
+def test_no_program_copies_its_first_state(case):
+    kernel = case.make(hierarchy("8"), case.step_size)
+    position = {n: x[0] for n, x in hierarchy_starts().items()}
+    program = jax.make_jaxpr(lambda kernel, x: kernel.init(x))(kernel, position)
+    assert " copy " not in str(program)
 
 
 # What a step reports

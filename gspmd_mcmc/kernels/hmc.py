@@ -67,6 +67,8 @@ class HamiltonianKernel(Kernel):
     def init(self, position: PyTree) -> HMCState:
         """Evaluate the target at a position.
 
+        The state's arrays are its own, so that a step may be compiled with ``donate_argnums``.
+
         Raises
         ------
         TypeError, ValueError
@@ -229,7 +231,11 @@ class OneLeapfrog(HMC):
 
 
 def init(kernel: Kernel, position: PyTree) -> HMCState:
-    """Evaluate a kernel's target at a position; see `HMC.init`."""
+    """Evaluate a kernel's target at a position; see `HMC.init`.
+
+    Outside a program the state's arrays are copies: a program that is given the state may reuse their
+    memory, and neither the caller's position nor the target's data may go with it.
+    """
     checks.check_not_baked(kernel.target)
     position = checks.admit(kernel.target, position)
     metrics.check_fits(type(kernel).__name__, kernel.inverse_mass_matrix, position)
@@ -237,7 +243,7 @@ def init(kernel: Kernel, position: PyTree) -> HMCState:
     state = HMCState.at(position, terms, log_density_grad)
     checks.check_finite_start(kernel.target, position, state.log_density, log_density_grad)
     independence.check_rows(kernel.target, position)
-    return state
+    return state if tree.is_staging() else jax.tree.map(jnp.copy, state)
 
 
 def energy_error(kinetic: jax.Array, terms: PyTree, start_terms: PyTree) -> jax.Array:
