@@ -1,9 +1,12 @@
 """What stands for a value where values are compared: its content, or its identity."""
 
+import datetime
+import decimal
 import functools
 import marshal
 import pickle
 import sys
+import types
 import warnings
 import weakref
 from hashlib import blake2b
@@ -15,6 +18,7 @@ import numpy as np
 from gspmd_mcmc.tree import is_traced
 
 _ATOMS = {bool, int, float, complex, str, bytes, type(None), type(Ellipsis)}
+_SHOWN = {range, datetime.datetime, datetime.time, decimal.Decimal}
 _MOST_BYTES, _MOST_ITEMS = 1 << 20, 100  # a larger jax.Array is compared by identity
 _VALUES = sys.stdlib_module_names | {"jax", "jaxlib"}  # what compares by value there does not change
 _CONVERTED: dict[int, tuple[weakref.ref, Any]] = {}  # NumPy arrays that JAX converts, and their values
@@ -112,3 +116,38 @@ def hides_state(cls: type) -> bool:
     """Tell whether instances have state in C, apart from slots and a dictionary (as pickle does)."""
     num_pointers = len(slots_of(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
     return bool(cls.__itemsize__) or cls.__basicsize__ > object.__basicsize__ + 8 * num_pointers
+
+
+def attributes_of(node: Any) -> list[tuple[str, Any]]:
+    """Return the attributes that an object keeps, in its slots and in its dictionary."""
+    held = getattr(node, "__dict__", None)
+    found = {n: getattr(node, n) for n in slots_of(type(node)) if hasattr(node, n)}
+    found |= held if isinstance(held, dict) else {}
+    return [(n, x) for n, x in found.items() if isinstance(n, str)]
+
+
+def shown(node: Any) -> str | None:
+    """Return the text of a value of a kind whose equal values may differ, as 1.0 and 1.00."""
+    return repr(node) if type(node) in _SHOWN else None
+
+
+def text(key: Any) -> str:
+    """Return the text of a key, also where its own class fails to write it."""
+    try:
+        return repr(key)
+    except Exception:  # of a class of the user
+        return object.__repr__(key)
+
+
+def in_cell(cell: types.CellType) -> Any:
+    """Return the value of a variable that is closed over; None if it is not bound yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def part_of(where: str, part: str) -> str:
+    """Write a part: of ``data, closed over by f`` it is ``data['x'], closed over by f``."""
+    name, comma, how = where.partition(", ")
+    return f"{name}{part}{comma}{how}"

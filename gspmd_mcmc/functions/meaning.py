@@ -12,15 +12,17 @@ import sys
 import types
 import warnings
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
+from importlib.util import resolve_name
 from typing import Any
 
 import jax
 import numpy as np
 
-from gspmd_mcmc.functions.names import is_library, names_of, without_lines
-from gspmd_mcmc.values import Same, hides_state, is_value, of_jax, of_numpy, opaque, plain, slots_of
+from gspmd_mcmc import values
+from gspmd_mcmc.functions.names import OF_ANY, is_library, names_of, without_lines
+from gspmd_mcmc.values import Same, attributes_of, hides_state, in_cell, is_value, part_of, plain, text
 
 Place = tuple[Any, ...]  # keys from the root
 Parts = list[tuple[Any, str, Any]]  # key, name for people, value
@@ -96,7 +98,8 @@ class Walk:
                 return self._function(place, where, node)
             case types.MethodType():
                 return "method", [("function", where, node.__func__), ("self", where, node.__self__)]
-            case types.BuiltinFunctionType():
+            case types.BuiltinFunctionType() | types.MethodWrapperType():
+                self._is_any_read |= node.__name__ in OF_ANY
                 is_bound = not isinstance(node.__self__, types.ModuleType | None)
                 return node.__name__ if is_bound else Same(node), [("self", where, node.__self__)]
             case functools.partial():
@@ -109,12 +112,13 @@ class Walk:
             case staticmethod() | classmethod():
                 return type(node), [("function", where, node.__func__)]
             case np.ndarray() | np.generic() if not node.dtype.hasobject:
-                return of_numpy(node), []
+                own = [] if type(node) is np.ndarray else attributes_of(node)
+                return values.of_numpy(node), [(n, part_of(where, f".{n}"), x) for n, x in own]
             case np.ndarray():
                 items = enumerate(np.ravel(node))
                 return node.shape, [(i, part_of(where, f".flat[{i}]"), x) for i, x in items]
             case jax.Array():
-                return of_jax(node), []
+                return values.of_jax(node), []
             case weakref.ref():
                 return weakref.ref, [("referent", where, node())]
             case contextvars.ContextVar():
@@ -132,7 +136,7 @@ class Walk:
 
     def _function(self, place: Place, where: str, node: types.FunctionType) -> tuple[Any, Parts]:
         name, code, defaults = node.__qualname__, node.__code__, node.__defaults__ or ()
-        cells = zip(code.co_freevars, map(_in_cell, node.__closure__ or ()), strict=True)
+        cells = zip(code.co_freevars, map(in_cell, node.__closure__ or ()), strict=True)
         positional = code.co_varnames[: code.co_argcount][-len(defaults) or code.co_argcount :]
         # A decorator's function may show the defaults of the function that it wraps.
         given = dict(zip(positional, defaults, strict=False)) | (node.__kwdefaults__ or {})
@@ -145,7 +149,9 @@ class Walk:
             self._named.append((place, where or name, node, set()))
             known = sorted(names.globals & node.__globals__.keys())
             reads["a global that {} reads"] = {n: node.__globals__[n] for n in known}
-            reads["imported by {}"] = {n: sys.modules.get(n) for n in sorted(names.modules)}
+            package = node.__globals__.get("__package__") or ""
+            full = {n: resolve_name(n, package) if package else n for n in sorted(names.modules)}
+            reads["imported by {}"] = {n: sys.modules.get(full[n]) for n in full}
         found = ((how, n, x) for how, held in reads.items() for n, x in held.items())
         parts = [((how, n), f"{n}, {how.format(name)}", x) for how, n, x in found]
         parts += [("wrapped", where, node.__wrapped__)] if hasattr(node, "__wrapped__") else []
@@ -155,68 +161,61 @@ class Walk:
         self.has_users_code, where = True, where or node.__name__
         self._named.append((place, where, node, set()))
         bases = [(f"base {i}", where, x) for i, x in enumerate((*node.__bases__, type(node)))]
-        called = [n for n in vars(node) if self._with_methods or n[:2] == n[-2:] == "__"]
+        # Code of a library may call every method of a class that is derived from one of its own.
+        is_all = self._with_methods or any(map(is_library, node.__mro__[:-1]))
+        called = [n for n in vars(node) if is_all or n[:2] == n[-2:] == "__"]
         methods = [(n, f"{where}.{n}", vars(node)[n]) for n in called if _is_method(vars(node)[n])]
         # A program returns the classes that it was traced with, apart from those of leaves.
         is_of_leaf = bool(place) and str(place[-1]).startswith(("class", "base "))
         return (node.__qualname__, None if is_of_leaf else Same(node)), bases + methods
 
     def _container(self, place: Place, where: str, node: Any) -> tuple[Any, Parts]:
-        items = enumerate(sorted(node, key=repr) if isinstance(node, set | frozenset) else node)
+        items = enumerate(sorted(node, key=text) if isinstance(node, set | frozenset) else node)
         pairs = list(node.items() if isinstance(node, _MAP) else items)
-        parts: Parts = [(i, part_of(where, f"[{k!r}]"), x) for i, (k, x) in enumerate(pairs)]
+        parts: Parts = [(i, part_of(where, f"[{text(k)}]"), x) for i, (k, x) in enumerate(pairs)]
         parts.append(("keys", where, tuple(k for k, _ in pairs)))
-        parts.append(("factory", where, getattr(node, "default_factory", None)))
+        parts.append(
+            ("factory", where, node.default_factory if isinstance(node, defaultdict) else None)
+        )
         of_object = [] if is_library(type(node)) else self._object(place, where, node)[1]
         return (Same(type(node)), len(parts)), parts + of_object
 
     def _object(self, place: Place, where: str, node: Any) -> tuple[Any, Parts]:
         cls, name = type(node), where or type(node).__name__
-        hidden = opaque(node) if hides_state(cls) and not isinstance(node, _CONTAINERS) else None
+        hidden = values.opaque(node) if hides_state(cls) and not isinstance(node, _CONTAINERS) else None
         if not is_library(cls):
             self._named.append((place, name, node, set()))
             kind = None if jax.tree_util.all_leaves([node]) else Same(cls)
             return (kind, hidden), [("class", where, cls)]
-        held = dict(_attributes(node))
+        held = dict(attributes_of(node))
         if hidden and "__wrapped__" in held:  # made by jax.jit or lru_cache
             return Same(cls), [("wrapped", where, held["__wrapped__"])]
         if is_value(node):
-            return (Same(cls), node), []
+            return (Same(cls), node, values.shown(node)), []
         # Weak references are caches of libraries: NumPyro's transforms remember their inverses so.
-        shown = [n for n, x in held.items() if not isinstance(x, weakref.ref) and n[:2] != "__"]
-        shown += ["__wrapped__"] if "__wrapped__" in held else []
-        return (Same(cls), hidden), [(n, part_of(name, f".{n}"), held[n]) for n in shown]
+        kept = [n for n, x in held.items() if not isinstance(x, weakref.ref) and n[:2] != "__"]
+        kept += ["__wrapped__"] if "__wrapped__" in held else []
+        return (Same(cls), hidden), [(n, part_of(name, f".{n}"), held[n]) for n in kept]
 
     def _follow_names(self) -> bool:
         """Queue the attributes that code met so far names, and all attributes of data."""
         for place, where, node, done in self._named:
             is_space = isinstance(node, types.ModuleType | types.FunctionType | type)
-            found = list(vars(node).items()) if is_space else _attributes(node)
+            found = list(vars(node).items()) if is_space else attributes_of(node)
             is_any_read = self._is_any_read and (isinstance(node, type) or not is_space)
             is_whole = is_any_read or (not is_space and _is_data(node))
-            read = {n: x for n, x in found if n in self._names or (is_whole and n[:2] != "__")}
+            named = self._names | ({"__getattr__"} if isinstance(node, types.ModuleType) else set())
+            read = {n: x for n, x in found if n in named or (is_whole and n[:2] != "__")}
             new = [(n, x) for n, x in read.items() if n not in done]
             done.update(read)
             self._queue.extend(((*place, (".", n)), part_of(where, f".{n}"), x) for n, x in new)
         return bool(self._queue)
 
 
-def part_of(where: str, part: str) -> str:
-    """Write a part: of ``data, closed over by f`` it is ``data['x'], closed over by f``."""
-    name, comma, how = where.partition(", ")
-    return f"{name}{part}{comma}{how}"
-
-
-def _in_cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable is not bound yet
-        return None
-
-
 def _is_method(thing: Any) -> bool:
-    is_wrapper = callable(thing) and hasattr(thing, "__wrapped__")  # made by jax.jit
-    return is_wrapper or isinstance(thing, types.FunctionType | property | staticmethod | classmethod)
+    if isinstance(thing, type | types.GetSetDescriptorType | types.MemberDescriptorType):
+        return False
+    return callable(thing) or hasattr(type(thing), "__get__")
 
 
 def _is_data(node: Any) -> bool:
@@ -225,11 +224,3 @@ def _is_data(node: Any) -> bool:
     is_derived = any(is_library(c) or lookups & {*vars(c)} for c in classes)
     is_pytree = not jax.tree_util.all_leaves([node])
     return is_pytree or is_derived or hasattr(type(node), "__dataclass_fields__")
-
-
-def _attributes(node: Any) -> list[tuple[str, Any]]:
-    """Return the attributes that an object keeps, in its slots and in its dictionary."""
-    held = getattr(node, "__dict__", None)
-    found = {n: getattr(node, n) for n in slots_of(type(node)) if hasattr(node, n)}
-    found |= held if isinstance(held, dict) else {}
-    return list(found.items())

@@ -1,5 +1,6 @@
 """The names that code looks up, and whose code it is."""
 
+import builtins
 import dis
 import functools
 import re
@@ -12,7 +13,9 @@ from typing import NamedTuple
 _CONSTANT = sys.stdlib_module_names | {"jax", "jaxlib", "numpy", "scipy", "numpyro", "gspmd_mcmc"}
 # Code that names one of these may read any attribute, or the globals that its strings name.
 _OF_GLOBALS = {"eval", "exec", "globals", "__globals__"}
-_OF_ANY = _OF_GLOBALS | {"getattr", "vars", "asdict", "astuple", "__dict__", "__getattribute__"}
+OF_ANY = _OF_GLOBALS | {"getattr", "vars", "asdict", "astuple", "__dict__", "__getattribute__"}
+OF_ANY |= {"attrgetter", "methodcaller", "dir", "getmembers", "getattr_static"}
+_OF_HEAP = 1 << 9  # CPython's flag of classes that a class statement makes
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_CLASSDEREF")
 
 
@@ -34,9 +37,11 @@ def names_of(code: types.CodeType) -> Names:
     texts = [str(x) for op, x in steps if op.endswith("_CONST") and isinstance(x, str | tuple)]
     words = set(re.findall(r"[^\W\d]\w*", " ".join(texts)))
     found = {x for op, x in reads if op in _GLOBAL} | (words if names & _OF_GLOBALS else set())
-    modules = {x for op, x in reads if op == "IMPORT_NAME"}
+    before = zip(steps, steps[2:], strict=False)  # an import follows its level and its names
+    modules = {"." * level + x for (_, level), (op, x) in before if op == "IMPORT_NAME"}
     inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    is_any_read = bool(names & _OF_ANY) or any(n.reads_any for n in inner)
+    is_any_read = bool(names & OF_ANY) or ("MATCH_CLASS" in dict(steps))
+    is_any_read = is_any_read or any(n.reads_any for n in inner)
     sets = zip((found, names | words, modules), *(n[:3] for n in inner), strict=True)
     return Names(*(frozenset().union(*s) for s in sets), is_any_read)  # pyright: ignore[reportCallIssue]
 
@@ -55,6 +60,8 @@ def is_library(thing: type | types.FunctionType | types.ModuleType) -> bool:
     name = thing.__module__ if isinstance(thing, type) else vars(thing).get("__name__")
     name = thing.__globals__.get("__name__") if isinstance(thing, types.FunctionType) else name
     package = name.split(".")[0] if isinstance(name, str) else "__main__"
+    if package == "builtins" and isinstance(thing, type) and thing.__flags__ & _OF_HEAP:
+        return vars(builtins).get(thing.__name__) is thing  # others were made where no name is set
     return package in _CONSTANT or (package != "__main__" and _is_installed(package))
 
 

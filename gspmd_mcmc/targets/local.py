@@ -207,6 +207,8 @@ def _lay_out_leaf(name: str, leaf: Any, rows: Rows | None, order: Order | None) 
         )
     if isinstance(array, jax.ShapeDtypeStruct):
         return rows.lay_shape(array)
+    if is_padded(leaf) and order is not None:  # in the user's order: `place` knows no groups
+        return rows.lay(order.lay(jnp.asarray(array)[:num_real]))
     missing = rows.num_padded - np.shape(array)[0]
     if missing and order is not None:
         array = order.lay(jnp.asarray(array))
