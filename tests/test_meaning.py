@@ -4,6 +4,7 @@ import collections
 import contextvars
 import copy
 import dataclasses
+import decimal
 import functools
 import operator
 import pickle
@@ -270,9 +271,8 @@ def made(name):
     cells = {"__name__": "__main__", "users": NAMESPACE, "types": types}
     cells |= {"Slotted": Slotted, "Dynamic": Dynamic}
     cells |= {"jax": jax, "jnp": jnp, "np": np, "dist": dist}
-    cells |= {
-        m.__name__: m for m in (collections, contextvars, dataclasses, functools, operator, weakref)
-    }
+    modules = (collections, contextvars, dataclasses, decimal, functools, operator, weakref)
+    cells |= {m.__name__: m for m in modules}
     cells["pd"] = pd
     exec(source, cells)
     return cells["f"], lambda: exec(change, cells)
