@@ -126,6 +126,13 @@ def attributes_of(node: Any) -> list[tuple[str, Any]]:
     return [(n, x) for n, x in found.items() if isinstance(n, str)]
 
 
+def is_lazy(cls: type, name: str) -> bool:
+    """Tell whether an attribute is one that a property of the class computes once and keeps."""
+    found = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
+    is_method = isinstance(found, types.FunctionType | staticmethod | classmethod)
+    return hasattr(type(found), "__get__") and not hasattr(type(found), "__set__") and not is_method
+
+
 def shown(node: Any) -> str | None:
     """Return the text of a value of a kind whose equal values may differ, as 1.0 and 1.00."""
     return repr(node) if type(node) in _SHOWN else None

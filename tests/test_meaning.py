@@ -346,6 +346,16 @@ def test_what_code_does_not_read_is_no_part_of_the_meaning():
     assert jax.tree.structure(held) == before
 
 
+def test_what_a_library_computes_once_and_keeps_is_no_part_of_the_meaning():
+    mvn = dist.MultivariateNormal(jnp.zeros(2), scale_tril=jnp.eye(2))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    held = as_partial(lambda x: (mvn.log_prob(x), mesh))
+    before = jax.tree.structure(held)
+    assert mvn.covariance_matrix.shape == (2, 2)
+    assert mesh.abstract_mesh.are_all_axes_auto
+    assert jax.tree.structure(held) == before
+
+
 def test_an_object_that_shows_nothing_is_known_by_identity():
     one, other = object(), object()
     assert means(lambda x: (x, one)) != means(lambda x: (x, other))

@@ -194,6 +194,7 @@ class Walk:
             return (Same(cls), node, values.shown(node)), []
         # Weak references are caches of libraries: NumPyro's transforms remember their inverses so.
         kept = [n for n, x in held.items() if not isinstance(x, weakref.ref) and n[:2] != "__"]
+        kept = [n for n in kept if not values.is_lazy(cls, n)]
         kept += ["__wrapped__"] if "__wrapped__" in held else []
         return (Same(cls), hidden), [(n, part_of(name, f".{n}"), held[n]) for n in kept]
 
