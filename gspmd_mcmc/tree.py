@@ -34,6 +34,14 @@ def is_staging() -> bool:
     return is_traced(jnp.zeros(()))
 
 
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """The key of the one array that a node of a tree holds: paths as text leave it out."""
+
+    def __str__(self) -> str:
+        return ""
+
+
 class Pad(Enum):
     """What the pad rows of a leaf like the position hold.
 
@@ -257,7 +265,9 @@ def path_str(path: KeyPath) -> str:
 def name_of(path: KeyPath, separator: str = "_") -> str:
     """Write a leaf's path as one plain name: ``w``, ``layers_0_bias``; ``x`` at a root."""
     parts = [
-        str(k.key if isinstance(k, DictKey) else getattr(k, "name", getattr(k, "idx", k))) for k in path
+        str(k.key if isinstance(k, DictKey) else getattr(k, "name", getattr(k, "idx", k)))
+        for k in path
+        if not isinstance(k, Within)
     ]
     return separator.join(parts) or "x"
 

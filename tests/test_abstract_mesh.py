@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import make_abstract_mesh
+from gspmd_mcmc.targets import local
 
 S = jax.ShapeDtypeStruct
 MESH = make_abstract_mesh(chains=2, data=4)
@@ -178,7 +179,7 @@ def test_the_shape_of_a_state_comes_by_eval_shape(num):
     kernel, position = hierarchy(make_abstract_mesh(data=num))
     state = jax.eval_shape(gm.HMC.init, kernel, position)
     padded = -(-1001 // num) * num
-    assert {n: x.shape for n, x in state.position.items()} == {
+    assert {n: x.shape for n, x in local.arrays(state.position).items()} == {
         "effect": (padded,),
         "mean": (),
         "log_sd": (),
@@ -192,7 +193,7 @@ def test_a_state_of_shapes_is_like_one_of_arrays():
     planned = jax.eval_shape(gm.HMC.init, kernel, position)
     # A metric of shapes is set by eval_shape.
     tuned = jax.eval_shape(gm.HMC.with_inverse_mass_matrix, kernel, planned.position)
-    assert tuned.inverse_mass_matrix["effect"].shape == (1004,)
+    assert tuned.inverse_mass_matrix["effect"].values.shape == (1004,)
     moved, _ = jax.eval_shape(gm.HMC.step, tuned, jax.random.key(0), planned)
     assert shapes(moved) == shapes(planned)
     kernel, _ = hierarchy(REAL)
@@ -210,7 +211,7 @@ def test_chains_are_mapped_over_their_axis():
     init = jax.vmap(gm.HMC.init, in_axes=(None, 0), spmd_axis_name="chains")
     step = jax.vmap(gm.HMC.step, in_axes=(None, 0, 0), spmd_axis_name="chains")
     state = jax.eval_shape(init, kernel, position)
-    assert state.position["effect"].shape == (4, 1004)
+    assert state.position["effect"].values.shape == (4, 1004)
     moved, info = jax.eval_shape(step, kernel, keys, state)
     assert info.acceptance_rate.shape == (4,)
     # The rows' constraint holds chains and rows, each on its own axis, and on this mesh.
@@ -257,9 +258,10 @@ def test_a_numpyro_model_is_built_of_shapes_as_of_arrays():
     kernels = [gm.HMC(target, 0.1, 5, m) for target, m in ((planned, metric), (real, ones))]
     states = [jax.eval_shape(gm.HMC.init, kernel, metric) for kernel in kernels]
     for part in ("position", "log_density_grad"):
-        found, expected = (jax.tree.map(np.shape, getattr(state, part)) for state in states)
+        parts = (local.arrays(getattr(state, part)) for state in states)
+        found, expected = (jax.tree.map(np.shape, part) for part in parts)
         assert found == expected
-    laid, real_laid = ((kernel.inverse_mass_matrix or {})["effect"] for kernel in kernels)
+    laid, real_laid = ((kernel.inverse_mass_matrix or {})["effect"].values for kernel in kernels)
     assert laid.shape == real_laid.shape == (1008,)
     assert laid.sharding.spec == real_laid.sharding.spec
 

@@ -284,7 +284,7 @@ def test_chains_and_their_padding_are_the_same_on_a_mesh_and_in_the_sink(page, t
     for leaf, values in found["1"].position.items():
         assert np.ptp(values, axis=1).min() > 0
         np.testing.assert_allclose(found["8"].position[leaf], values, rtol=1e-9, atol=1e-9)
-    pad = np.asarray(found["8"].state.position["effect"])[:, NUM_ROWS:]
+    pad = np.asarray(found["8"].state.position["effect"].values)[:, NUM_ROWS:]
     assert pad.shape[1] == 5
     np.testing.assert_array_equal(pad, np.broadcast_to(start, pad.shape))
 

@@ -20,7 +20,7 @@ from seeds import seed
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
 from gspmd_mcmc.targets import bijections
-from gspmd_mcmc.targets.local import cut, lay_out
+from gspmd_mcmc.targets.local import arrays, cut, lay_out
 
 KEY = jax.random.key(seed(0))
 ROWS = 13
@@ -303,7 +303,7 @@ def test_draws_are_constrained_and_states_are_not(draws):
     assert all(np.all(a > 0) for a in x.values())
     for name in "pq":
         np.testing.assert_allclose(x[name].sum(axis=-1), 1, rtol=1e-5)
-    assert {n: a.shape[1:] for n, a in draws.state.position.items()} == {
+    assert {n: a.shape[1:] for n, a in arrays(draws.state.position).items()} == {
         "x": (2,),
         "p": (2,),
         "q": (4, 2),

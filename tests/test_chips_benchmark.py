@@ -12,6 +12,7 @@ from hlo_texts import computation, loop, text_of
 from benchmarks import chips, chips_programs, gpu, mnist_data, movielens_data
 from benchmarks.data import Sizes
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
+from gspmd_mcmc.targets.local import arrays
 from gspmd_mcmc.views.program.hlo import read_program
 from gspmd_mcmc.views.program.work import Kernel, Work
 from gspmd_mcmc.views.roofline import roofline
@@ -53,7 +54,7 @@ def test_ratings_lie_over_the_devices_and_with_them_users_by_group(contender):
     rows = [x for x in leaves if x.size >= chips_programs.RATINGS]
     assert len(rows) >= 3 and all(x.sharding.spec[0] in ("data", ("data",)) for x in rows)
     is_laid = contender == "ours"  # then places of groups are a multiple of the devices, and more
-    assert (state.position["user"].shape[0] > 6040) is is_laid
+    assert (arrays(state.position)["user"].shape[0] > 6040) is is_laid
 
 
 def test_forms_that_a_model_has_not_are_no_cases():

@@ -175,16 +175,16 @@ def test_other_kernels_too(make):
 def test_a_training_step_of_the_users_own(auto):
     def train(kernel, rng_key, state, weights):
         state, info = kernel.step(rng_key, state)
-        return state, weights + state.position["effect"][:8] * info.acceptance_rate
+        return state, weights + state.position["effect"].values[:8] * info.acceptance_rate
 
     with jax.set_mesh(EXPLICIT):
         kernel, step = hmc(make_target(EXPLICIT)), jax.jit(train)
         state, weights = kernel.init(make_position(EXPLICIT)), jnp.zeros(8)
-        effect = state.position["effect"]
+        effect = state.position["effect"].values
         assert jax.typeof(effect).sharding.spec == P("data")
         for i in range(3):
             state, weights = step(kernel, jax.random.fold_in(KEY, i), state, weights)
-        assert jax.typeof(state.position["effect"]).sharding.spec == P("data")
+        assert jax.typeof(state.position["effect"].values).sharding.spec == P("data")
     assert_same(state, auto["state"])
     assert types_of((state, weights)) == {EXPLICIT.axis_types}
 
@@ -200,6 +200,8 @@ def test_chains_lie_over_an_explicit_axis():
         kernel, specs = hmc(make_target(mesh)), {"mean": P("chains"), "effect": P("chains", "data")}
         one = {"mean": np.zeros(2, np.float32), "effect": np.zeros((2, 44), np.float32)}
         positions = gm.place(one, mesh, specs)
+        padded = gm.Padded(one["effect"][0], 41)  # one chain's
+        positions["effect"] = jax.tree.map(lambda _: positions["effect"], padded)
         keys = jax.device_put(jax.random.split(KEY, 2), NamedSharding(mesh, P("chains")))
         states = jax.jit(init)(kernel, positions)
         program = jax.jit(step)

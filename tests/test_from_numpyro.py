@@ -35,7 +35,7 @@ from gspmd_mcmc.models import numpyro_sites as of_numpyro
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.targets import bijections
-from gspmd_mcmc.targets.local import cut, lay_out
+from gspmd_mcmc.targets.local import arrays, cut, lay_out
 from gspmd_mcmc.views.program.hlo import KINDS
 
 KEY = jax.random.key(seed(0))
@@ -580,7 +580,7 @@ def test_draws_are_the_bijections_of_the_states():
 
 def test_local_latents_lie_over_the_mesh_with_their_rows():
     """13 users over 2 devices are 7 on each, 21 movies 11."""
-    position = draws_of("two plates").state.position
+    position = arrays(draws_of("two plates").state.position)
     shards = {n: {s.data.shape for s in x.addressable_shards} for n, x in position.items()}
     assert shards == {"level": {(4,)}, "spread": {(4,)}, "taste": {(4, 7)}, "fame": {(4, 11)}}
 

@@ -322,7 +322,7 @@ def test_latents_lie_with_their_rows_and_a_leapfrog_has_one_all_reduce(name):
     state = jax.jit(gm.HMC.init)(kernel, lay_out(target, target.origin()))
     local = {n for plate in target.plates for n in plate.local.names}
     for of_state in (state.position, state.log_density_grad):
-        shards = {n: {s.data.shape[0] for s in of_state[n].addressable_shards} for n in local}
+        shards = {n: {s.data.shape[0] for s in of_state[n].values.addressable_shards} for n in local}
         assert shards == dict.fromkeys(local, {3})
     found = communication(jax.jit(gm.HMC.step), kernel, jax.random.key(0), state)
     assert {k: found.count(k) for k in OTHER_KINDS} == dict.fromkeys(OTHER_KINDS, 0)

@@ -450,8 +450,8 @@ def test_each_device_holds_its_own_groups_and_their_rows():
     momentum, after = momentum_and_step(kernel, KEY, state)
     held = [state.position, state.log_density_grad, kernel.inverse_mass_matrix, momentum]
     for x in [*held, after.position, after.log_density_grad]:
-        assert [shard_shapes(x[n]) for n in ("effect", "level")] == [{(6, 2)}, {(6,)}]
-    is_zero = np.all(np.asarray(momentum["effect"]) == 0, axis=1)
+        assert [shard_shapes(x[n].values) for n in ("effect", "level")] == [{(6, 2)}, {(6,)}]
+    is_zero = np.all(np.asarray(momentum["effect"].values) == 0, axis=1)
     np.testing.assert_array_equal(is_zero, np.arange(48) >= SMALL)
     (rows,) = {len(s.data) for s in target.plates[1].data["y"].addressable_shards}
     assert 8 * rows == target.plates[1].rows.num_padded

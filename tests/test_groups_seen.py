@@ -114,7 +114,7 @@ def test_draws_and_what_is_derived_and_a_datatree_have_the_user_s_order():
 
 def test_a_wrong_order_is_rejected():
     with pytest.raises(AssertionError, match="Not equal"):
-        as_they_lie = np.asarray(draws().state.position["effect"])[:, None, :GROUPS]
+        as_they_lie = np.asarray(draws().state.position["effect"].values)[:, None, :GROUPS]
         check_order({"effect": as_they_lie}, ["effect"])
 
 
@@ -151,9 +151,10 @@ def test_a_metric_is_given_in_the_user_s_order():
     metric: Any = kernel.inverse_mass_matrix
     order = target().plates[0].slots.order
     assert order is not None
-    seen = np.asarray(order.see(metric["rate"]))[:GROUPS]
+    laid = metric["rate"].values
+    seen = np.asarray(order.see(laid))[:GROUPS]
     np.testing.assert_array_equal(seen, np.arange(GROUPS) + 1.0)
-    assert np.any(np.asarray(metric["rate"])[:GROUPS] != seen)
+    assert np.any(np.asarray(laid)[:GROUPS] != seen)
 
 
 def test_jittered_starts_are_the_same_on_every_mesh():
@@ -162,7 +163,7 @@ def test_jittered_starts_are_the_same_on_every_mesh():
     np.testing.assert_allclose(first, second, rtol=1e-4)
     apart = first[:, 0] - params(0)["effect"]
     assert 0.4 < np.abs(apart).max() <= 0.51 and np.ptp(first, axis=0).min() > 0
-    pad = np.asarray(starts[1].state.position["effect"])
+    pad = np.asarray(starts[1].state.position["effect"].values)
     last = np.repeat(pad[:, GROUPS - 1 : GROUPS], 7, axis=1)
     np.testing.assert_allclose(pad[:, GROUPS:], last, rtol=1e-5)
 

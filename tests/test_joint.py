@@ -19,6 +19,7 @@ from gspmd_mcmc import (
     communication,
 )
 from gspmd_mcmc.models.site_model import CannotStream
+from gspmd_mcmc.placement.padding import real_rows
 from gspmd_mcmc.tree import total
 
 Root = JointDistributionCoroutine.Root
@@ -212,8 +213,7 @@ def test_a_posterior_against_the_joint_and_float64(observed, size):
     own = joint.log_prob((observed.weights, observed.scale, observed.rate.unpad(), y))
     np.testing.assert_allclose(state.log_density, own + jacobians, rtol=1e-6)
     for name, grad in grads.items():
-        ours = np.asarray(state.log_density_grad[name])
-        ours = ours[:1013] if name == "rate" else ours
+        ours = np.asarray(real_rows(state.log_density_grad[name]))
         assert np.linalg.norm(ours - grad) < 1e-6 * np.linalg.norm(grad), name
 
 

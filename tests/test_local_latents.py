@@ -19,6 +19,7 @@ from gspmd_mcmc.kernels.integrators import PhasePoint
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.placement.mapped_axes import TRACES_ARE_APART
+from gspmd_mcmc.placement.padding import unpadded
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.start import init_chains
 from gspmd_mcmc.targets import local
@@ -115,7 +116,8 @@ def evaluate(target, positions, *, layout):
 
     def one(x):
         terms, grad = target.terms_and_grad(x)
-        return (tree.total(terms), grad), (tree.total(target.terms(x)), target.grad(x))
+        pairs = (tree.total(terms), grad), (tree.total(target.terms(x)), target.grad(x))
+        return local.arrays(pairs)
 
     return layout.vmap(one, (0,))(positions)
 
@@ -148,15 +150,7 @@ def test_log_density_and_gradient_are_those_of_all_users_at_once(name, tile_rows
 
 def test_counting_pad_users_is_rejected():
     with pytest.raises(AssertionError, match="differs by"):
-        check_against_exact("8", counting_rows(factorisation("8")), padded(start(), 64), 1e-5)
-
-
-def padded(position, num_rows):
-    def pad(leaf):
-        widths = [(0, 0), (0, num_rows - leaf.shape[1]), *[(0, 0)] * (leaf.ndim - 2)]
-        return jnp.pad(leaf, widths, mode="edge")
-
-    return {n: pad(leaf) if n in "Uu" else leaf for n, leaf in position.items()}
+        check_against_exact("8", counting_rows(factorisation("8")), start(), 1e-5)
 
 
 # The ways to say which latents are local, and positions of several kinds.
@@ -349,10 +343,10 @@ def test_each_device_holds_its_own_users_before_and_after_a_step():
     momentum, end, after = momentum_and_steps(kernel, KEY, state)
     held = [state.position, state.log_density_grad, kernel.inverse_mass_matrix, momentum]
     held += [end.momentum, end.position, after.position, after.log_density_grad]
-    for x in held:
+    for x in map(local.arrays, held):
         assert {n: shard_shapes(x[n]) for n in "Uu"} == {"U": {(8, WIDTH)}, "u": {(8,)}}
     for name in "Uu":
-        is_zero = np.all(np.asarray(momentum[name]).reshape(64, -1) == 0, axis=1)
+        is_zero = np.all(np.asarray(momentum[name].values).reshape(64, -1) == 0, axis=1)
         np.testing.assert_array_equal(is_zero, np.arange(64) >= USERS)
 
 
@@ -387,9 +381,9 @@ def test_movies_may_lie_over_another_axis_than_users():
         position = movies_over_model(start(), mesh_of("2x2x2"))
         target = factorisation("2x2x2", tile_rows=3)
         check_against_exact("2x2x2", target, position, 1e-12)
-        _, _, states = chains_on("2x2x2", target, position)
+        positions = local.arrays(chains_on("2x2x2", target, position)[2].position)
         shapes = {"U": {(2, 31, WIDTH)}, "u": {(2, 31)}, "V": {(2, 6, WIDTH)}, "v": {(2, 6)}}
-        assert {n: shard_shapes(states.position[n]) for n in shapes} == shapes
+        assert {n: shard_shapes(positions[n]) for n in shapes} == shapes
 
 
 def test_movies_over_model_cost_one_all_reduce_a_tile():
@@ -430,7 +424,7 @@ def chain(name):
     metric = {n: jnp.full(leaf.shape[1:], VARIANCES[n], leaf.dtype) for n, leaf in x.items()}
     layout, kernel, states = chains_on(name, target, x, inverse_mass_matrix=metric)
     after, infos = run(kernel.with_step_size(0.4), states, layout=layout)
-    position = {n: a[:, :USERS] if n in "Uu" else a for n, a in after.position.items()}
+    position = unpadded(after.position)
     return jax.tree.map(np.asarray, (position, infos))
 
 
@@ -476,8 +470,8 @@ def mode_found():
 def test_draws_have_every_user_and_no_pad():
     draws = draws_of_6()
     assert draws.position["U"].shape == (CHAINS, 6, USERS, WIDTH)
-    assert draws.state.position["U"].shape == (CHAINS, 64, WIDTH)
-    assert draws.kernel.inverse_mass_matrix["u"].shape == (64,)
+    assert draws.state.position["U"].values.shape == (CHAINS, 64, WIDTH)
+    assert draws.kernel.inverse_mass_matrix["u"].values.shape == (64,)
 
 
 def sum_and_count(position, info):
@@ -527,7 +521,7 @@ STARTS = {
 
 @pytest.mark.parametrize("kind", STARTS)
 def test_the_pad_of_a_start_copies_the_last_user(kind):
-    position = sample(STARTS[kind](), num_samples=0).state.position
+    position = local.arrays(sample(STARTS[kind](), num_samples=0).state.position)
     for name in "Uu":
         x = np.asarray(position[name])
         np.testing.assert_array_equal(x[:, USERS:], np.repeat(x[:, USERS - 1 : USERS], 3, axis=1))
@@ -590,12 +584,11 @@ def test_they_are_not_those_of_a_posterior_that_counts_the_pad():
 
 @pytest.mark.statistical
 def test_after_warm_up_each_device_holds_its_own_rows():
-    draws = hierarchy()
-    kernel, state = draws.kernel, draws.state
-    assert shard_shapes(kernel.inverse_mass_matrix["theta"]) == {(5,)}
-    assert shard_shapes(state.position["theta"]) == {(CHAINS, 5)}
-    assert shard_shapes(state.log_density_grad["theta"]) == {(CHAINS, 5)}
-    within(abs(np.mean(kernel.inverse_mass_matrix["theta"][:37]) - 0.5), 0.1, "of a variance")
+    kernel, state = hierarchy().kernel, hierarchy().state
+    assert shard_shapes(kernel.inverse_mass_matrix["theta"].values) == {(5,)}
+    assert shard_shapes(state.position["theta"].values) == {(CHAINS, 5)}
+    assert shard_shapes(state.log_density_grad["theta"].values) == {(CHAINS, 5)}
+    within(abs(np.mean(kernel.inverse_mass_matrix["theta"].unpad()) - 0.5), 0.1, "of a variance")
 
 
 # A pad that stays behind.

@@ -1,9 +1,10 @@
-"""Positions and metrics that `place` has padded are in the user's order.
+"""The order and the pad of local latents are known by type: arrays from outside have the user's order.
 
 The truth is a log density in NumPy, of arrays in the user's order.
 """
 
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,10 @@ from numpyro.distributions import biject_to, constraints
 from seeds import seed
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.kernels.metrics.low_rank_metric import LowRankMetric
+from gspmd_mcmc.kernels.metrics.rotated_metric import RotatedMetric
 from gspmd_mcmc.targets import local
+from gspmd_mcmc.tree import total
 
 KEY, GROUPS, ROWS = jax.random.key(seed(0)), 11, 17
 RNG = np.random.default_rng(0)
@@ -94,35 +98,152 @@ def check_seen(position, name, expected):
 
 
 @MESHES
-def test_the_density_of_a_padded_position_is_that_of_the_user_s_order(name):
+def test_the_density_is_that_of_the_user_s_order(name):
     x, expected = unconstrained(params()), log_density(params())
+    of_params = gm.place({n: params()[n] for n in NAMES}, mesh_of(name), P("data"))
+    back = target(name).unconstrain(of_params | {"mean": x["mean"]})
     in_program = jax.jit(gm.HMC.init)
-    for position in (x, placed(x, name)):
+    for position in (x, placed(x, name), back):
         for state in (kernel(name).init(position), in_program(kernel(name), position)):
             np.testing.assert_allclose(state.log_density, expected, rtol=1e-5)
             check_seen(state.position, name, x)
+        np.testing.assert_allclose(total(target(name).terms(position)), expected, rtol=1e-5)
+        gradient = target(name).grad(position)
+        assert jax.tree.structure(gradient) == jax.tree.structure(position), "it is shaped like it"
+        check_seen(gradient, name, local.cut(target(name), state.log_density_grad))
+
+
+def sheared(x):
+    return x | {"effect": x["effect"] + x["rate"][:, None], "z": 2.0 - x["z"]}
 
 
 @MESHES
-def test_a_padded_metric_is_that_of_the_user_s_order(name):
-    variances = jax.tree.map(jnp.exp, unconstrained(params(0.5)))
-    for given in (variances, placed(variances, name)):
-        check_seen(kernel(name, given).inverse_mass_matrix, name, variances)
+def test_a_transform_is_given_arrays_and_keeps_their_order(name):
+    moved = gm.Posterior(log_prior, *target(name).plates, transform=sheared)
+    x, after = jax.tree.map(jnp.asarray, params()), sheared(params())
+    expected = log_density(after) - np.log(after["rate"]).sum()
+    for position in (x, placed(x, name)):
+        state = gm.HMC(moved, 0.1, 1).init(position)
+        np.testing.assert_allclose(state.log_density, expected, rtol=1e-5)
+        np.testing.assert_allclose(total(moved.terms(position)), expected, rtol=1e-5)
+        for given in (position, state.position):
+            check_seen(moved.params(given), name, after)
 
 
 @MESHES
-def test_a_run_starts_where_a_padded_position_says(name):
-    x = unconstrained(params())
-    draws = gm.sample(
-        KEY,
-        target(name),
-        placed(x, name),
-        kernel=kernel(name),
-        num_chains=2,
-        num_warmup=0,
-        num_samples=1,
-        progress=False,
-    )
-    for leaf, start in (("effect", params()["effect"]), ("z", params()["z"])):
-        for chain in np.asarray(draws.position[leaf])[:, 0]:
-            assert np.abs(chain - start).max() <= 2.001  # the jitter of a start
+def test_a_state_s_position_and_a_kernel_s_metric_may_come_back(name):
+    """From the same mesh or another one, whose pad differs."""
+    x, variances = unconstrained(params()), jax.tree.map(jnp.exp, unconstrained(params(0.5)))
+    before = kernel("8", variances)
+    state = before.init(x)
+    np.testing.assert_allclose(kernel("8").init(state.position).log_density, state.log_density)
+    moved = jax.tree.map(np.asarray, (state.position, before.inverse_mass_matrix))
+    after = kernel(name, moved[1])
+    np.testing.assert_allclose(after.init(moved[0]).log_density, state.log_density, rtol=1e-5)
+    check_seen(after.inverse_mass_matrix, name, variances)
+
+
+@MESHES
+@pytest.mark.parametrize("kind", ["diagonal", "low rank", "dense", "rotated"])
+def test_metrics_have_the_user_s_order(name, kind):
+    variances = jax.tree.map(jnp.exp, unconstrained(params()))
+    padded = placed(variances, name)
+    vectors = jax.tree.map(lambda v: jnp.stack([v, 2 * v]), variances)
+    of_places = jax.tree.map(lambda v: jnp.stack([v, 2 * v]), padded)  # rows are the second axis
+    turn = np.array([[0.6, -0.8], [0.8, 0.6]])
+    pair: dict[str, Any] = {
+        "diagonal": (variances, padded),
+        "low rank": (
+            LowRankMetric(variances, vectors, jnp.array([2.0, 3.0])),
+            LowRankMetric(padded, of_places, jnp.array([2.0, 3.0])),
+        ),
+        "dense": tuple(gm.DenseMetric(v, [np.eye(1)], [("mean",)]) for v in (variances, padded)),
+        "rotated": tuple(RotatedMetric(v, {"effect": (None, turn)}) for v in (variances, padded)),
+    }[kind]
+    plain, of_padded = (kernel(name, metric).inverse_mass_matrix for metric in pair)
+    assert plain is not None
+    jax.tree.map(np.testing.assert_array_equal, plain, of_padded)
+    check_seen(plain if kind == "diagonal" else plain.variances, name, variances)
+    again = kernel(name, of_padded).inverse_mass_matrix
+    jax.tree.map(np.testing.assert_array_equal, again, plain)
+
+
+def started_at(initial, name="8"):
+    """The first draw of a chain that hardly moves."""
+    options = {"num_chains": 2, "num_warmup": 0, "num_samples": 1, "progress": False}
+    draws = gm.sample(KEY, target(name), initial, kernel=kernel(name), **options)
+    return jax.tree.map(lambda a: np.asarray(a)[:, 0], draws.position)
+
+
+STARTS = {
+    "uniform": lambda x: gm.uniform_start(placed(x, "8"), 0.0),
+    "function": lambda x: lambda rng_key: placed(x, "8"),
+    "chains": lambda x: gm.per_chain(jax.tree.map(lambda a: jnp.stack([a, a]), placed(x, "8"))),
+    "laid": lambda x: gm.uniform_start(kernel("8").init(x).position, 0.0),
+    "mode": lambda x: gm.find_mode(KEY, target("8"), placed(x, "8"), max_steps=0, num_probes=0),
+}
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_chains_start_where_the_user_says(kind):
+    found = started_at(STARTS[kind](unconstrained(params())))
+    for name, expected in params().items():
+        both = np.broadcast_to(expected, found[name].shape)
+        np.testing.assert_allclose(found[name], both, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_goes_on_from_the_positions_of_states_on_another_mesh():
+    options = {"num_warmup": 0, "num_samples": 1, "num_chains": 2, "progress": False}
+    x = gm.uniform_start(unconstrained(params()), 0.5)
+    first = gm.sample(KEY, target("8"), x, kernel=kernel("8"), **options)
+    positions = jax.tree.map(np.asarray, first.state.position)
+    second = gm.sample(KEY, target("1"), gm.per_chain(positions), kernel=kernel("1"), **options)
+    for name, draw in first.position.items():
+        np.testing.assert_allclose(second.position[name], draw, rtol=1e-4, atol=1e-5)
+
+
+@MESHES
+def test_as_many_rows_as_with_pad_are_no_position(name):
+    """A length does not tell that an array is in the order of the devices."""
+    rows = local.lay_out(target(name), unconstrained(params()))["rate"].values
+    wrong = unconstrained(params()) | {"rate": jnp.asarray(np.asarray(rows))}
+    for call in (kernel(name).init, lambda x: kernel(name, x), target(name).terms):
+        with pytest.raises(ValueError, match=rf"'rate'\].*expected a leading axis of {GROUPS}, got"):
+            call(wrong)
+    with pytest.raises(ValueError, match=rf"expected a leading axis of {GROUPS}, got"):
+        started_at(gm.uniform_start(wrong), name)
+
+
+def test_the_order_of_other_groups_is_refused():
+    x = kernel("8").init(unconstrained(params())).position
+    other = target("8", tuple((KEYS + 1) % GROUPS))
+    for call in (gm.HMC(other, 0.1, 1).init, lambda metric: gm.HMC(other, 0.1, 1, metric)):
+        with pytest.raises(ValueError, match=r"'effect'\].*in the order of other groups"):
+            call(jax.tree.map(jnp.abs, x))
+
+
+def test_a_plate_evaluates_latents_that_are_laid_out():
+    x = local.arrays(placed(unconstrained(params()), "8"))
+    plate = target("8").plates[2]
+    for call in (plate.terms, plate.grad, plate.terms_and_grad):
+        with pytest.raises(ValueError, match="expected its local latents laid out with its rows"):
+            call(x)
+
+
+def test_an_array_with_pad_is_not_taken_for_one_without():
+    state = kernel("8").init(unconstrained(params()))
+    assert repr(state.position["z"]) == "Padded(float32[24]: 17 rows + 7 pad)"
+    assert repr(state.position["rate"]).endswith("[16]: 11 rows + 5 pad, in the order of groups)")
+    np.testing.assert_allclose(state.position["z"].unpad(), params()["z"], rtol=1e-6)
+    rate, mesh = state.position["rate"], mesh_of("8")
+    for call in (
+        rate.unpad,
+        lambda: gm.place(rate, mesh, P("data")),
+        lambda: gm.Plate(of_z, {"z": rate}),
+        lambda: gm.Groups(KEYS, mesh, P("data")).place({"rate": rate}),
+    ):
+        with pytest.raises(ValueError, match="the order in which groups are stored, where yours"):
+            call()
+    for read in (np.asarray, lambda x: x[:3]):
+        with pytest.raises(TypeError, match=r"where an array was expected\. Its array is \.values"):
+            read(state.position["z"])

@@ -24,6 +24,7 @@ from gspmd_mcmc.kernels.metrics.rotated_metric import RotatedMetric
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.start import init_chains
+from gspmd_mcmc.targets import local
 
 # A position of eight numbers: a [3], b [2, 2], c []; its vector has the leaves in this order
 
@@ -447,7 +448,7 @@ def operator(metric, num_rows=NUM_PADDED):
         momentum = {"mean": rng.normal(), "log_sd": rng.normal(), "effect": rng.normal(size=(11, 2))}
         momentum["effect"] = np.pad(momentum["effect"], ((0, num_rows - NUM_ROWS), (0, 0)))
         momentum = jax.tree.map(jnp.asarray, momentum)
-        return jax.tree.map(np.asarray, metrics.velocity(metric, momentum))
+        return jax.tree.map(np.asarray, metrics.velocity(local.arrays(metric), momentum))
 
 
 def test_metrics_and_moves_are_the_same_on_every_mesh():
@@ -455,24 +456,24 @@ def test_metrics_and_moves_are_the_same_on_every_mesh():
     same = partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
     for kind, metric in got.items():
         jax.tree.map(same, cut(operator(metric)), operator(expected[kind], NUM_ROWS))
-    jax.tree.map(same, cut(moved, 1), expected_moved)
+    jax.tree.map(same, cut(local.arrays(moved), 1), expected_moved)
     assert np.asarray(expected["low-rank"].eigenvalues)[0] > 1.5, (
         "a low-rank metric of no rank tests nothing"
     )
 
 
 def test_metrics_lie_as_positions_do():
-    found = learned_on(MESH)[0]
+    found = local.arrays(learned_on(MESH)[0])
     assert found["low-rank"].vectors["effect"].sharding.spec == P(None, "data")
     for kind in ("low-rank", "rotated"):
         assert found[kind].variances["effect"].sharding.spec[:1] == ("data",)
 
 
 def test_the_pad_of_local_latents_has_no_part_in_any_metric():
-    found, moved, _ = learned_on(MESH)
+    found, moved = local.arrays(learned_on(MESH)[:2])
     np.testing.assert_array_equal(found["low-rank"].vectors["effect"][:, NUM_ROWS:], 0)
     with jax.enable_x64(True):
-        start = chains_on(MESH)[2].position["effect"]
+        start = chains_on(MESH)[2].position["effect"].values
     moved, start = np.asarray(moved["effect"]), np.asarray(start)
     np.testing.assert_array_equal(moved[:, NUM_ROWS:], start[:, NUM_ROWS:])
     assert moved.shape[1] == NUM_PADDED and np.all(moved[:, :NUM_ROWS] != start[:, :NUM_ROWS])
@@ -578,16 +579,16 @@ def test_a_low_rank_metric_of_real_rows_is_padded_with_nothing():
         "effect": jnp.full((1, NUM_ROWS, 2), 22**-0.5),
     }
     laid = on_hierarchy(LowRankMetric(of_hierarchy(), vectors, jnp.full(1, 4.0)))
-    assert laid.vectors["effect"].shape == (1, 16, 2)
-    assert np.all(laid.vectors["effect"][:, NUM_ROWS:] == 0)
-    assert laid.vectors["effect"].sharding.spec == P(None, "data")
+    effect = laid.vectors["effect"].values
+    assert effect.shape == (1, 16, 2) and np.all(effect[:, NUM_ROWS:] == 0)
+    assert effect.sharding.spec == P(None, "data")
 
 
 def test_a_metric_of_shapes_is_laid_out_for_a_plan():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.float32), of_hierarchy())
     vectors = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), shapes)
     eigenvalues: Any = jax.ShapeDtypeStruct((2,), np.float32)
-    laid = on_hierarchy(LowRankMetric(shapes, vectors, eigenvalues)).vectors["effect"]
+    laid = on_hierarchy(LowRankMetric(shapes, vectors, eigenvalues)).vectors["effect"].values
     assert laid.shape == (2, 16, 2) and laid.sharding.spec[:2] == (None, "data")
     factor: Any = jax.ShapeDtypeStruct((2, 2), np.float32)
     dense = on_hierarchy(DenseMetric(shapes, (factor,), (("mean", "log_sd"),)))

@@ -10,6 +10,7 @@ from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import prior_start, tree
+from gspmd_mcmc.targets.local import arrays
 
 numpyro = pytest.importorskip("numpyro")
 dist = numpyro.distributions
@@ -113,7 +114,7 @@ def test_chains_start_alike_on_every_mesh_and_rows_are_laid_out(make):
         options = {"mesh": mesh, "num_warmup": 0, "num_samples": 0, "progress": False}
         kernel = gm.HMC(target, 0.1, 1)
         draws = gm.sample(KEY, target, prior_start(target), kernel=kernel, **options)
-        starts.append(draws.state.position)
+        starts.append(arrays(draws.state.position))
     assert starts[1]["effect"].sharding.spec == P("chains", "data")
     for name, x in starts[0].items():
         there = np.asarray(starts[1][name])

@@ -248,7 +248,9 @@ def test_matrix_factorization(tfd):
     )
     # Users' latents lie with their rows, and so do their momenta; movies' are whole on every device.
     laid = draws.state.position
-    assert {s.data.shape for s in laid["user_embeddings"].addressable_shards} == {(CHAINS, 3, DIM)}
+    assert {s.data.shape for s in laid["user_embeddings"].values.addressable_shards} == {
+        (CHAINS, 3, DIM)
+    }
     assert laid["movie_embeddings"].sharding.is_fully_replicated
     samples = {n: np.asarray(x) for n, x in draws.position.items()}
     shapes = [(USERS, DIM), (USERS,), (MOVIES, DIM), (MOVIES,)]

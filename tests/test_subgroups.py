@@ -97,7 +97,8 @@ def test_density_and_gradient_are_those_of_an_index(name):
 def test_a_gradient_sends_what_all_schools_share_and_gathers_nothing():
     target = target_on("8")
     position = local.lay_out(target, {n: jnp.zeros(s) for n, s in POSITION.items()})
-    assert position["class"].sharding.shard_shape(position["class"].shape) == (2, 3)
+    classes = position["class"].values
+    assert classes.sharding.shard_shape(classes.shape) == (2, 3)
     found = gm.communication(lambda t, x: t.grad(x), target, position)
     assert {k: found.count(k) for k in KINDS} == dict.fromkeys(KINDS, 0) | {"all-reduce": 1}
     assert sum(c.num_bytes for c in found.collectives) == 4, "the gradient of mu"

@@ -110,7 +110,8 @@ def _warn_of_sites(bound: Bound, sites: dict[str, dict], latents: dict[str, dict
                 "density depends on the parameterization",
                 stacklevel=5,
             )
-    rows = {num_real_rows(x) for x in bound.arrays.values() if row_axes(values_of(x)) is not None}
+    placed = {n: x for n, x in bound.arrays.items() if row_axes(values_of(x)) is not None}
+    rows = {num_real_rows(x, f"argument {n}") for n, x in placed.items()}
     for name, site in ((n, s) for n, s in sites.items() if s["type"] == "sample"):
         in_plates = {frame.dim for frame in site["cond_indep_stack"]}
         shape, dim = _missing_plate(site, in_plates)

@@ -23,10 +23,9 @@ from gspmd_mcmc.placement.mesh import auto_mesh, axes_of
 from gspmd_mcmc.placement.padding import (
     Padded,
     is_real,
-    num_real_rows,
     padded_rows,
     real_rows,
-    values_of,
+    real_shape,
 )
 from gspmd_mcmc.placement.place import check_spec
 from gspmd_mcmc.targets.checks import check_key
@@ -240,8 +239,7 @@ def check_value(what: str, part: Any, value: Any) -> None:
     """
     if isinstance(value, Padded) and not isinstance(part, Sharded):
         raise ValueError(f"{what}: got {value} for a part that is not Sharded; nothing masks its pad")
-    values = values_of(value)
-    shape = (num_real_rows(value), *jnp.shape(values)[1:]) if jnp.ndim(values) else ()
+    shape = real_shape(value)
     expected = _shapes(part)
     if not any(_matches(shape, pattern) for pattern in expected):
         shapes = " or ".join(_shape_str(pattern) for pattern in expected)

@@ -345,8 +345,8 @@ def fitting_plates(args: PyTree, num_rows: dict[str, int], axes: dict[str, Any])
     Leaves that no mesh has placed count by their length alone.
     """
     found = []
-    for leaf in jax.tree.leaves(args, is_leaf=is_padded):
-        rows, over = num_real_rows(leaf), row_axes(values_of(leaf))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_padded):
+        rows, over = num_real_rows(leaf, f"argument {path_str(path)}"), row_axes(values_of(leaf))
         found.append([p for p, n in num_rows.items() if n == rows and over in (None, axes_of(axes[p]))])
     return found
 

@@ -46,7 +46,7 @@ from gspmd_mcmc.placement.lookup_index import (
 )
 from gspmd_mcmc.placement.mesh import auto_mesh, cores_of_device
 from gspmd_mcmc.placement.numbers import as_array, check_numbers, refuse_sparse
-from gspmd_mcmc.placement.padding import Padded, is_padded, real_rows
+from gspmd_mcmc.placement.padding import Padded, is_padded, real_rows, real_shape
 from gspmd_mcmc.placement.place import check_spec, place
 from gspmd_mcmc.placement.subgroups import Subgroups, number_within
 from gspmd_mcmc.tree import PyTree, path_str
@@ -151,7 +151,7 @@ class Groups:
             )
         splits = [] if mesh is None else check_spec("keys", self._index.shape, mesh, self.spec)
         self._num_blocks = splits[0] if splits else 1
-        # One place of pad at least: what has been laid is then never as long as what has not.
+        # One place of pad at least, whether or not the blocks divide the groups.
         self._block_groups = len(self.labels) // self._num_blocks + 1
         self._laid = laid_order(self.sizes)
         self._order = self._make_order()
@@ -402,7 +402,9 @@ class Groups:
 
     def _table(self, rows: PyTree) -> GroupTable:
         """Return laid rows, one for each group and pad, as a table."""
-        return GroupTable(jax.tree.map(lambda x: Padded(x, len(self)), rows), self._order, len(self))
+        digest = self._order.digest
+        held = jax.tree.map(lambda x: Padded(x, len(self), digest), rows)
+        return GroupTable(held, self._order, len(self))
 
     def _laid_rows(self, keys: Any, rows: PyTree = ()) -> tuple[LaidRows | LaidChunks, np.ndarray]:
         """Return where rows lie, and the group of each."""
@@ -476,7 +478,7 @@ class Groups:
 
         def lay(path: Any, leaf: Any) -> Any:
             name = f"{what} {path_str(path)}"
-            shape = np.shape(real_rows(leaf))
+            shape = real_shape(leaf)
             if shape[:1] != (num,):
                 raise ValueError(
                     f"{name}: expected shape [{num}, ...], as there are {num} {of_what}, got {shape}"

@@ -143,14 +143,16 @@ def read_layout(
         )
     found = jax.tree_util.tree_leaves_with_path(position, is_leaf=is_padded)
     rows = tuple(target.local_rows(position))
-    specs, shapes = [], []
+    specs, shapes, laid = [], [], []
     for (path, leaf), r in zip(found, rows, strict=True):
         values = leaf.values if is_padded(leaf) else leaf
         spec = _spec(mesh, path_str(path), values, has_chains)
         shape = jnp.shape(values)[has_chains:]
         specs.append(spec if r is None else P(r.axes, *spec[1:]))
         shapes.append((shape if r is None else (r.num_padded, *shape[1:]), jnp.result_type(values)))
-    treedef = jax.tree.structure(position, is_leaf=is_padded)
+        like = jax.ShapeDtypeStruct(*shapes[-1])
+        laid.append(like if r is None else r.hold(like))
+    treedef = jax.tree.structure(jax.tree.structure(position, is_leaf=is_padded).unflatten(laid))
     structure = (treedef, classes_of(treedef))
     return Layout(mesh, num_chains, *structure, tuple(shapes), tuple(specs), rows)
 

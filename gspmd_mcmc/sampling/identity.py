@@ -20,6 +20,7 @@ from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import require_agreement
 from gspmd_mcmc.multihost.processes import is_local, to_host
 from gspmd_mcmc.placement.layout import Layout
+from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.sampling.run import Plan
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.targets.streaming.slots import Slots
@@ -157,6 +158,8 @@ def _walk(node: Any, path: str, array: Callable[[Any], str], *, has_values: bool
         children = {f"{path}.args": node.args, f"{path}.keywords": node.keywords}
     elif isinstance(node, Rows):
         pass  # How they are cut depends on the mesh.
+    elif is_padded(node):
+        children = {path: node.values}  # whether there is pad depends on it too
     elif isinstance(node, Slots):
         facts[path] = "" if node.order is None else node.order.digest
     elif dataclasses.is_dataclass(node) and not isinstance(node, type):

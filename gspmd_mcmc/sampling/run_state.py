@@ -20,7 +20,7 @@ from gspmd_mcmc.diagnostics.energy import OF_STEPS, energies_over_steps
 from gspmd_mcmc.errors import SamplingWarning
 from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.placement.layout import Layout
-from gspmd_mcmc.targets.local import is_row_values, unwrap
+from gspmd_mcmc.targets.local import arrays, is_row_values, unwrap
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, pytree, roles
 
@@ -442,7 +442,7 @@ def _spec(collected: Any, layout: Layout) -> P:
     """Return how a leaf of what is collected, marked and of shape [chains, ...], lies in a chain."""
     if not _is_as_seen(collected):
         return P()
-    where = layout.treedef.unflatten(range(layout.treedef.num_leaves))
+    where = arrays(layout.treedef.unflatten(range(layout.treedef.num_leaves)))
     leaf = dict(jax.tree_util.tree_leaves_with_path(where)).get(collected.path)
     if leaf is None:  # derived
         return P()

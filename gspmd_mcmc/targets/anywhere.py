@@ -37,9 +37,8 @@ def terms_and_grad_anywhere(method: Callable) -> Callable:
 
 def _like(target: Target, position: PyTree, state: Any) -> Any:
     """Say how a first state lies: as the position, rows and sums over rows with their plates."""
-    leaves, treedef = jax.tree.flatten(position, is_leaf=is_padded)
-    found = target.local_rows(position)
+    leaves, found = jax.tree.leaves(position, is_leaf=is_padded), target.local_rows(position)
     laid = [x if rows is None else P(rows.axes) for x, rows in zip(leaves, found, strict=True)]
-    like = jax.tree.unflatten(treedef, laid)
+    like = jax.tree.unflatten(jax.tree.structure(state.position), laid)
     fields = dict.fromkeys(tree.fields_like_position(type(state)), like)
     return tree.replace(whole(state), terms=target.layout_of_terms(state.terms), **fields)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath, keystr
 
+from gspmd_mcmc.placement.padding import is_padded, values_of, with_values
 from gspmd_mcmc.tree import PyTree, path_str, pytree, static
 
 
@@ -98,17 +99,19 @@ def constrain(
         The tree with constrained values, and for each counted leaf that has a bijection the logarithm
         of its Jacobian, one number for each event: summands of the log density.
     """
-    paths, treedef = jax.tree_util.tree_flatten_with_path(position)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(position, is_leaf=is_padded)
     leaves, log_jacobians = [], []
-    for (path, x), is_wanted, is_counted in zip(paths, where, counted or where, strict=True):
+    for (path, leaf), is_wanted, is_counted in zip(paths, where, counted or where, strict=True):
         bijection = bijection_at(bijections, path) if is_wanted else None
         if bijection is None:
-            leaves.append(x)
+            leaves.append(leaf)
             continue
+        x = values_of(leaf)
         with jax.numpy_rank_promotion("allow"):  # NumPyro's own code relies on it
-            leaves.append(bijection(x))
+            y = bijection(x)
+            leaves.append(with_values(leaf, y))
             if is_counted:
-                log_jacobians.append(jnp.asarray(bijection.log_abs_det_jacobian(x, leaves[-1])))
+                log_jacobians.append(jnp.asarray(bijection.log_abs_det_jacobian(x, y)))
     return jax.tree.unflatten(treedef, leaves), log_jacobians
 
 
@@ -118,6 +121,6 @@ def unconstrain(bijections: PyTree, params: PyTree) -> PyTree:
     def back(path, y):
         bijection = bijection_at(bijections, path)
         with jax.numpy_rank_promotion("allow"):
-            return y if bijection is None else bijection.inv(y)
+            return y if bijection is None else with_values(y, bijection.inv(values_of(y)))
 
-    return jax.tree_util.tree_map_with_path(back, params)
+    return jax.tree_util.tree_map_with_path(back, params, is_leaf=is_padded)

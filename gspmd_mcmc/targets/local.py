@@ -1,7 +1,10 @@
 """Local latents: leaves of the position that have one row for each row of a plate.
 
-They lie where the plate's rows lie. Where the mesh does not divide the rows they are padded, as the
-data are, by copies of the last row; the pad has no density and no momentum, and nobody sees it.
+They are stored where the plate's rows are. Where the mesh does not divide the rows they are padded, as
+the data are, by copies of the last row; the pad has no density and no momentum, and nobody sees it.
+
+An array that comes from outside has the user's order. Inside, what has pad or the order of groups is
+`Padded`, which tells both: in positions, gradients, momenta and metrics. No length tells an order.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +18,14 @@ import numpy as np
 
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.laid_groups import Order
-from gspmd_mcmc.placement.padding import Padded, is_padded, num_real_rows, values_of
+from gspmd_mcmc.placement.padding import (
+    Padded,
+    is_padded,
+    move_rows,
+    num_real_rows,
+    real_shape,
+    values_of,
+)
 from gspmd_mcmc.targets.streaming.rows import HasLocalRows, Rows
 from gspmd_mcmc.tree import PyTree, is_traced, name_of, path_str, pytree, static
 
@@ -94,14 +104,13 @@ def is_row_values(node: Any) -> bool:
 
 def wrap(target: HasLocalRows, position: PyTree, values: PyTree) -> PyTree:
     """Mark the values of leaves that have rows as `RowValues`: rows and axes in the user's order."""
-    leaves, treedef = jax.tree.flatten(values)
+    leaves, treedef = jax.tree.flatten(values, is_leaf=is_padded)
     axes = target.local_axes(position)
 
-    def wrapped(x: jax.Array, rows: Rows | None, order: Order | None, axis: int) -> Any:
+    def wrapped(x: Any, rows: Rows | None, order: Order | None, axis: int) -> Any:
         if rows is None:
             return x
-        seen = x if order is None else rows.lay(order.see(x))
-        return RowValues(jnp.moveaxis(seen, 0, axis), rows, axis)
+        return RowValues(jnp.moveaxis(_seen(x, rows, order), 0, axis), rows, axis)
 
     found = zip(leaves, *_rows_and_orders(target, position), axes, strict=True)
     return jax.tree.unflatten(treedef, [wrapped(*of_leaf) for of_leaf in found])
@@ -109,12 +118,12 @@ def wrap(target: HasLocalRows, position: PyTree, values: PyTree) -> PyTree:
 
 def rows_first(target: HasLocalRows, params: PyTree) -> PyTree:
     """Move the rows of local leaves from the axis where the model has them to the first."""
-    return _moved(target, params, lambda x, axis: jnp.moveaxis(x, axis, 0))
+    return _moved(target, params, lambda x, axis: move_rows(x, axis, 0))
 
 
 def rows_in_place(target: HasLocalRows, params: PyTree) -> PyTree:
     """Undo `rows_first`."""
-    return _moved(target, params, lambda x, axis: jnp.moveaxis(x, 0, axis))
+    return _moved(target, params, lambda x, axis: move_rows(x, 0, axis))
 
 
 def _moved(target: HasLocalRows, params: PyTree, function: Callable) -> PyTree:
@@ -123,10 +132,27 @@ def _moved(target: HasLocalRows, params: PyTree, function: Callable) -> PyTree:
     return jax.tree.unflatten(treedef, [function(x, axis) if axis else x for x, axis in pairs])
 
 
+def _seen(leaf: Any, rows: Rows, order: Order | None) -> Any:
+    """Return a leaf with rows as an array in the user's order; its pad, if any, comes last."""
+    num_real_rows(leaf, "a position")  # raises unless they come first
+    if not is_padded(leaf) or not leaf.order:
+        return values_of(leaf)
+    if order is None or leaf.order != order.digest:
+        raise _other_order(str(leaf), rows)
+    return rows.lay(order.see(leaf.values))
+
+
+def _other_order(what: str, rows: Rows) -> ValueError:
+    return ValueError(
+        f"{what} is in the order of other groups than those of the plate of {rows}. Give it in your "
+        "own order, which the draws of sample have"
+    )
+
+
 def unwrap(tree: PyTree, axis: int = 0) -> PyTree:
     """Turn `RowValues` into arrays of the real rows; ``axis`` counts the axes before a latent's own."""
     return jax.tree.map(
-        lambda x: cut_rows(x.values, x.rows, axis + x.axis) if is_row_values(x) else x,
+        lambda x: cut_rows(x.values, x.rows.num_rows, axis + x.axis) if is_row_values(x) else x,
         tree,
         is_leaf=is_row_values,
     )
@@ -156,15 +182,43 @@ def without(tree: PyTree, hidden: Sequence[bool]) -> PyTree:
     """Leave some leaves out: their dict entries go, elsewhere None takes their place."""
     if not any(hidden):
         return tree
-    return _strip(tree, jax.tree.unflatten(jax.tree.structure(tree), hidden))
+    return _strip(tree, jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_padded), hidden))
 
 
 def _strip(node: PyTree, marks: PyTree) -> PyTree:
     if type(node) is not dict:
-        return jax.tree.map(lambda x, is_hidden: None if is_hidden else x, node, marks)
+        shown = partial(jax.tree.map, lambda x, is_hidden: None if is_hidden else x)
+        return shown(node, marks, is_leaf=is_padded)
     flags = {key: jax.tree.leaves(marks[key]) for key in node}
     kept = {key: child for key, child in node.items() if not flags[key] or not all(flags[key])}
     return {key: _strip(child, marks[key]) for key, child in kept.items()}
+
+
+def arrays(tree: PyTree) -> PyTree:
+    """Return a tree with the values of its `Padded` leaves, pad included."""
+    return jax.tree.map(values_of, tree, is_leaf=is_padded)
+
+
+def real_shapes(tree: PyTree, lead: tuple[int, ...] = ()) -> PyTree:
+    """Return the shapes of leaves without pad, after the sizes of further axes."""
+    return jax.tree.map(lambda x: (*lead, *real_shape(x)), tree, is_leaf=is_padded)
+
+
+def positions_last(stacked: PyTree) -> PyTree:
+    """Move the first axis of each leaf to the end: of several positions in one."""
+
+    def moved(leaf: Any) -> Any:
+        values = jnp.moveaxis(values_of(leaf), 0, -1)
+        return Padded(values, leaf.num_rows, leaf.order) if is_padded(leaf) else values
+
+    return jax.tree.map(moved, stacked, is_leaf=is_padded)
+
+
+def held(target: HasLocalRows, tree: PyTree) -> PyTree:
+    """Undo `arrays` of what is laid out, after a function that keeps the rows of local leaves."""
+    leaves, treedef = jax.tree.flatten(tree)
+    pairs = zip(leaves, target.local_rows(tree), strict=True)
+    return treedef.unflatten([x if rows is None else rows.hold(x) for x, rows in pairs])
 
 
 def rows_of(target: HasLocalRows, position: PyTree) -> list[Rows | None]:
@@ -179,13 +233,27 @@ def _rows_and_orders(
     return target.local_rows(position), target.local_orders(position)
 
 
+def is_laid(target: HasLocalRows, tree: PyTree) -> bool:
+    """Tell by the types of its local leaves whether a tree is laid out for a target."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_padded)
+    pairs = zip(leaves, target.local_rows(tree), strict=True)
+    return all(rows is None or rows.holds(leaf) for leaf, rows in pairs)
+
+
+def as_laid(target: HasLocalRows, position: PyTree) -> PyTree:
+    """Return a position itself if it is laid out, else laid out."""
+    return position if is_laid(target, position) else lay_out(target, position)
+
+
 def lay_out(target: HasLocalRows, position: PyTree, what: str = "position") -> PyTree:
     """Turn leaves into arrays; pad local ones and lay them over their rows' mesh axes.
+
+    Arrays, and what `place` has padded, are in the user's order. What is laid already stays as it is.
 
     Raises
     ------
     ValueError
-        If a local leaf has another number of rows than its plate.
+        If a local leaf has another number of rows than its plate, or the order of other groups.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(position, is_leaf=is_padded)
     laid = [
@@ -196,58 +264,52 @@ def lay_out(target: HasLocalRows, position: PyTree, what: str = "position") -> P
 
 
 def _lay_out_leaf(name: str, leaf: Any, rows: Rows | None, order: Order | None) -> Any:
-    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    is_shape = isinstance(values_of(leaf), jax.ShapeDtypeStruct)
     if rows is None:
         return leaf if is_shape else jnp.asarray(leaf)
-    array, num_real = values_of(leaf), num_real_rows(leaf)
-    if num_real not in ((rows.num_rows,) if is_padded(leaf) else (rows.num_rows, rows.num_padded)):
+    if num_real_rows(leaf, name) != rows.num_rows:
         raise ValueError(
             f"{name} is local to a plate of {rows}: expected a leading axis of {rows.num_rows}, got "
-            f"{leaf if isinstance(leaf, Padded) else f'shape {np.shape(array)}'}"
+            f"{leaf if isinstance(leaf, Padded) else f'shape {np.shape(leaf)}'}"
         )
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return rows.lay_shape(array)
-    if is_padded(leaf) and order is not None:  # in the user's order: `place` knows no groups
-        return rows.lay(order.lay(jnp.asarray(array)[:num_real]))
-    missing = rows.num_padded - np.shape(array)[0]
-    if missing and order is not None:
-        array = order.lay(jnp.asarray(array))
-    elif missing:
-        array = jnp.asarray(array)
-        last = jnp.broadcast_to(array[-1:], (missing, *array.shape[1:]))
+    if is_padded(leaf) and leaf.order not in ("", rows.order):
+        raise _other_order(f"{name}: {leaf}", rows)
+    if is_shape:
+        return rows.hold(rows.lay_shape(values_of(leaf)))
+    if rows.holds(leaf):
+        array = values_of(leaf)
+    elif order is not None and not (is_padded(leaf) and leaf.order):
+        array = order.lay(jnp.asarray(values_of(leaf)))
+    else:  # on other devices what is laid by groups has another pad
+        array = jnp.asarray(values_of(leaf))[: rows.num_rows]
+        last = jnp.broadcast_to(array[-1:], (rows.num_padded - rows.num_rows, *array.shape[1:]))
         array = jnp.concatenate([array, last])
-    return rows.lay(array)
+    return rows.hold(rows.lay(array))
 
 
 def zero_pad(target: HasLocalRows, momentum: PyTree) -> PyTree:
     """Set the pad of local leaves to zero: what does not exist does not move."""
-    return _map_padded(target, momentum, lambda x, rows, _: jnp.where(rows.is_real(x.ndim), x, 0))
+    leaves, treedef = jax.tree.flatten(momentum)
+    zeroed = [
+        x if rows is None or rows.num_rows == rows.num_padded else jnp.where(rows.is_real(x.ndim), x, 0)
+        for x, rows in zip(leaves, target.local_rows(momentum), strict=True)
+    ]
+    return jax.tree.unflatten(treedef, zeroed)
 
 
 def cut(target: HasLocalRows, position: PyTree) -> PyTree:
-    """Cut the pad of local leaves off, inside a program or outside, and undo the order of groups."""
-
-    def seen(x: Any, rows: Rows, order: Order | None) -> Any:
-        if np.shape(x)[0] == rows.num_rows:  # a start as the user wrote it, in the user's order
-            return x
-        return cut_rows(x if order is None else order.see(x), rows, 0)
-
-    return _map_padded(target, position, seen)
-
-
-def _map_padded(target: HasLocalRows, tree: PyTree, function: Callable) -> PyTree:
-    """Apply ``function(leaf, rows, order)`` to the local leaves that have a pad."""
-    leaves, treedef = jax.tree.flatten(tree)
-    mapped = [
-        x if rows is None or rows.num_rows == rows.num_padded else function(x, rows, order)
-        for x, rows, order in zip(leaves, *_rows_and_orders(target, tree), strict=True)
+    """Return a position in the user's order and without pad, inside a program or outside."""
+    leaves, treedef = jax.tree.flatten(position, is_leaf=is_padded)
+    seen = [
+        x if rows is None or not is_padded(x) else cut_rows(_seen(x, rows, order), rows.num_rows, 0)
+        for x, rows, order in zip(leaves, *_rows_and_orders(target, position), strict=True)
     ]
-    return jax.tree.unflatten(treedef, mapped)
+    return jax.tree.unflatten(treedef, seen)
 
 
-def cut_rows(array: jax.Array, rows: Rows, axis: int) -> Any:
+def cut_rows(array: jax.Array, num_rows: int, axis: int) -> Any:
     """Cut the pad off an axis; outside jit that leaves an array on the host, as no mesh divides it."""
-    if rows.num_rows == rows.num_padded:
+    if num_rows == array.shape[axis]:
         return array
-    real = (*(slice(None),) * axis, slice(rows.num_rows))
+    real = (*(slice(None),) * axis, slice(num_rows))
     return array[real] if is_traced(array) else np.asarray(to_host(array))[real]

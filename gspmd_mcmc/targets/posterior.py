@@ -19,7 +19,7 @@ from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections as bijective
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
 from gspmd_mcmc.targets.function import as_partial, name_of_function, noting_shapes, summands
-from gspmd_mcmc.targets.local import Local, cut, without, wrap
+from gspmd_mcmc.targets.local import Local, arrays, as_laid, cut, held, without, wrap
 from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.targets.streaming.tiling import is_live
@@ -95,7 +95,11 @@ class Posterior(Target):
 
     def transformed(self, position: PyTree) -> PyTree:
         """Return the position after the reparameterization, before bijections."""
-        return position if self.transform is None else self.transform(position)
+        if self.transform is None:
+            return position
+        if not any(map(is_padded, jax.tree.leaves(position, is_leaf=is_padded))):
+            return self.transform(position)
+        return held(self, self.transform(arrays(as_laid(self, position))))
 
     def unconstrain(self, params: PyTree) -> PyTree:
         """Return the position of constrained values, by the inverse of the bijections.
@@ -198,7 +202,7 @@ class Posterior(Target):
 
     def _shared_params(self, position: PyTree) -> tuple[PyTree, list[jax.Array]]:
         """Return parameters, local ones unconstrained yet: those are constrained a tile at a time."""
-        params = self.transformed(position)
+        params = self.transformed(as_laid(self, position))
         bijective.check(self.bijections, params)
         is_shared = [rows is None for rows in self.local_rows(params)]
         return bijective.constrain(self.bijections, params, is_shared)

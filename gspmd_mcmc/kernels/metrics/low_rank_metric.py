@@ -60,8 +60,7 @@ class LowRankMetric(Metric):
     def laid_out(self, target: Target, what: str) -> "LowRankMetric":
         """Lay variances and vectors out as positions are; pad rows take no part in U."""
         rank = np.shape(self.eigenvalues)
-        like = jax.tree.map(lambda v: (*rank, *np.shape(v)), self.variances)
-        got = jax.tree.map(np.shape, self.vectors)
+        like, got = local.real_shapes(self.variances, rank), local.real_shapes(self.vectors)
         if len(rank) != 1 or got != like:
             raise ValueError(
                 f"{what}: expected eigenvalues of shape (rank,) and vectors of shapes {like}, got "
@@ -91,9 +90,12 @@ def combine(vectors: PyTree, along: jax.Array, x: PyTree) -> PyTree:
 def _lay_out_vectors(target: Target, vectors: PyTree, variances: PyTree, what: str) -> PyTree:
     """Lay each vector out as a position, zero in its pad."""
     if any(isinstance(u, jax.ShapeDtypeStruct) for u in jax.tree.leaves(vectors)):
-        return jax.tree.map(_shape_beside, vectors, variances)
-    rows_first = local.lay_out(target, jax.tree.map(lambda u: jnp.moveaxis(u, 0, -1), vectors), what)
-    return jax.tree.map(lambda u: jnp.moveaxis(u, -1, 0), local.zero_pad(target, rows_first))
+        pairs = zip(*map(jax.tree.leaves, (vectors, variances)), strict=True)
+        laid = [_shape_beside(*pair) for pair in pairs]
+    else:
+        last = local.lay_out(target, local.positions_last(vectors), what)
+        laid = [jnp.moveaxis(u, -1, 0) for u in jax.tree.leaves(local.zero_pad(target, last))]
+    return jax.tree.unflatten(jax.tree.structure(variances), laid)
 
 
 def _shape_beside(vectors: Any, variances: Any) -> jax.ShapeDtypeStruct:

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import tree_leaves_with_path
 
 from gspmd_mcmc import tree
@@ -146,7 +145,7 @@ def check_named(what: str, names: Sequence[str], position: PyTree) -> None:
 
 def check_shapes(what: str, given: PyTree, position: PyTree) -> None:
     """Raise unless a tree has the structure and the shapes of a position."""
-    given, like = (jax.tree.map(np.shape, t) for t in (given, position))
+    given, like = (local.real_shapes(t) for t in (given, position))
     if given != like:
         raise ValueError(
             f"{what}: expected a tree of shapes like the position's, {like}, got {given}. {NO_MATRIX}"

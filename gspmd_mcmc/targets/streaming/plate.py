@@ -17,7 +17,7 @@ from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
 from gspmd_mcmc.targets.function import as_partial, name_of_function, noting_shapes
 from gspmd_mcmc.targets.fused.tracing import kernels_where
-from gspmd_mcmc.targets.local import Local, lay_out, rows_first, without
+from gspmd_mcmc.targets.local import Local, is_laid, lay_out, rows_first, without
 from gspmd_mcmc.targets.streaming import tiling
 from gspmd_mcmc.targets.streaming.rows import Rows, read_rows
 from gspmd_mcmc.targets.streaming.slots import RowSlots, Slots, group_slots
@@ -80,8 +80,7 @@ class Plate:
         if tile_rows is not None and (not isinstance(tile_rows, int) or tile_rows < 1):
             raise ValueError(f"tile_rows: expected an integer of at least 1, got {tile_rows!r}")
         if isinstance(data, GroupTable):
-            arrays, rows = read_rows(data.table)
-            rows = replace(rows, order=data.order.digest)
+            arrays, rows = read_rows(data.table, data.order.digest)
             slots = RowSlots(rows, data.order)
         elif isinstance(data, GroupedRows):
             if tile_rows is not None:
@@ -114,6 +113,7 @@ class Plate:
 
         ``hidden`` marks leaves that the likelihood is not shown: those local to other plates.
         """
+        self._require_laid(params)
         split, tile, _ = self._plan(params, hidden)
 
         def body(bound, carry, sums, read, block_tile, is_counted):
@@ -200,6 +200,13 @@ class Plate:
         """Return this plate with `_bound` as a tile is given it."""
         return tree.replace(self, log_likelihood=bound[0], bijections=bound[1])
 
+    def _require_laid(self, params: PyTree) -> None:
+        if not is_laid(self, params):
+            raise ValueError(
+                f"{self}: expected its local latents laid out with its rows, as in the state of a "
+                "sampler. Evaluate a Posterior that holds the plate: it lays them out"
+            )
+
     def _split(self, params: PyTree, hidden: Sequence[bool] | None) -> "_Split":
         is_local = [rows is not None for rows in self.local_rows(params)]
         return _Split.of(params, is_local, hidden or [False] * len(is_local))
@@ -250,6 +257,7 @@ class Plate:
         That of shared leaves is summed per block, and over the blocks at the end: one all-reduce. That
         of local leaves stays where their rows are.
         """
+        self._require_laid(params)
         split, tile, has_kernel = self._plan(params, hidden, kernels)
         has_local_pad = bool(split.local) and self.rows.num_rows != self.rows.num_padded
 
@@ -279,7 +287,7 @@ class Plate:
             has_kernel,
         )
         shared_grads = [jnp.sum(s, axis=0) for s in sums]
-        grads = split.merge(shared_grads, self.slots.gather_grads(by_local), jnp.zeros_like)
+        grads = split.gradient(shared_grads, self.slots.gather_grads(by_local))
         return jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, params), out
 
     def __repr__(self) -> str:
@@ -320,7 +328,8 @@ class _Split:
     do not, and hidden ones (local to another plate) the likelihood is not shown.
     """
 
-    treedef: Any
+    given: Any  # the structure of the parameters; local ones may be `Padded`
+    treedef: Any  # the same of plain arrays, as functions are shown them
     paths: tuple
     leaves: list[jax.Array]
     kinds: tuple[str, ...]
@@ -328,12 +337,13 @@ class _Split:
     @classmethod
     def of(cls, params: PyTree, is_local: Sequence[bool], is_hidden: Sequence[bool]) -> "_Split":
         """Sort by what is known without a trace: shared leaves count as read."""
-        flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+        flat, given = jax.tree_util.tree_flatten_with_path(params)
         kinds = tuple(
             "local" if local else "hidden" if hides else "read"
             for local, hides in zip(is_local, is_hidden, strict=True)
         )
-        return cls(treedef, tuple(path for path, _ in flat), [leaf for _, leaf in flat], kinds)
+        treedef = jax.tree.structure(params, is_leaf=is_padded)
+        return cls(given, treedef, tuple(path for path, _ in flat), [leaf for _, leaf in flat], kinds)
 
     def less_unread(self, is_read: Sequence[bool]) -> "_Split":
         """Set the shared leaves apart that nothing reads."""
@@ -372,8 +382,13 @@ class _Split:
         params, log_jacobians = bijections.constrain(of_local, params, is_local, is_counted)
         return without(params, [kind == "hidden" for kind in self.kinds]), log_jacobians
 
+    def gradient(self, read: list, local: list) -> PyTree:
+        """Put a gradient together, shaped like the parameters; zero where nothing is read."""
+        zeros = self.merge(read, local, jnp.zeros_like)
+        return jax.tree.unflatten(self.given, jax.tree.leaves(zeros))
+
     def merge(self, read: list, local: list, rest: Callable) -> PyTree:
-        """Put the parameters together from other leaves; ``rest`` makes those of the last two kinds."""
+        """Put plain arrays together from other leaves; ``rest`` makes those of the last two kinds."""
         new = {"read": iter(read), "local": iter(local)}
         merged = [
             next(new[kind]) if kind in new else rest(leaf)

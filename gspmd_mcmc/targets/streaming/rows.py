@@ -14,7 +14,7 @@ from gspmd_mcmc.placement import padding
 from gspmd_mcmc.placement.laid_groups import Order
 from gspmd_mcmc.placement.mesh import auto_mesh, axes_of, named_sharding
 from gspmd_mcmc.placement.numbers import as_array, refuse_sparse
-from gspmd_mcmc.placement.padding import is_padded, num_real_rows, values_of
+from gspmd_mcmc.placement.padding import Padded, is_padded, num_real_rows, require_order, values_of
 from gspmd_mcmc.tree import PyTree, is_traced, path_str
 
 
@@ -95,6 +95,22 @@ class Rows:
         rest = placed.spec[1:] if placed is not None and placed.mesh == self.mesh else ()
         return put(array, NamedSharding(self.mesh, P(self.axes, *rest)))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is neither pad nor another order, so that local latents are plain arrays."""
+        return self.num_rows == self.num_padded and not self.order
+
+    def hold(self, laid: Any) -> Any:
+        """Give an array that `lay` has laid, or its shape, the type that tells its pad and order."""
+        return laid if self.is_plain else Padded(laid, self.num_rows, self.order)
+
+    def holds(self, leaf: Any) -> bool:
+        """Tell by its type whether a leaf is one that `hold` has returned, chains in front or not."""
+        if self.is_plain or not is_padded(leaf):
+            return self.is_plain and not is_padded(leaf)
+        ours = self.num_rows, self.num_padded, self.order
+        return (leaf.num_rows, leaf.num_padded, leaf.order) == ours
+
     def lay_shape(self, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Return a shape with all rows, padded, where they lie: `lay` of an array that is not there."""
         shape = (self.num_padded, *like.shape[1:])
@@ -140,8 +156,10 @@ class HasLocalRows(Protocol):
         ...
 
 
-def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
+def read_rows(data: PyTree, order: str = "") -> tuple[PyTree, Rows]:
     """Return the plate's arrays without their `Padded` wrappers, and how their rows lie.
+
+    ``order`` is the digest of the order that padded rows have; "" for the user's.
 
     Raises
     ------
@@ -155,17 +173,19 @@ def read_rows(data: PyTree) -> tuple[PyTree, Rows]:
     arrays: dict[str, Any] = {}
     for path, node in nodes:
         name = path_str(path)
+        require_order(node, order)
         arrays[name] = as_array(f"plate data {name}", values_of(node))
         if not arrays[name].ndim:
             raise ValueError(
                 f"plate data {name}: expected a leading axis of rows, got a scalar. What is not one "
                 "per row goes into the function: jax.tree_util.Partial(log_likelihood, value)"
             )
-    num_rows, num_padded = _counts(arrays, [num_real_rows(node) for _, node in nodes])
+    num_real = [num_real_rows(node, f"plate data {path_str(path)}") for path, node in nodes]
+    num_rows, num_padded = _counts(arrays, num_real)
     mesh, axes = _mesh_and_axes(arrays)
     specs = tuple(map(_rest_of_spec, arrays.values()))
     platform = platform_of(next(iter(arrays.values())), mesh)
-    rows = Rows(num_rows, num_padded, mesh, axes, specs, platform)
+    rows = Rows(num_rows, num_padded, mesh, axes, specs, platform, order)
     if num_padded % rows.num_blocks:
         raise ValueError(
             f"plate data: {num_padded} rows do not cut into {rows.num_blocks} blocks; use place"

@@ -38,7 +38,8 @@ def read_tree(tree: PyTree, shape: tuple[int, ...] | None = None) -> tuple[LeafL
     for path, leaf in _leaves(tree):
         is_padded = isinstance(leaf, Padded)
         layout = _read(path_str(path), leaf.values if is_padded else leaf, shape)
-        layout = replace(layout, num_rows=leaf.num_rows if is_padded else None)
+        is_rows_first = is_padded and np.ndim(leaf.values) == 1 + leaf.num_axes_after
+        layout = replace(layout, num_rows=leaf.num_rows if is_rows_first else None)
         layouts.append(replace(layout, notes=(*layout.notes, *_remarks(layout))))
     return tuple(layouts)
 
