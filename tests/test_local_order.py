@@ -192,6 +192,24 @@ def test_chains_start_where_the_user_says(kind):
         np.testing.assert_allclose(found[name], both, rtol=1e-4, atol=1e-5)
 
 
+def coupled(x, row):
+    return -5e-5 * (x["z"] - row["y"]) ** 2 - 5.0 * (x["z"] - x["mean"]) ** 2
+
+
+@pytest.mark.parametrize("name", ["1", "8"])
+def test_curvatures_that_are_raised_do_not_depend_on_pad(name):
+    """One probe estimates the curvature of each row, 10.0001, as 0.0001 or 20.0001."""
+    data = gm.place({"y": np.zeros(ROWS)}, mesh_of(name), P("data"))
+    model = gm.Posterior(log_prior, gm.Plate(coupled, data, local="z"))
+    start = {"mean": jnp.zeros(1), "z": jnp.zeros(ROWS)}
+    mode = gm.find_mode(jax.random.key(1), model, start, max_steps=0, num_probes=1)
+    found = np.asarray(mode.curvature["z"])
+    is_low = found < 1
+    assert 3 < is_low.sum() < 14
+    np.testing.assert_allclose(found[~is_low], 20.0001, rtol=1e-4)
+    np.testing.assert_allclose(found[is_low], 0.02 * np.mean(~is_low), rtol=1e-3)
+
+
 def test_a_run_goes_on_from_the_positions_of_states_on_another_mesh():
     options = {"num_warmup": 0, "num_samples": 1, "num_chains": 2, "progress": False}
     x = gm.uniform_start(unconstrained(params()), 0.5)

@@ -1,9 +1,11 @@
 """The mode of a target, and its curvature there: a place to start from, and a first metric."""
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from gspmd_mcmc.errors import SamplingWarning
 from gspmd_mcmc.extras import need
 from gspmd_mcmc.placement.explicit import on_any_mesh
 from gspmd_mcmc.placement.layout import Pins
+from gspmd_mcmc.placement.padding import is_padded, real_shape, values_of
 from gspmd_mcmc.targets import checks, independence
 from gspmd_mcmc.targets.local import cut
 from gspmd_mcmc.targets.target import Target
@@ -214,4 +217,10 @@ def _curvature(target, position, rng_key, *, num_probes, pins, product):
         return jax.tree.map(lambda t, s, h: t - s * h / num_probes, total, signs, hessian_signs), None
 
     total, _ = jax.lax.scan(probe, jax.tree.map(jnp.zeros_like, position), jnp.arange(num_probes))
-    return pins(jax.tree.map(lambda c: jnp.maximum(c, LEAST_CURVATURE * jnp.mean(jnp.abs(c))), total))
+    return pins(jax.tree.map(_raised, total, is_leaf=is_padded))
+
+
+def _raised(curvature: Any) -> Any:
+    """Raise a leaf to a share of the mean of its real elements; that of pad is zero."""
+    mean = jnp.sum(jnp.abs(values_of(curvature))) / math.prod(real_shape(curvature))
+    return jax.tree.map(lambda c: jnp.maximum(c, LEAST_CURVATURE * mean), curvature)
