@@ -433,8 +433,9 @@ def test_correlation_times_do_not_depend_on_pad():
     for _ in range(40):
         x = jax.tree.map(lambda x: 0.8 * x + 0.6 * rng.normal(size=x.shape), x)
         moved = [lay(target, x) for target in targets]
-        pad = laid[1]["z"][:, 17:]
-        moved[1] = moved[1] | {"z": moved[1]["z"].at[:, 17:].set(pad)}
+        pad = laid[1]["z"].values[:, 17:]
+        values = moved[1]["z"].values.at[:, 17:].set(pad)
+        moved[1] = moved[1] | {"z": tree.replace(moved[1]["z"], values=values)}
         batches = [take(*pair) for pair in zip(batches, moved, strict=True)]
     for time in (
         partial(batch_means.correlation_time, dimension=18),

@@ -38,6 +38,7 @@ from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.run_state import draw_kernel
 from gspmd_mcmc.sampling.start import init_chains
+from gspmd_mcmc.targets import local
 
 GRADIENT = 2  # numbers: of the shared latents of `hierarchy`
 MARKS = 5  # of NUTS with trees of depth 6
@@ -146,7 +147,7 @@ def step(kernel, rng_key, state):
 def ten_steps(layout, kernel, states):
     def one(states, i):
         states, info = advance(kernel, jax.random.key(0), i, states, layout)
-        positions = states.position
+        positions = local.arrays(states.position)
         return states, (info.num_integration_steps, info.is_accepted, positions)
 
     with jax.named_scope("steps"):

@@ -232,6 +232,14 @@ def test_as_many_rows_as_with_pad_are_no_position(name):
         started_at(gm.uniform_start(wrong), name)
 
 
+def test_pad_that_no_plate_masks_is_refused():
+    variances = {"x": gm.place(np.ones(ROWS), mesh_of("8"), P("data"))}
+    of_all = gm.LogDensity(lambda x: -0.5 * x["x"] ** 2)
+    for call in (lambda x: gm.HMC(of_all, 0.1, 1, x), gm.HMC(of_all, 0.1, 1).init):
+        with pytest.raises(ValueError, match=r"\['x'\]: got Padded.*, whose pad nothing masks here"):
+            call(variances)
+
+
 def test_the_order_of_other_groups_is_refused():
     x = kernel("8").init(unconstrained(params())).position
     other = target("8", tuple((KEYS + 1) % GROUPS))

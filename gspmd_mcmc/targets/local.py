@@ -265,6 +265,11 @@ def lay_out(target: HasLocalRows, position: PyTree, what: str = "position") -> P
 
 def _lay_out_leaf(name: str, leaf: Any, rows: Rows | None, order: Order | None) -> Any:
     is_shape = isinstance(values_of(leaf), jax.ShapeDtypeStruct)
+    if rows is None and is_padded(leaf):
+        raise ValueError(
+            f"{name}: got {leaf}, whose pad nothing masks here, as it is local to no plate; choose a "
+            "mesh that divides it, or lay it out whole"
+        )
     if rows is None:
         return leaf if is_shape else jnp.asarray(leaf)
     if num_real_rows(leaf, name) != rows.num_rows:

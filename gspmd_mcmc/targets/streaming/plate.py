@@ -17,7 +17,7 @@ from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
 from gspmd_mcmc.targets.function import as_partial, name_of_function, noting_shapes
 from gspmd_mcmc.targets.fused.tracing import kernels_where
-from gspmd_mcmc.targets.local import Local, is_laid, lay_out, rows_first, without
+from gspmd_mcmc.targets.local import Local, as_laid, is_laid, rows_first, without
 from gspmd_mcmc.targets.streaming import tiling
 from gspmd_mcmc.targets.streaming.rows import Rows, read_rows
 from gspmd_mcmc.targets.streaming.slots import RowSlots, Slots, group_slots
@@ -147,8 +147,7 @@ class Plate:
     @on_any_mesh
     def log_likelihood_rows(self, params: PyTree, hidden: Sequence[bool] | None = None) -> jax.Array:
         """Return the terms of the real rows, each apart, shape [rows] (for LOO and the like)."""
-        laid = lay_out(self, rows_first(self, params))
-        split = self._split(laid, hidden)
+        split = self._split(as_laid(self, rows_first(self, params)), hidden)
         of_rows = split.merge(split.read, self.slots.spread_all(split.local), lambda leaf: leaf)
         return self.slots.see(self.log_likelihood(without(of_rows, hidden or []), self.data))
 
