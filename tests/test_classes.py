@@ -77,3 +77,27 @@ def test_a_run_is_continued_by_a_class_that_is_defined_again(tmp_path):
     begun, both = sampled(first, 20), sampled(second, 40)
     assert type(both.position) is type(second)
     np.testing.assert_array_equal(both.position.loc[:, :20], begun.position.loc)
+
+
+@pytest.mark.parametrize("again", [defined, defined_with_other_names])
+def test_a_metric_of_another_class_than_the_position_is_refused(again):
+    first, second = (cls(jnp.ones(()), jnp.ones(())) for cls in (defined(), again()))
+    kernel = gm.HMC(gm.LogDensity(density), 0.5, 2, inverse_mass_matrix=first)
+    assert np.isfinite(kernel.init(first).log_density)
+    with pytest.raises(
+        ValueError, match=f"Params, the position's in another class {type(second).__qualname__}"
+    ):
+        kernel.init(second)
+
+
+def test_a_metric_of_a_class_that_compares_by_identity_is_taken():
+    @jax.tree_util.register_dataclass
+    @dataclass(eq=False)
+    class Params:
+        loc: jax.Array
+        scale: jax.Array
+
+    kernel = gm.HMC(
+        gm.LogDensity(density), 0.5, 2, inverse_mass_matrix=Params(jnp.ones(()), jnp.ones(()))
+    )
+    assert np.isfinite(kernel.init(Params(jnp.ones(()), jnp.ones(()))).log_density)

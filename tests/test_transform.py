@@ -77,8 +77,8 @@ def sample(start=None, of_groups=False, **options):
 
 def last_params(draws):
     """Return the parameters of the last state, from its position alone; [chains, ...]."""
-    z, effect = (np.asarray(draws.state.position[name]) for name in ("z", "effect"))
-    return {"w": z @ ROTATION.T + 10, "effect": effect[:, :ROWS] + 10}
+    last = draws.state.position
+    return {"w": np.asarray(last["z"]) @ ROTATION.T + 10, "effect": last["effect"].unpad() + 10}
 
 
 def check(draws):

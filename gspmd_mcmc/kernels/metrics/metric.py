@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.tree_util import tree_leaves_with_path
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.placement.padding import is_padded, real_shape
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.targets.anywhere import on_any_mesh
 from gspmd_mcmc.targets.target import Target
@@ -144,12 +145,22 @@ def check_named(what: str, names: Sequence[str], position: PyTree) -> None:
 
 
 def check_shapes(what: str, given: PyTree, position: PyTree) -> None:
-    """Raise unless a tree has the structure and the shapes of a position."""
-    given, like = (local.real_shapes(t) for t in (given, position))
-    if given != like:
+    """Raise unless a tree has the structure, the classes and the shapes of a position."""
+    flat = [jax.tree.flatten(t, is_leaf=is_padded) for t in (given, position)]
+    shapes = [list(map(real_shape, leaves)) for leaves, _ in flat]
+    (_, one), (_, other) = flat
+    if one != other or shapes[0] != shapes[1]:
+        given, like = (local.real_shapes(t) for t in (given, position))
         raise ValueError(
             f"{what}: expected a tree of shapes like the position's, {like}, got {given}. {NO_MATRIX}"
         )
+    for mine, its in zip(tree.classes_of(one), tree.classes_of(other), strict=True):
+        if mine is not its:
+            raise ValueError(
+                f"{what}: its values are in a {mine.__qualname__}, the position's in another class "
+                f"{its.__qualname__}. A cell that defines a class makes a new one each time it runs: "
+                "make both trees after it"
+            )
 
 
 def is_known(leaf: Any) -> bool:
