@@ -121,3 +121,22 @@ def test_coupled_rows_are_found_before_the_search(monkeypatch):
     monkeypatch.setattr(modes, "_climb", lambda *args, **options: pytest.fail("it climbed"))
     with pytest.raises(gm.CoupledRows, match="depends on the rows beside it"):
         gm.find_mode(KEY, target, jnp.float32(0.0))
+
+
+@jax.custom_vjp
+def with_a_wrong_gradient(x):
+    return -0.5 * x**2
+
+
+with_a_wrong_gradient.defvjp(
+    lambda x: (with_a_wrong_gradient(x), x), lambda x, cotangent: (cotangent * x,)
+)
+
+
+def test_a_search_that_finds_no_step_is_not_converged():
+    """The gradient has the wrong sign: at 2, where it is taken for a gain, each step loses."""
+    target = gm.LogDensity(with_a_wrong_gradient)
+    with pytest.warns(gm.SamplingWarning, match="stopped where a step should gain .* no step gains"):
+        mode = gm.find_mode(jax.random.key(0), target, jnp.full(3, 2.0), num_probes=0)
+    assert not mode.is_converged
+    np.testing.assert_array_equal(mode.position, 2.0)

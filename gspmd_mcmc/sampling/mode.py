@@ -117,8 +117,11 @@ def find_mode(
     product = _hessian_product(target, position, options) if num_probes else None
     if isinstance(product, Exception):
         _warn_of_no_curvature(product)
-    found, value, steps, gain = _climb(target, position, tolerance, max_steps, optimizer=optax.lbfgs)
+    found, value, steps, gain, has_moved = _climb(target, position, tolerance, max_steps, optax=optax)
     checks.check_finite_start(target, found, value, ())
+    is_converged = bool(gain <= tolerance)
+    if not is_converged and not has_moved:
+        _warn_of_no_step(float(gain))
     curvature = tree.ones_like(found)
     if callable(product):
         try:
@@ -127,7 +130,7 @@ def find_mode(
         except jax.errors.JaxRuntimeError as error:  # No memory, or an error of a host callback.
             _warn_of_no_curvature(error)
     found, curvature = cut(target, found), cut(target, curvature)
-    return Mode(found, curvature, value, int(steps), bool(gain <= tolerance))
+    return Mode(found, curvature, value, int(steps), is_converged)
 
 
 def _forward(grad: Callable, position: PyTree, vector: PyTree) -> PyTree:
@@ -164,33 +167,47 @@ def _warn_of_no_curvature(error: Exception) -> None:
     )
 
 
-@partial(jax.jit, static_argnames="optimizer")
-def _climb(target, position, tolerance, max_steps, *, optimizer):
+def _warn_of_no_step(gain: float) -> None:
+    warnings.warn(
+        f"find_mode: the search stopped where a step should gain {gain:.3g} nats, and no step gains "
+        "any. The gradient is not that of the density, the density has a kink or a jump there, or "
+        "rounding hides the gain. is_converged is False; check the position before you start from it",
+        SamplingWarning,
+        stacklevel=CALLER_OF_FIND_MODE,
+    )
+
+
+@partial(jax.jit, static_argnames="optax")
+def _climb(target, position, tolerance, max_steps, *, optax):
+    direction = optax.lbfgs(linesearch=None)
+    search = optax.scale_by_zoom_linesearch(20, initial_guess_strategy="one")
+
     def value_and_grad(x):
         terms, grad = target.terms_and_grad(x)
         return -tree.total(terms), jax.tree.map(jnp.negative, grad)
 
-    solver = optimizer()
-
     def climbs(carry):
-        *_, gain, step = carry
-        return (step < max_steps) & (gain > tolerance)
+        *_, gain, has_moved, step = carry
+        return (step < max_steps) & (gain > tolerance) & has_moved
 
     def climb(carry):
-        x, state, value, grad, _, step = carry
-        updates, state = solver.update(
-            grad, state, x, value=value, grad=grad, value_fn=_with_grad(value_and_grad)
+        x, (memory, tried), value, grad, _, _, step = carry
+        toward, memory = direction.update(grad, memory, x)
+        updates, tried = search.update(
+            toward, tried, x, value=value, grad=grad, value_fn=_with_grad(value_and_grad)
         )
-        gain = -tree.dot(updates, grad)
-        x = tree.add(x, updates)
+        # The step of a search that fails gains nothing, however far the mode is.
+        gain = jnp.maximum(-tree.dot(toward, grad), -tree.dot(updates, grad))
+        before, x = x, tree.add(x, updates)
+        has_moved = tree.dot(tree.sub(x, before), toward) != 0
         value, grad = value_and_grad(x)
-        return x, state, value, grad, gain, step + 1
+        return x, (memory, tried), value, grad, gain, has_moved, step + 1
 
-    start_value, start_grad = value_and_grad(position)
-    no_gain = jnp.full_like(start_value, jnp.inf)
-    carry = (position, solver.init(position), start_value, start_grad, no_gain, 0)
-    x, _, value, _, gain, steps = jax.lax.while_loop(climbs, climb, carry)
-    return x, -value, steps, gain
+    value, grad = value_and_grad(position)
+    no_gain, states = jnp.full_like(value, jnp.inf), (direction.init(position), search.init(position))
+    carry = (position, states, value, grad, no_gain, True, 0)
+    x, _, value, _, gain, has_moved, steps = jax.lax.while_loop(climbs, climb, carry)
+    return x, -value, steps, gain, has_moved
 
 
 def _with_grad(value_and_grad):
