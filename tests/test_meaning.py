@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import decimal
 import functools
+import importlib
 import operator
 import pickle
 import sys
@@ -508,3 +509,30 @@ def test_a_function_goes_through_copies_and_pickles():
     for other in (copy.deepcopy(function), pickle.loads(pickle.dumps(function))):
         assert jax.tree.structure(other) == jax.tree.structure(function)
         assert float(other(2.0)) == 6.0
+
+
+def test_code_that_exec_runs_without_a_name_is_the_user_s():
+    cells: dict = {}
+    exec("mu = 1.0\nclass A:\n m = 1.0\na = A()\ndef f(x): return x - mu - a.m", cells)
+    function = as_partial(cells["f"])
+    for change in ("mu = 2.0", "A.m = 2.0"):
+        before = jax.tree.structure(function)
+        exec(change, cells)
+        assert jax.tree.structure(function) != before
+
+
+def test_a_relative_import_is_seen(tmp_path, monkeypatch):
+    package = tmp_path / "package_of_the_user"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "settings.py").write_text("mu = 1.0\n")
+    (package / "model.py").write_text("def f(x):\n    from .settings import mu\n    return x - mu\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model, settings = (
+        importlib.import_module(f"package_of_the_user.{n}") for n in ("model", "settings")
+    )
+    function = as_partial(model.f)
+    before = jax.tree.structure(function)
+    assert jax.tree.structure(function) == before
+    settings.mu = 2.0
+    assert jax.tree.structure(function) != before
