@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from gspmd_mcmc.storage.paths import local_path
+
 NAMES = (
     "chips",
     "communication",
@@ -26,7 +28,19 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in NAMES:
         print(f"usage: python -m benchmarks {{{','.join(NAMES)}}} [options]", file=sys.stderr)
         return 2
-    return importlib.import_module(f"benchmarks.{argv[0]}").main(argv[1:])
+    try:
+        options = _with_local_paths(argv[1:])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return importlib.import_module(f"benchmarks.{argv[0]}").main(options)
+
+
+def _with_local_paths(options: list[str]) -> list[str]:
+    """Expand ``~`` in the file of ``--out``, and refuse a URL before anything runs."""
+    parts = [part for x in options for part in (x.split("=", 1) if x.startswith("--out=") else [x])]
+    pairs = zip(["", *parts], parts, strict=False)
+    return [str(local_path("--out", x)) if before == "--out" else x for before, x in pairs]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import __main__ as benchmarks_main
 from benchmarks import data, groups_data, mnist_data, movielens_data, posteriordb
 from benchmarks.ess_models import folder_of
 from demos.datasets import DATA_ENV
@@ -103,3 +104,13 @@ def test_a_folder_without_posteriordb_is_named(tmp_path):
     with pytest.raises(SystemExit, match="subfolder posteriordb"), folder_of(chosen):
         pass
     assert not posteriordb.has("eight_schools-eight_schools_noncentered", tmp_path)
+
+
+def test_a_result_goes_to_a_file_and_no_url(monkeypatch, tmp_path, capsys):
+    assert benchmarks_main.main(["mnist", "--out=gs://bucket/mnist.json"]) == 2
+    assert "--out: expected a path on a file system, got the URL" in capsys.readouterr().err
+    given = []
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("benchmarks.mnist.main", given.extend)
+    benchmarks_main.main(["mnist", "--out", "~/mnist.json", "--quick"])
+    assert given == ["--out", str(tmp_path / "mnist.json"), "--quick"]
