@@ -534,5 +534,5 @@ def test_a_relative_import_is_seen(tmp_path, monkeypatch):
     function = as_partial(model.f)
     before = jax.tree.structure(function)
     assert jax.tree.structure(function) == before
-    settings.mu = 2.0
+    monkeypatch.setattr(settings, "mu", 2.0)
     assert jax.tree.structure(function) != before
