@@ -572,8 +572,8 @@ def over_rows(*shape):
 
 
 def test_local_latents_that_are_right_are_accepted():
-    """The same calls as below, with nothing wrong: rows as they are, padded by `place`, or in full."""
-    for theta in (OF_ROWS["theta"], padded(13, ON_8), over_rows(16), jnp.zeros(13)):
+    """The same calls as below, with nothing wrong: rows as they are, or padded by `place`."""
+    for theta in (OF_ROWS["theta"], padded(13, ON_8), jnp.zeros(13)):
         assert np.isfinite(init(local_posterior(), OF_ROWS | {"theta": theta}).log_density)
     alone = gm.Posterior(None, gm.Plate(reads_theta, ROWS, local=True))
     state = init(alone, {"theta": np.full(13, 2, np.float32)})
@@ -588,6 +588,7 @@ LOCAL = [
     (OF_13, {}, {"theta": np.zeros(12, np.float32)}),
     (OF_13, {}, {"theta": np.zeros((12, 3), np.float32)}),
     (OF_13, {}, {"theta": np.float32(0)}),
+    (OF_13 + r" shape \(16,\)", {}, {"theta": over_rows(16)}),  # as many as with the padding
     (OF_13 + " Padded.*14 rows", {}, {"theta": padded(14, ON_8)}),
     (
         r"\['theta'\] is local to plates of other rows: 13 rows.*, and 12 rows",

@@ -23,6 +23,7 @@ from numpyro.infer import Predictive, log_likelihood
 from numpyro.infer.util import log_density, potential_energy, unconstrain_fn
 
 import gspmd_mcmc as gm
+from gspmd_mcmc.sampling import run_state
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -194,3 +195,37 @@ def test_groups_may_be_behind_another_axis(tmp_path):
         found = some.to_datatree()["posterior"]["effect"]
         assert found.dims == ("chain", "draw", "effect_dim_0", "patients")
         np.testing.assert_array_equal(found.sel(patients=3), effect[..., 3])
+
+
+@pytest.mark.filterwarnings("ignore:small data on many devices")
+def test_buffers_of_padded_rows_are_sharded_where_the_model_has_them(monkeypatch):
+    target, specs, spec_of = drawn("nested", "8")[0], {}, run_state._spec
+
+    def noted(collected, layout):
+        specs[collected.path[0].key] = spec = spec_of(collected, layout)
+        return spec
+
+    monkeypatch.setattr(run_state, "_spec", noted)
+    kernel = gm.HMC(target, 0.05, 4)
+    gm.sample(KEY, target, kernel=kernel, num_chains=2, num_warmup=0, num_samples=2)
+    assert {n: specs[n] for n in ("level", "scale", "mean")} == {
+        "level": P("data"),
+        "scale": P(None, "data"),
+        "mean": P(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:small data on many devices")
+def test_a_run_goes_on_on_a_mesh_with_another_pad(tmp_path):
+    model, y = data("nested")
+
+    def sampled(mesh, num_samples, **options):
+        target = gm.from_numpyro(model, gm.place(y, mesh_of(mesh), P("data")), plates={"rows": "data"})
+        counts = {"num_chains": 2, "num_warmup": 0, "num_samples": num_samples, "progress": False}
+        start = gm.uniform_start(target.origin(), 0.5)
+        return gm.sample(KEY, target, start, kernel=gm.HMC(target, 0.05, 3), **counts, **options)
+
+    sampled("8", 2, checkpoint=tmp_path / "run")
+    both, whole = sampled("2x4", 4, checkpoint=tmp_path / "run"), sampled("2x4", 4)
+    for n, x in whole.position.items():
+        np.testing.assert_allclose(both.position[n], x, rtol=1e-4, atol=1e-5)

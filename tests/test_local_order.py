@@ -130,6 +130,57 @@ def test_a_transform_is_given_arrays_and_keeps_their_order(name):
             check_seen(moved.params(given), name, after)
 
 
+TRANSFORMS = {
+    "a sum over rows": lambda x: x | {"mean": x["mean"] + x["z"].sum()},
+    "a group's number": lambda x: x | {"mean": x["mean"] + x["effect"][0, 0]},
+    "places": lambda x: x | {"effect": x["effect"] + 0.1 * jnp.arange(len(x["effect"]))[:, None]},
+}
+
+
+@pytest.mark.parametrize("name", ["1", "8"])
+@pytest.mark.parametrize("kind", TRANSFORMS)
+def test_a_transform_that_couples_rows_is_refused_where_it_would_be_wrong(name, kind):
+    x, function = unconstrained(params()), TRANSFORMS[kind]
+    moved = gm.Posterior(log_prior, *target(name).plates, transform=function)
+    if (name, kind) == ("1", "a sum over rows"):  # they are stored as they are
+        x, after = jax.tree.map(jnp.asarray, params()), function(params())
+        expected = log_density(after) - np.log(after["rate"]).sum()
+        np.testing.assert_allclose(gm.HMC(moved, 0.1, 1).init(x).log_density, expected, rtol=1e-5)
+        return
+    with pytest.raises(gm.CoupledRows, match=r"^transform: \['\w+'\].*acts? within each row"):
+        gm.HMC(moved, 0.1, 1).init(x)
+    with pytest.raises(gm.CoupledRows, match=r"^transform: "):
+        gm.sample(KEY, moved, x, num_chains=2, num_warmup=0, num_samples=1, progress=False)
+
+
+def test_a_transform_keeps_the_number_of_rows():
+    shorter = gm.Posterior(log_prior, *target("8").plates, transform=lambda x: x | {"z": x["z"][:16]})
+    state = kernel("8").init(unconstrained(params()))
+    for call in (shorter.params, shorter.terms, gm.HMC(shorter, 0.1, 1).init):
+        with pytest.raises(ValueError, match=r"transform: \['z'\] is local .*expected the 24 rows"):
+            call(state.position)
+
+
+def test_states_of_several_chains_are_no_position():
+    states = jax.vmap(kernel("8").init)(
+        jax.tree.map(lambda x: jnp.stack([x, x]), unconstrained(params()))
+    )
+    moved = gm.Posterior(log_prior, *target("8").plates, transform=sheared)
+    for call in (moved.params, target("8").terms):
+        with pytest.raises(ValueError, match=r"expected rows first, got Padded.*jax.vmap"):
+            call(states.position)
+    found = jax.vmap(target("8").params)(states.position)["z"].unpad()
+    np.testing.assert_allclose(found, [params()["z"]] * 2, rtol=1e-6)
+
+
+def test_a_start_with_other_rows_is_refused():
+    """The pad of what a start function returns is cut, but no real row."""
+    more = unconstrained(params()) | {"z": gm.place(np.arange(20.0), mesh_of("8"), P("data"))}
+    for start in (gm.uniform_start(more, 0.0), lambda rng_key: more):
+        with pytest.raises(ValueError, match=r"\['z'\] is local .*leading axis of 17, got Padded.*20"):
+            started_at(start)
+
+
 @MESHES
 def test_a_state_s_position_and_a_kernel_s_metric_may_come_back(name):
     """From the same mesh or another one, whose pad differs."""

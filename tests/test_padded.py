@@ -1,5 +1,6 @@
 """`Padded` knows which axis its rows are, whatever puts axes in front of them."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -97,3 +98,14 @@ def test_a_draw_of_each_chain_is_a_start():
     kernel = gm.HMC(target, 1e-7, 1)
     draws = gm.sample(KEYS[0], target, gm.per_chain({"z": starts}), kernel=kernel, **options)
     np.testing.assert_allclose(np.asarray(draws.position["z"])[:, 0], drawn(()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_padded_array_has_all_its_real_rows():
+    assert gm.Padded(np.ones(5), 5).num_pad == 0
+    for values, num_rows in ((np.ones(5), 11), (np.ones(5), -1), (np.float32(3), 1)):
+        with pytest.raises(
+            ValueError, match=f"Padded: expected values with at least num_rows={num_rows}"
+        ):
+            gm.Padded(values, num_rows)
+    other = replace(gm.Padded(np.ones(5), 3), values=np.zeros((6, 2)))
+    assert (other.num_pad, other.unpad().shape) == (3, (3, 2))

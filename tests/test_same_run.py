@@ -180,3 +180,17 @@ def test_a_digest_changes_with_the_order_of_rows_and_with_their_groups():
     other = {"y": table["y"][[1, 0, 2, 3, 4]]}
     first, second = (data_digests(group_target(None, rows, table=x)) for x in (table, other))
     assert first != second
+
+
+def test_collected_complex_numbers_are_saved_and_continued(tmp_path):
+    target = gm.LogDensity(lambda x: -0.5 * x**2)
+
+    def sampled(num_samples, **options):
+        counts = {"num_chains": 2, "num_warmup": 0, "num_samples": num_samples, "progress": False}
+        options |= {"collect": lambda x, info: {"angle": jnp.exp(1j * x)}}
+        kernel = gm.HMC(target, 0.5, 2)
+        return gm.sample(jax.random.key(0), target, jnp.zeros(3), kernel=kernel, **counts, **options)
+
+    sampled(4, checkpoint=tmp_path / "run")
+    both = sampled(8, checkpoint=tmp_path / "run").position["angle"]
+    np.testing.assert_array_equal(both, sampled(8).position["angle"])

@@ -552,7 +552,7 @@ def _digest(index: np.ndarray) -> str:
 
 def _take(leaf: Any, index: np.ndarray) -> Any:
     """Take rows of an array on the host, or say what shape that would have."""
+    leaf = real_rows(leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(index), *leaf.shape[1:]), leaf.dtype)
-    leaf = real_rows(leaf)
     return np.asanyarray(to_host(leaf) if isinstance(leaf, jax.Array) else leaf)[index]

@@ -1,6 +1,6 @@
 """Rows that a mesh axis does not divide: padded with copies of a real row, and marked as such."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,8 +19,9 @@ class Padded:
     `Plate` masks the copies, so they carry no density. A copy of a real row, unlike zeros, gives no
     NaN in the gradient of a likelihood that is undefined at zero.
 
-    `jax.vmap`, `jax.lax.scan` and stacking put axes in front of the rows. The axes after the rows stay,
-    and their number tells which axis the rows are.
+    `jax.vmap` with ``out_axes=0``, `jax.lax.scan` and stacking put axes in front of the rows. The axes
+    after the rows stay, and their number tells which axis the rows are. `jax.tree.map` reaches the
+    whole array: a sum or a mean of it includes the copies.
 
     Parameters
     ----------
@@ -30,16 +31,26 @@ class Padded:
         How many of its rows are real; they come first.
     order
         The order of the real rows: "" for the user's, else the digest of an `Order` of groups.
+
+    Raises
+    ------
+    ValueError
+        If the values are a scalar, or have fewer than ``num_rows`` rows.
     """
 
     values: jax.Array
     num_rows: int
-    order: str
-    num_padded: int
-    num_axes_after: int  # axes of the values after the rows
+    order: str = ""
+    num_padded: int = field(init=False)
+    num_axes_after: int = field(init=False)  # axes of the values after the rows
 
     def __init__(self, values: Any, num_rows: int, order: str = ""):
-        num_padded, *after = np.shape(values)
+        num_padded, *after = np.shape(values) or (-1,)
+        if not 0 <= num_rows <= num_padded:
+            raise ValueError(
+                f"Padded: expected values with at least num_rows={num_rows} rows on the first axis, "
+                f"got shape {np.shape(values)}. num_rows counts the real rows, which come first"
+            )
         set_fields(
             self,
             values=values,

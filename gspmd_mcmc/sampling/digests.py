@@ -14,6 +14,7 @@ import numpy as np
 from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.layout import Layout
+from gspmd_mcmc.placement.padding import is_padded, real_rows
 from gspmd_mcmc.sampling.run_state import DrawSpec, collect_all
 from gspmd_mcmc.targets.local import is_row_values
 from gspmd_mcmc.targets.streaming.plate import Plate
@@ -48,7 +49,8 @@ def _data_digests(target: Target) -> dict[str, jax.Array]:
         of_rows |= {id(x): digest for x, digest in zip(leaves, digests, strict=True)}
         of_slots |= {id(x) for x in jax.tree.leaves(plate.slots)}
     found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(target):
+    paths = jax.tree_util.tree_leaves_with_path(target, is_leaf=is_padded)  # meshes differ in their pad
+    for path, leaf in ((p, x.values if is_padded(x) and x.order else real_rows(x)) for p, x in paths):
         if id(leaf) not in of_slots:
             digest = of_rows.get(id(leaf))
             found[path_str(path)] = (
@@ -143,12 +145,13 @@ def _made_up_info(draw: DrawSpec) -> Any:
 
 def _sums(leaf: Any) -> jax.Array:
     """Return the largest absolute value of a leaf [chains, ...], its size, and `NUM_SUMS` sums."""
-    x = leaf.values if is_row_values(leaf) else leaf
+    x = jnp.moveaxis(leaf.values, 1 + leaf.axis, 1) if is_row_values(leaf) else leaf
     is_counted = jnp.isfinite(x)
     if is_row_values(leaf):
         is_counted &= leaf.rows.is_real(x.ndim - 1)[None]
+    x = jnp.where(is_counted, x, 0)
     x = jnp.concatenate([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
-    x = jnp.where(is_counted, x, 0).astype(jnp.result_type(x.dtype, float))
+    x = x.astype(jnp.result_type(x.dtype, float))
     largest = jnp.max(jnp.abs(x), initial=0)
     x = x / jnp.where(largest > 0, largest, 1)
     index = _mixed_indices(x.shape)

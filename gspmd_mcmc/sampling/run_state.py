@@ -20,6 +20,7 @@ from gspmd_mcmc.diagnostics.energy import OF_STEPS, energies_over_steps
 from gspmd_mcmc.errors import SamplingWarning
 from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.placement.layout import Layout
+from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets.local import arrays, is_row_values, unwrap
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, pytree, roles
@@ -419,7 +420,7 @@ def _collect(target: Target, collect: Partial, position: PyTree, info: Info) -> 
     kept = target.kept(position)
     seen = unwrap(kept)
     found = jax.tree_util.tree_leaves_with_path(kept, is_leaf=is_row_values)
-    latents = [path for path, _ in jax.tree_util.tree_leaves_with_path(position)]
+    latents = [p for p, _ in jax.tree_util.tree_leaves_with_path(position, is_leaf=is_padded)]
     axes = dict(zip(latents, target.local_axes(position), strict=True))
     marked = {
         id(x): _AsSeen(values, path, axes.get(path, 0))

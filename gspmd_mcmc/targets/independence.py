@@ -15,11 +15,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc import tree
 from gspmd_mcmc.multihost.processes import to_host
+from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections
+from gspmd_mcmc.targets.local import cut, lay_out, zero_pad
 from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.targets.target import Target
-from gspmd_mcmc.tree import PyTree, is_staging, is_traced
+from gspmd_mcmc.tree import PyTree, is_staging, is_traced, path_str
 
 BLOCK_ROWS = 32
 BLOCK_BYTES = 16 << 20
@@ -90,8 +93,10 @@ def check_rows(target: Target, position: PyTree, chain: int | None = None) -> No
     Raises
     ------
     CoupledRows
-        With the plate, the row, its two terms, and what to do.
+        With the plate, the row, its two terms, and what to do; or with the leaf that a transform makes
+        of several rows.
     """
+    _check_transform(target, position, chain)
     for which, plate in enumerate(target.plates):
         coupling = coupling_of(target, which, position, chain)
         if coupling is not None:
@@ -105,6 +110,50 @@ def check_rows(target: Target, position: PyTree, chain: int | None = None) -> No
             )
 
 
+def _check_transform(target: Target, position: PyTree, chain: int | None) -> None:
+    """Raise where a transform reads the pad of local latents, or the order in which they are stored."""
+    is_stored_otherwise = any(map(is_padded, jax.tree.leaves(position, is_leaf=is_padded)))
+    if target.transform is None or not is_stored_otherwise or _is_abstract(target, position):
+        return
+    seen, stored = to_host(_transformed(target, position, chain=chain))
+    paths = jax.tree_util.tree_leaves_with_path(seen)
+    for (path, *pair), other in zip(paths, jax.tree.leaves(stored), strict=True):
+        expected, found = (np.asarray(x, np.float64) for x in (*pair, other))
+        with np.errstate(invalid="ignore"):
+            largest = np.max(np.abs(expected), where=np.isfinite(expected), initial=1.0)
+            is_same = (np.abs(found - expected) <= OF_CHANGE * largest) | (found == expected)
+        is_same |= ~np.isfinite(expected)
+        if not np.all(is_same):
+            at = tuple(np.argwhere(~is_same)[0])
+            raise CoupledRows(
+                f"transform: {path_str(path)}{list(map(int, at)) if at else ''} is {expected[at]:.6g} "
+                f"for local latents in your order, and {found[at]:.6g} for the same latents as they "
+                "are stored, padded and in another order. A transform must act within each row of a "
+                "local latent: no sum over rows, no index, no number of rows. Values per row are data "
+                "of the plate"
+            )
+
+
+@partial(jax.jit, static_argnames="chain")
+def _transformed(target: Target, position: PyTree, *, chain: int | None) -> tuple[PyTree, PyTree]:
+    """Transform latents in the user's order, and the same ones as they are stored, with NaN as pad."""
+    position = position if chain is None else jax.tree.map(lambda x: x[chain], position)
+    leaves, treedef = jax.tree.flatten(cut(target, position))
+    seen = treedef.unflatten(
+        _moved(leaves, [False] * len(leaves), jnp.zeros(0), jnp.float32(1), jnp.float32(0))
+    )
+    laid = lay_out(target, seen)
+    no_pad = zero_pad(target, tree.ones_like(laid))
+    laid = jax.tree.map(lambda x, real: jnp.where(real == 0, jnp.nan, x), laid, no_pad)
+    return target.transformed(seen), cut(target, target.transformed(laid))
+
+
+def _is_abstract(target: Target, position: PyTree) -> bool:
+    """Tell whether there are no values to compare, as in a program that is being staged."""
+    leaves = jax.tree.leaves((target, position))
+    return is_staging() or any(is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+
+
 def coupling_of(target: Target, which: int, position: PyTree, chain: int | None = None) -> str | None:
     """Say in words which row of a plate depends on the rows beside it; None if none does.
 
@@ -113,10 +162,8 @@ def coupling_of(target: Target, which: int, position: PyTree, chain: int | None 
     """
     plate = target.plates[which]
     meaning = jax.tree.structure(plate.log_likelihood)
-    leaves = jax.tree.leaves((target, position))
-    is_abstract = any(is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
     is_tried = plate in _TRIED and _TRIED[plate] == meaning
-    if is_tried or is_abstract or is_staging() or plate.rows.num_rows < 2:
+    if is_tried or _is_abstract(target, position) or plate.rows.num_rows < 2:
         return None
     coupling = try_rows(target, which, position, chain).coupling()
     if coupling is None:

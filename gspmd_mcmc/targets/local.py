@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.laid_groups import Order
@@ -104,15 +105,15 @@ def is_row_values(node: Any) -> bool:
 
 def wrap(target: HasLocalRows, position: PyTree, values: PyTree) -> PyTree:
     """Mark the values of leaves that have rows as `RowValues`: rows and axes in the user's order."""
-    leaves, treedef = jax.tree.flatten(values, is_leaf=is_padded)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(values, is_leaf=is_padded)
     axes = target.local_axes(position)
 
-    def wrapped(x: Any, rows: Rows | None, order: Order | None, axis: int) -> Any:
+    def wrapped(of: tuple[KeyPath, Any], rows: Rows | None, order: Order | None, axis: int) -> Any:
         if rows is None:
-            return x
-        return RowValues(jnp.moveaxis(_seen(x, rows, order), 0, axis), rows, axis)
+            return of[1]
+        return RowValues(jnp.moveaxis(_seen(*of, rows, order), 0, axis), rows, axis)
 
-    found = zip(leaves, *_rows_and_orders(target, position), axes, strict=True)
+    found = zip(paths, *_rows_and_orders(target, position), axes, strict=True)
     return jax.tree.unflatten(treedef, [wrapped(*of_leaf) for of_leaf in found])
 
 
@@ -132,14 +133,24 @@ def _moved(target: HasLocalRows, params: PyTree, function: Callable) -> PyTree:
     return jax.tree.unflatten(treedef, [function(x, axis) if axis else x for x, axis in pairs])
 
 
-def _seen(leaf: Any, rows: Rows, order: Order | None) -> Any:
+def _seen(path: KeyPath, leaf: Any, rows: Rows, order: Order | None) -> Any:
     """Return a leaf with rows as an array in the user's order; its pad, if any, comes last."""
-    num_real_rows(leaf, "a position")  # raises unless they come first
-    if not is_padded(leaf) or not leaf.order:
-        return values_of(leaf)
+    if not is_padded(leaf):
+        return leaf
+    _check_num_rows(path_str(path), leaf, rows)
+    if not leaf.order:
+        return leaf.values
     if order is None or leaf.order != order.digest:
-        raise _other_order(str(leaf), rows)
+        raise _other_order(f"{path_str(path)}: {leaf}", rows)
     return rows.lay(order.see(leaf.values))
+
+
+def _check_num_rows(name: str, leaf: Any, rows: Rows) -> None:
+    if num_real_rows(leaf, name) != rows.num_rows:
+        raise ValueError(
+            f"{name} is local to a plate of {rows}: expected a leading axis of {rows.num_rows}, got "
+            f"{leaf if is_padded(leaf) else f'shape {np.shape(leaf)}'}"
+        )
 
 
 def _other_order(what: str, rows: Rows) -> ValueError:
@@ -204,21 +215,45 @@ def real_shapes(tree: PyTree, lead: tuple[int, ...] = ()) -> PyTree:
     return jax.tree.map(lambda x: (*lead, *real_shape(x)), tree, is_leaf=is_padded)
 
 
+def structure_and_shapes(tree: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
+    """Return the structure of a tree, and the shape of each leaf without pad."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_padded)
+    return treedef, list(map(real_shape, leaves))
+
+
 def positions_last(stacked: PyTree) -> PyTree:
     """Move the first axis of each leaf to the end: of several positions in one."""
 
     def moved(leaf: Any) -> Any:
+        if is_padded(leaf) and leaf.axis != 1:
+            raise ValueError(f"expected several positions, with rows on axis 1, got {leaf}")
         values = jnp.moveaxis(values_of(leaf), 0, -1)
         return Padded(values, leaf.num_rows, leaf.order) if is_padded(leaf) else values
 
     return jax.tree.map(moved, stacked, is_leaf=is_padded)
 
 
-def held(target: HasLocalRows, tree: PyTree) -> PyTree:
-    """Undo `arrays` of what is laid out, after a function that keeps the rows of local leaves."""
-    leaves, treedef = jax.tree.flatten(tree)
-    pairs = zip(leaves, target.local_rows(tree), strict=True)
-    return treedef.unflatten([x if rows is None else rows.hold(x) for x, rows in pairs])
+def held(target: HasLocalRows, tree: PyTree, function: str) -> PyTree:
+    """Undo `arrays`, after a function that keeps the rows of local leaves.
+
+    Raises
+    ------
+    ValueError
+        If it has changed the number of rows.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+
+    def held_leaf(path: KeyPath, leaf: Any, rows: Rows | None) -> Any:
+        if rows is not None and np.shape(leaf)[:1] != (rows.num_padded,):
+            raise ValueError(
+                f"{function}: {path_str(path)} is local to a plate of {rows}: expected the "
+                f"{rows.num_padded} rows that it was given, padding included, got shape "
+                f"{np.shape(leaf)}. It must act within each row"
+            )
+        return leaf if rows is None else rows.hold(leaf)
+
+    pairs = zip(paths, target.local_rows(tree), strict=True)
+    return treedef.unflatten([held_leaf(*of_leaf, rows) for of_leaf, rows in pairs])
 
 
 def rows_of(target: HasLocalRows, position: PyTree) -> list[Rows | None]:
@@ -267,16 +302,12 @@ def _lay_out_leaf(name: str, leaf: Any, rows: Rows | None, order: Order | None) 
     is_shape = isinstance(values_of(leaf), jax.ShapeDtypeStruct)
     if rows is None and is_padded(leaf):
         raise ValueError(
-            f"{name}: got {leaf}, whose pad nothing masks here, as it is local to no plate; choose a "
-            "mesh that divides it, or lay it out whole"
+            f"{name}: got {leaf}, whose pad nothing masks here, as it is not local to a plate; choose "
+            "a mesh that divides it, or lay it out whole"
         )
     if rows is None:
         return leaf if is_shape else jnp.asarray(leaf)
-    if num_real_rows(leaf, name) != rows.num_rows:
-        raise ValueError(
-            f"{name} is local to a plate of {rows}: expected a leading axis of {rows.num_rows}, got "
-            f"{leaf if isinstance(leaf, Padded) else f'shape {np.shape(leaf)}'}"
-        )
+    _check_num_rows(name, leaf, rows)
     if is_padded(leaf) and leaf.order not in ("", rows.order):
         raise _other_order(f"{name}: {leaf}", rows)
     if is_shape:
@@ -304,12 +335,15 @@ def zero_pad(target: HasLocalRows, momentum: PyTree) -> PyTree:
 
 def cut(target: HasLocalRows, position: PyTree) -> PyTree:
     """Return a position in the user's order and without pad, inside a program or outside."""
-    leaves, treedef = jax.tree.flatten(position, is_leaf=is_padded)
-    seen = [
-        x if rows is None or not is_padded(x) else cut_rows(_seen(x, rows, order), rows.num_rows, 0)
-        for x, rows, order in zip(leaves, *_rows_and_orders(target, position), strict=True)
-    ]
-    return jax.tree.unflatten(treedef, seen)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(position, is_leaf=is_padded)
+
+    def seen(of: tuple[KeyPath, Any], rows: Rows | None, order: Order | None) -> Any:
+        if rows is None or not is_padded(of[1]):
+            return of[1]
+        return cut_rows(_seen(*of, rows, order), rows.num_rows, 0)
+
+    found = zip(paths, *_rows_and_orders(target, position), strict=True)
+    return jax.tree.unflatten(treedef, [seen(*of_leaf) for of_leaf in found])
 
 
 def cut_rows(array: jax.Array, num_rows: int, axis: int) -> Any:

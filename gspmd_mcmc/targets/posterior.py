@@ -44,7 +44,8 @@ class Posterior(Target):
     transform
         ``transform(position) -> params``: a reparameterization, applied once per gradient, before the
         rows are streamed. It must preserve volume (a rotation, a shift), as no Jacobian is added. Bind
-        arrays that it needs with ``jax.tree_util.Partial``. Local leaves keep their rows. `Draws`,
+        arrays that it needs with ``jax.tree_util.Partial``. It acts within each row of a local leaf,
+        because rows may be padded and in another order: a sum over rows is refused. `Draws`,
         ``derived`` and ``collect`` have the parameters; positions are those before it.
     bijections
         Alternatively, a tree of NumPyro bijections (``numpyro.distributions.biject_to(support)``) for
@@ -99,7 +100,9 @@ class Posterior(Target):
             return position
         if not any(map(is_padded, jax.tree.leaves(position, is_leaf=is_padded))):
             return self.transform(position)
-        return held(self, self.transform(arrays(as_laid(self, position))))
+        stored = arrays(as_laid(self, position))
+        with noting_shapes(self.transform, position=stored):
+            return held(self, self.transform(stored), "transform")
 
     def unconstrain(self, params: PyTree) -> PyTree:
         """Return the position of constrained values, by the inverse of the bijections.

@@ -35,6 +35,8 @@ class Target(SameObject, ABC):
         Names and shapes of the latents, where a model tells them.
     bijections
         A tree of the bijections of constrained latents, or None.
+    transform
+        A reparameterization of the position, or None; `transformed` applies it.
     prior
         ``prior(rng_key)``: a draw of the unconstrained latents, by name, where their prior is known.
     readers
@@ -44,6 +46,7 @@ class Target(SameObject, ABC):
     plates: tuple = ()
     latents: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = ()
     bijections: PyTree = None
+    transform: Partial | None = None
     prior: Partial | None = None
     readers: ClassVar[str] = "nothing"
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.tree_util import tree_leaves_with_path
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.placement.padding import is_padded, real_shape
 from gspmd_mcmc.targets import local
 from gspmd_mcmc.targets.anywhere import on_any_mesh
 from gspmd_mcmc.targets.target import Target
@@ -146,10 +145,8 @@ def check_named(what: str, names: Sequence[str], position: PyTree) -> None:
 
 def check_shapes(what: str, given: PyTree, position: PyTree) -> None:
     """Raise unless a tree has the structure, the classes and the shapes of a position."""
-    flat = [jax.tree.flatten(t, is_leaf=is_padded) for t in (given, position)]
-    shapes = [list(map(real_shape, leaves)) for leaves, _ in flat]
-    (_, one), (_, other) = flat
-    if one != other or shapes[0] != shapes[1]:
+    (one, shapes), (other, like) = map(local.structure_and_shapes, (given, position))
+    if one != other or shapes != like:
         given, like = (local.real_shapes(t) for t in (given, position))
         raise ValueError(
             f"{what}: expected a tree of shapes like the position's, {like}, got {given}. {NO_MATRIX}"

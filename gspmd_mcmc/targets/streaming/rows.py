@@ -105,11 +105,11 @@ class Rows:
         return laid if self.is_plain else Padded(laid, self.num_rows, self.order)
 
     def holds(self, leaf: Any) -> bool:
-        """Tell by its type whether a leaf is one that `hold` has returned, chains in front or not."""
+        """Tell by its type whether a leaf is one that `hold` has returned."""
         if self.is_plain or not is_padded(leaf):
             return self.is_plain and not is_padded(leaf)
-        ours = self.num_rows, self.num_padded, self.order
-        return (leaf.num_rows, leaf.num_padded, leaf.order) == ours
+        ours = self.num_rows, self.num_padded, self.order, 0
+        return (leaf.num_rows, leaf.num_padded, leaf.order, leaf.axis) == ours
 
     def lay_shape(self, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Return a shape with all rows, padded, where they lie: `lay` of an array that is not there."""
