@@ -111,7 +111,6 @@ if TYPE_CHECKING:
     from gspmd_mcmc.views.communication import communication
     from gspmd_mcmc.views.program.report import BudgetExceeded
     from gspmd_mcmc.views.plan import plan
-    from gspmd_mcmc.views.where_to_run import where_to_run
     from gspmd_mcmc.views.chips import Accelerator
     from gspmd_mcmc.views import cost, plots
 
@@ -211,7 +210,6 @@ __all__ = [
     "plan",
     "plots",
     "visualize",
-    "where_to_run",
     # Several processes
     "ProcessLost",
     "ProcessesDisagree",
@@ -263,7 +261,6 @@ _ON_FIRST_USE = {
     "communication": "views.communication:communication",
     "BudgetExceeded": "views.program.report:BudgetExceeded",
     "plan": "views.plan:plan",
-    "where_to_run": "views.where_to_run:where_to_run",
     "Accelerator": "views.chips:Accelerator",
     "cost": "views.cost",
     "plots": "views.plots",

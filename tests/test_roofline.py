@@ -17,8 +17,7 @@ from gspmd_mcmc.views.program.report import Traffic
 from gspmd_mcmc.views.program.topologies import CHIPS
 from gspmd_mcmc.views.program.work import Kernel, Work
 from gspmd_mcmc.views.roofline import on_launches, roofline, time_text
-from gspmd_mcmc.views.throughput import THROUGHPUTS, Throughput, measure_throughput
-from gspmd_mcmc.views.where_to_run import Placement
+from gspmd_mcmc.views.throughput import THROUGHPUTS, measure_throughput
 
 KERNEL = Kernel("fusion", "model.py:7", 0, 0, 0, (), 0, (), None)
 H100 = THROUGHPUTS["H100 80GB"]
@@ -168,42 +167,6 @@ def test_the_text_tells_facts_from_arithmetic():
     assert roofline(work, "TPU v3 core").bytes_ratio is None
 
 
-# Where to run.
-
-
-def test_a_small_model_runs_on_the_cpu_and_many_chains_on_the_card():
-    cpu = Throughput(2e10, {"f32": 1e11}, 5e10, launch_seconds=3e-7)
-    small = Work((replace(KERNEL, bytes_read=4000, other_flops=1000, runs=20),))
-    place = Placement(
-        {1: roofline(small, "H100 80GB")}, {1: roofline(small, "this CPU", throughput=cpu)}
-    )
-    # 20 kernels: 50 us on the card; on the CPU 0.3 us each, then 0.2 us a chain.
-    assert place.ratio(1) == pytest.approx(20 * 3e-7 / (20 * 2.5e-6))
-    assert place.card_wins_from == 16
-    assert "run it on the CPU" in str(place) and "From about 16 chains on the card" in str(place)
-    assert "launches do not" in str(place)
-
-
-def test_seconds_between_numbers_of_chains_lie_on_a_line():
-    cpu = Throughput(1e9, {}, 1e9)
-    one, nine = (roofline(work_of(bytes_read=n), "this CPU", throughput=cpu) for n in (2000, 10_000))
-    card = {n: roofline(work_of(bytes_read=4), "H100 80GB") for n in (1, 9)}
-    place = Placement(card, {1: one, 9: nine})
-    for chains, seconds in ((1, 2e-6), (2, 3e-6), (9, 10e-6), (16, 17e-6)):
-        assert place.ratio(chains) == pytest.approx(seconds / 2.5e-6)
-    assert place.card_wins_from == 2
-    assert "lines through those compiled for" in str(place)
-
-
-def test_a_card_that_never_wins_is_said_so():
-    cpu = Throughput(1e15, {}, 1e15)
-    place = Placement(
-        {1: roofline(work_of(bytes_read=4), "T4")},
-        {1: roofline(work_of(bytes_read=4), "this CPU", throughput=cpu)},
-    )
-    assert place.card_wins_from is None and "not faster" in str(place)
-
-
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_chip_that_programs_are_compiled_for_has_a_roofline_and_links_if_it_has_several(chip):
     found = roofline(work_of(bytes_read=10**9), chip)
@@ -226,12 +189,6 @@ def test_every_chip_that_programs_are_compiled_for_has_a_roofline_and_links_if_i
 def test_what_is_not_known_is_refused(device, changes, message):
     with pytest.raises(ValueError, match=message):
         roofline(work_of(**changes), device)
-
-
-def test_where_to_run_needs_a_program():
-    for builds in ({}, {0: print}):
-        with pytest.raises(ValueError, match="builds: a function of a mesh, or several by numbers"):
-            gm.where_to_run(builds)
 
 
 # What `sample` says of launches.
