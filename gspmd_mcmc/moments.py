@@ -1,10 +1,9 @@
-"""Means and variances of chains, by single draws or by chunks, in the layout of the position.
+"""Means and variances of chains, one draw at a time, in the layout of the position.
 
 References
 ----------
 Welford, "Note on a method for calculating corrected sums of squares and products", Technometrics 4
-(1962): one draw at a time. Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
-computing sample variances", COMPSTAT (1982): the merge of the moments of two parts.
+(1962).
 """
 
 from dataclasses import dataclass
@@ -58,36 +57,7 @@ def update(moments: Moments, positions: PyTree) -> Moments:
     return Moments(count=count, mean=mean, sum_of_squares=squares)
 
 
-def update_many(moments: Moments, draws: PyTree) -> Moments:
-    """Take in draws of every chain, leaves [chains, draws, ...] with at least one draw."""
-    num_draws = jax.tree.leaves(draws)[0].shape[1]
-    count = moments.count + num_draws
-
-    def merge(mean, squares, x):
-        new_mean, new_squares = _mean_and_squares(x.astype(mean.dtype))
-        share = num_draws / count.astype(mean.dtype)
-        change = new_mean - mean
-        between = change**2 * share * moments.count.astype(mean.dtype)
-        return mean + change * share, squares + new_squares + between
-
-    pairs = jax.tree.map(merge, moments.mean, moments.sum_of_squares, draws)
-    mean, squares = jax.tree.transpose(jax.tree.structure(draws), jax.tree.structure((0, 0)), pairs)
-    return Moments(count=count, mean=mean, sum_of_squares=squares)
-
-
 def variance(moments: Moments) -> PyTree:
     """Variance of each chain, leaves [chains, ...]; 0 before the second draw."""
     freedom = jnp.maximum(moments.count - 1, 1)
     return jax.tree.map(lambda s: s / freedom.astype(s.dtype), moments.sum_of_squares)
-
-
-def _mean_and_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean and sum of squares about it, [chains, ...], of draws [chains, draws, ...].
-
-    They are taken about the first draw, so that the squares of a chain that does not move are exactly
-    0.
-    """
-    first = x[:, :1]
-    mean = jnp.mean(x - first, axis=1, keepdims=True)
-    squares = jnp.sum((x - first - mean) ** 2, axis=1)
-    return (first + mean)[:, 0], squares

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.diagnostics import streaming, streaming_ess
 from gspmd_mcmc.diagnostics.energy import bfmi
 from gspmd_mcmc.diagnostics.ess import ess_mean, ess_sd, ess_tail
 from gspmd_mcmc.diagnostics.mcse import mcse_sd
@@ -107,25 +106,3 @@ def test_placed_draws_give_the_same_results_laid_out_as_the_columns():
         assert here.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
         np.testing.assert_allclose(here, there, rtol=2e-4)
     assert bfmi(placed[:, :, 0, 0]).shape == (4,)
-
-
-@pytest.mark.parametrize("module", [streaming, streaming_ess])
-def test_streaming_states_lie_as_the_position_does_and_send_nothing(module):
-    mesh = gm.make_mesh(chains=2, data=4)
-    position = gm.place(
-        {"u": np.ones((4, 16, 3), np.float32), "b": np.zeros(4, np.float32)},
-        mesh,
-        {"u": P("chains", "data"), "b": P("chains")},
-    )
-    chunk = jax.tree.map(lambda x: jnp.repeat(x[:, None], 10, axis=1), position)
-    state = module.init(position)
-    report = gm.communication(module.update, state, chunk)
-    assert report.collectives == ()
-    new = module.update(state, chunk)
-    for tree in (state, new):
-        moments = getattr(tree, "moments", tree)
-        assert moments.mean["u"].sharding.spec == P("chains", "data")
-        if module is streaming_ess:
-            assert tree.means["u"].sharding.spec == P("chains", None, "data")
-    final = module.ess(new) if module is streaming_ess else module.rhat(new)
-    assert final["u"].sharding.spec == P("data")

@@ -122,19 +122,6 @@ def check_draws(draws: PyTree) -> None:
             )
 
 
-def num_draws_of(chunk: PyTree) -> int:
-    """Return how many draws of each chain a chunk has; raise unless all leaves have as many."""
-    check_draws(chunk)
-    (first_path, first), *others = jax.tree_util.tree_leaves_with_path(chunk)
-    for path, leaf in others:
-        if leaf.shape[1] != first.shape[1]:
-            raise ValueError(
-                f"draws at {path_str(path)}: expected {first.shape[1]} draws of each chain, as at "
-                f"{path_str(first_path)}, got {leaf.shape[1]}. Give the same draws of all leaves."
-            )
-    return first.shape[1]
-
-
 def _of_devices(leaf: jax.Array, statistic: Callable, options: tuple, copies: int) -> PyTree:
     # Inside a program shards are not known.
     shards = None if is_traced(leaf) else shards_of(leaf)
