@@ -4,8 +4,8 @@
 The model is MovieLens for 2.5 million users. From shapes alone, its HMC step is planned for meshes of
 up to 8,192 devices (compiled for up to 2,048, extrapolated beyond): what a leapfrog sends, what a
 device holds, and whether that fits an accelerator. The plan finds a mistake that would be expensive on
-a pod: a data set that is replicated on every device. A cost model then predicts how far a step scales,
-from the compute time of a row measured on this machine.
+a pod: a data set that is replicated on every device. A calculation then shows how far a step scales,
+from the compute time per row measured on this machine.
 
     python demos/plan_a_pod.py [--devices N] [--out DIR] [--quick]
 
@@ -19,6 +19,7 @@ import common
 import jax
 import jax.numpy as jnp
 import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
@@ -26,7 +27,8 @@ from rich.progress import track
 from rich.table import Table
 
 import gspmd_mcmc as gm
-from gspmd_mcmc import cost
+from gspmd_mcmc.views.chips import ETHERNET_10G
+from gspmd_mcmc.views.collective_times import collective_seconds
 
 matplotlib.use("agg")
 
@@ -139,19 +141,50 @@ def seconds_of_a_leapfrog(users, leapfrogs=5, rounds=5):
 
 rows = (100, 200, 400) if options.quick else (250, 500, 1000, 2000, 4000)
 measured = [(n, seconds_of_a_leapfrog(n)) for n in track(rows, "measuring")]
-fit = cost.fit_compute(measured)
+users, seconds = np.array(measured).T
+seconds_per_row, fixed_seconds = np.polyfit(users, seconds, 1, w=1 / seconds)
+fit_error = max(abs(seconds_per_row * users + fixed_seconds - seconds) / seconds)
 sent = plans[64].report.traffic("leapfrog")
-prediction = cost.predict(
-    sent,
-    num_rows=6040,
-    seconds_per_row=2 * fit.seconds_per_row,  # two chains
-    fixed_seconds=2 * fit.fixed_seconds,
-    interconnect=cost.ETHERNET_10G,
+USERS, devices = 6040, 2 ** np.arange(13)
+
+
+def compute_seconds(users_per_device):
+    """Two chains; a line in the users of a device."""
+    return 2 * (seconds_per_row * users_per_device + max(fixed_seconds, 0))
+
+
+def wire_seconds(n):
+    """Seconds of all collectives of the compiled leapfrog, by a ring or a double tree."""
+    return sum(t.runs * collective_seconds(t.kind, t.operand_bytes, n, [ETHERNET_10G]) for t in sent)
+
+
+compute = np.array([compute_seconds(-(-USERS // n)) for n in devices])
+wire = np.array([wire_seconds(int(n)) for n in devices])
+table = Table(
+    title=f"PREDICTION, not a measurement: a leapfrog of {USERS:,} users, {ETHERNET_10G.name}"
 )
-console.print(str(prediction), highlight=False, soft_wrap=True)
-users_needed = prediction.rows_for(0.9, 4096)
+for name in ("devices", "compute", "wire", "speedup"):
+    table.add_column(name, justify="right")
+for n, c, w in list(zip(devices, compute, wire, strict=True))[::2]:
+    table.add_row(f"{n:,}", f"{c * 1e3:.2f} ms", f"{w * 1e3:.2f} ms", f"{compute[0] / (c + w):.1f}")
+console.print(table)
+console.print(
+    "It assumes that compute and communication do not overlap, and that devices and links are equally "
+    "fast and wait for nothing else."
+)
+is_bound_by_wire = wire > compute
+crossover = int(devices[np.argmax(is_bound_by_wire)]) if is_bound_by_wire.any() else None
+# Compute is 90 % of a leapfrog where it takes nine times as long as the wire.
+users_needed = int((9 * wire[-1] / 2 - max(fixed_seconds, 0)) / seconds_per_row)
 console.print(f"on 4,096 devices compute is 90 % of a leapfrog from {users_needed:,} users on each")
-prediction.figure().savefig(options.out / "plan_a_pod.png", dpi=110)
+
+figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+axes.loglog(devices, 1e3 * compute, label="compute, a measured line in users per device")
+axes.loglog(devices[1:], 1e3 * wire[1:], label=f"all-reduce over {ETHERNET_10G.name}, calculated")
+axes.loglog(devices, 1e3 * (compute + wire), "k--", label="a leapfrog")
+axes.set(xlabel="devices", ylabel="milliseconds", title="Predicted: MovieLens 1M, two chains")
+axes.legend(frameon=False)
+figure.savefig(options.out / "plan_a_pod.png", dpi=110)
 
 # %%
 summary = {
@@ -166,10 +199,11 @@ summary = {
     "rule_error": rule.error if rule else None,
     "mistaken_bytes": mistaken.argument_bytes,
     "measured_seconds": measured,
-    "seconds_per_row": fit.seconds_per_row,
-    "fixed_seconds": fit.fixed_seconds,
-    "fit_error": fit.largest_error,
-    "predicted_crossover": prediction.crossover,
+    "seconds_per_row": seconds_per_row,
+    "fixed_seconds": fixed_seconds,
+    "fit_error": fit_error,
+    "predicted_seconds": dict(zip(devices.tolist(), (compute + wire).tolist(), strict=True)),
+    "predicted_crossover": crossover,
     "users_needed_a_device": users_needed,
     "peak_rss_mb": common.peak_rss_mb(),
     "wall_seconds": time.perf_counter() - BEGAN,

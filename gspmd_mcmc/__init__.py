@@ -112,7 +112,7 @@ if TYPE_CHECKING:
     from gspmd_mcmc.views.program.report import BudgetExceeded
     from gspmd_mcmc.views.plan import plan
     from gspmd_mcmc.views.chips import Accelerator
-    from gspmd_mcmc.views import cost, plots
+    from gspmd_mcmc.views import plots
 
 # isort: on
 
@@ -206,7 +206,6 @@ __all__ = [
     "BudgetExceeded",
     "LayoutView",
     "communication",
-    "cost",
     "plan",
     "plots",
     "visualize",
@@ -262,7 +261,6 @@ _ON_FIRST_USE = {
     "BudgetExceeded": "views.program.report:BudgetExceeded",
     "plan": "views.plan:plan",
     "Accelerator": "views.chips:Accelerator",
-    "cost": "views.cost",
     "plots": "views.plots",
 }
 

@@ -13,7 +13,6 @@ from gspmd_mcmc.views.collective_times import (
     MODELED_KINDS,
     collective_seconds,
     fastest_all_reduce,
-    halving_doubling_all_reduce,
     levels_of,
     pairwise_all_to_all,
     permute,
@@ -25,16 +24,6 @@ from gspmd_mcmc.views.collective_times import (
 SWITCH = Interconnect("switch", bandwidth=2e9, latency=3e-6)
 PAIRS = [Interconnect("a", 1e9, 0, 2, overhead=2.0), Interconnect("b", 1e8, 0, overhead=5.0)]
 PRESETS = [v for v in vars(chips).values() if isinstance(v, Interconnect)]
-
-
-@pytest.mark.parametrize(
-    ("n", "steps", "buffers"),
-    [(2, 2, 1.0), (4, 4, 1.5), (8, 6, 1.75), (6, 4 + 2, 1.5 + 2), (13, 6 + 2, 1.75 + 2)],
-)
-def test_halving_and_doubling_sends_a_half_a_quarter_and_back(n, steps, buffers):
-    """Of 13 devices 5 hand all of theirs to a partner before, and get it back after."""
-    expected = steps * SWITCH.latency + buffers * 1e6 / SWITCH.bandwidth
-    assert halving_doubling_all_reduce(1e6, n, SWITCH) == pytest.approx(expected, rel=1e-12)
 
 
 def routed_bytes(sides, num_bytes):
@@ -141,12 +130,6 @@ def test_more_devices_than_are_joined_are_refused():
         ValueError, match=r"16 devices are more than NVLink 4 \(H100\) joins \(8\).*next"
     ):
         collective_seconds("all-reduce", 1.0, 16, [NVLINK_4])
-
-
-@pytest.mark.parametrize("all_reduce", [tree_all_reduce, halving_doubling_all_reduce])
-def test_algorithms_for_switches_refuse_a_torus(all_reduce):
-    with pytest.raises(ValueError, match="TPU v4 ICI is a torus: take ring_all_reduce"):
-        all_reduce(1.0, 8, TPU_V4_ICI)
 
 
 @pytest.mark.parametrize(

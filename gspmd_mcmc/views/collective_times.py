@@ -29,7 +29,6 @@ from functools import cache
 
 from gspmd_mcmc.views.chips import Interconnect
 
-AllReduce = Callable[[float, int, Interconnect], float]
 Levels = list[tuple[Interconnect, int]]
 
 
@@ -53,23 +52,10 @@ def ring_all_reduce(num_bytes: float, n: int, link: Interconnect) -> float:
 def tree_all_reduce(num_bytes: float, n: int, link: Interconnect) -> float:
     """Seconds of an all-reduce by a double binary tree, up and down, its chunks ideally pipelined.
 
-    NCCL's own model has the same form. On a torus there is no such tree: ValueError.
+    NCCL's own model has the same form. A torus has no such tree.
     """
-    _needs_switch("tree_all_reduce", link)
     steps = 2 * math.ceil(math.log2(n))
     return steps * link.latency + 2 * (n > 1) * num_bytes / link.bandwidth
-
-
-def halving_doubling_all_reduce(num_bytes: float, n: int, link: Interconnect) -> float:
-    """Seconds of Rabenseifner's all-reduce: recursive halving, then recursive doubling.
-
-    Devices beyond a power of two hand their whole buffer to a partner first, and get it back last.
-    On a torus partners are not neighbors: ValueError.
-    """
-    _needs_switch("halving_doubling_all_reduce", link)
-    power = 1 << (n.bit_length() - 1)
-    halving = math.log2(power) * link.latency + (power - 1) / power * num_bytes / link.bandwidth
-    return 2 * halving + 2 * (n > power) * (link.latency + num_bytes / link.bandwidth)
 
 
 def fastest_all_reduce(num_bytes: float, n: int, link: Interconnect) -> float:
@@ -118,16 +104,16 @@ def levels_of(n: int, interconnects: Sequence[Interconnect]) -> Levels:
     return levels
 
 
-def _over_levels_all_reduce(num_bytes: float, levels: Levels, all_reduce: AllReduce) -> float:
+def _over_levels_all_reduce(num_bytes: float, levels: Levels) -> float:
     """Reduce-scatter inside, all-reduce across, all-gather inside."""
     (link, n), *outer = levels
     if not outer:
-        return all_reduce(num_bytes, n, link)
-    across = _over_levels_all_reduce(num_bytes / n, outer, all_reduce)
+        return fastest_all_reduce(num_bytes, n, link)
+    across = _over_levels_all_reduce(num_bytes / n, outer)
     return 2 * ring_reduce_scatter(num_bytes, n, link) + across
 
 
-def _over_levels_reduce_scatter(num_bytes: float, levels: Levels, _: AllReduce) -> float:
+def _over_levels_reduce_scatter(num_bytes: float, levels: Levels) -> float:
     """Reduce-scatter inside, then what is left of the buffer across; an all-gather is its mirror."""
     seconds = 0.0
     for link, n in levels:
@@ -136,24 +122,20 @@ def _over_levels_reduce_scatter(num_bytes: float, levels: Levels, _: AllReduce) 
     return seconds
 
 
-_SECONDS: dict[str, Callable[[float, Levels, AllReduce], float]] = {
+_SECONDS: dict[str, Callable[[float, Levels], float]] = {
     "all-reduce": _over_levels_all_reduce,
     "reduce-scatter": _over_levels_reduce_scatter,
     "all-gather": _over_levels_reduce_scatter,
     # The whole buffer is exchanged inside, sorted by the group it goes to, and again across.
-    "all-to-all": lambda size, levels, _: sum(pairwise_all_to_all(size, n, link) for link, n in levels),
+    "all-to-all": lambda size, levels: sum(pairwise_all_to_all(size, n, link) for link, n in levels),
     # All send at once, and wait for the slowest link that is in use.
-    "collective-permute": lambda size, levels, _: max(permute(size, n, link) for link, n in levels),
+    "collective-permute": lambda size, levels: max(permute(size, n, link) for link, n in levels),
 }
 MODELED_KINDS = tuple(_SECONDS)
 
 
 def collective_seconds(
-    kind: str,
-    num_bytes: float,
-    n: int,
-    interconnects: Sequence[Interconnect],
-    all_reduce: AllReduce = fastest_all_reduce,
+    kind: str, num_bytes: float, n: int, interconnects: Sequence[Interconnect]
 ) -> float:
     """Seconds of one collective among n devices, its launch included; 0 for one device.
 
@@ -162,7 +144,7 @@ def collective_seconds(
     seconds, levels = _SECONDS[kind], levels_of(n, interconnects)
     if not levels:
         return 0.0
-    return max(link.overhead for link, _ in levels) + seconds(num_bytes, levels, all_reduce)
+    return max(link.overhead for link, _ in levels) + seconds(num_bytes, levels)
 
 
 @cache
@@ -176,11 +158,3 @@ def torus_sides(n: int, axes: int) -> tuple[int, ...]:
     divisors = [d for d in range(1, n + 1) if n % d == 0]
     shapes = [((d,) if d > 1 else ()) + torus_sides(n // d, axes - 1) for d in divisors]
     return tuple(sorted(min(shapes, key=lambda shape: (sum(shape), -len(shape)))))
-
-
-def _needs_switch(name: str, link: Interconnect) -> None:
-    if link.torus_axes:
-        raise ValueError(
-            f"{name} needs a switched network, and {link.name} is a torus: "
-            "take ring_all_reduce or fastest_all_reduce"
-        )
