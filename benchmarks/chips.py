@@ -4,7 +4,7 @@
 (60,000 x 784, one chain and four), MovieLens (6,040 x 3,706, one and two) and a million ratings by as
 many users of as many films (one), compiled from shapes alone. Bytes moved, kernels, collectives and
 memory are the compiler's facts, of one device; leapfrogs a second are arithmetic on them and on the
-vendors' peak figures (`gspmd_mcmc.views.roofline`), or the cycles that a TPU's compiler schedules:
+vendors' peak figures (`gspmd_mcmc.planning.roofline`), or the cycles that a TPU's compiler schedules:
 nothing is measured.
 The compilers come with the extras ``tpu`` and ``cuda``; peers are found in this environment or in that
 of ``make peers``.
@@ -23,13 +23,13 @@ from rich.table import Table
 from benchmarks import chips_programs, environment
 from benchmarks.harness import PEERS_PYTHON
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
-from gspmd_mcmc.views.plan import mesh_on
-from gspmd_mcmc.views.program.aot_compilation import build_program, compile_aot
-from gspmd_mcmc.views.program.atomics import find_atomics
+from gspmd_mcmc.planning.aot_compilation import build_program, compile_aot
+from gspmd_mcmc.planning.atomics import find_atomics
+from gspmd_mcmc.planning.plan import mesh_on
+from gspmd_mcmc.planning.roofline import Roofline, roofline
+from gspmd_mcmc.planning.topologies import chip_of
+from gspmd_mcmc.planning.work import Work, work_of
 from gspmd_mcmc.views.program.hlo import Program, read_program
-from gspmd_mcmc.views.program.topologies import chip_of
-from gspmd_mcmc.views.program.work import Work, work_of
-from gspmd_mcmc.views.roofline import Roofline, roofline
 
 CHIPS = ("8 x TPU v3", "8 x TPU v5e", "1 x H100", "8 x H100")
 MODELS = {"mnist": (1, 4), "movielens": (1, 2), "ratings": (1,)}  # with how many chains

@@ -107,7 +107,7 @@ def _show(console: Console, records: list[dict], devices: int) -> None:
 
 
 def _cells(record: dict) -> list[str]:
-    from gspmd_mcmc.views.notation import bytes_text
+    from gspmd_mcmc.errors import bytes_text
 
     if "error" in record:
         return [f"FAILED: {record['error'].splitlines()[-1]}"]

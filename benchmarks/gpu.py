@@ -29,10 +29,10 @@ from benchmarks.chips import leapfrog_of
 from benchmarks.data import Sizes
 from benchmarks.harness import Entrant, interpreter, launch, stopwatch
 from benchmarks.results import spread
+from gspmd_mcmc.planning.roofline import Roofline, roofline
+from gspmd_mcmc.planning.throughput import THROUGHPUTS, Throughput, measure_throughput
 from gspmd_mcmc.sampling.run_state import LOOPS_IN_GRAPHS
 from gspmd_mcmc.views.program.hlo import read_program
-from gspmd_mcmc.views.roofline import Roofline, roofline
-from gspmd_mcmc.views.throughput import THROUGHPUTS, Throughput, measure_throughput
 
 # With so many chains, the first ones first.
 PLANS = (("mnist", 1), ("movielens", 2), ("groups_ratings", 1), ("groups_effect", 1), ("mnist", 4))

@@ -27,8 +27,8 @@ from rich.progress import track
 from rich.table import Table
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views.chips import ETHERNET_10G
-from gspmd_mcmc.views.collective_times import collective_seconds
+from gspmd_mcmc.planning.chips import ETHERNET_10G
+from gspmd_mcmc.planning.collective_times import collective_seconds
 
 matplotlib.use("agg")
 

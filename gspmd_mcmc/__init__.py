@@ -13,8 +13,6 @@ import gspmd_mcmc.versions  # noqa: F401  first: it says so if JAX is too old fo
 from gspmd_mcmc.placement.mesh import make_abstract_mesh, make_mesh
 from gspmd_mcmc.placement.padding import Padded
 from gspmd_mcmc.placement.place import place
-from gspmd_mcmc.placement.positional import PositionalSharding
-from gspmd_mcmc.placement.tables import Table, read_table
 
 # Targets: log densities
 from gspmd_mcmc.targets.log_density import LogDensity
@@ -84,6 +82,10 @@ from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.tree import Pad, derived, each_chain, like_position, over_steps, pytree, shared, static
 
 if TYPE_CHECKING:
+    # Shardings by position, and tables of other libraries
+    from gspmd_mcmc.compat.positional import PositionalSharding
+    from gspmd_mcmc.compat.tables import Table, read_table
+
     # Models written elsewhere, and distributions over a mesh
     from gspmd_mcmc.models.joint import (
         JointDistributionCoroutine,
@@ -94,8 +96,8 @@ if TYPE_CHECKING:
     from gspmd_mcmc.models.sharded import Sharded
 
     # Likelihoods whose gradient is a fused kernel
-    from gspmd_mcmc.targets.fused.categorical_linear import categorical_linear
-    from gspmd_mcmc.targets.fused.inner_product_terms import inner_product_terms
+    from gspmd_mcmc.fused.categorical_linear import categorical_linear
+    from gspmd_mcmc.fused.inner_product_terms import inner_product_terms
 
     # Warm-ups and metrics that no default is
     from gspmd_mcmc.adaptation.per_chain import PerChainAdaptation
@@ -106,12 +108,12 @@ if TYPE_CHECKING:
     from gspmd_mcmc.placement.local_rows import local_rows, place_from_reader, place_local
 
     # Views: layouts, communication, plans and figures
-    from gspmd_mcmc.sampling.sample_plan import plan_sample
+    from gspmd_mcmc.planning.sample_plan import plan_sample
     from gspmd_mcmc.views.visualize import LayoutView, visualize
     from gspmd_mcmc.views.communication import communication
     from gspmd_mcmc.views.program.report import BudgetExceeded
-    from gspmd_mcmc.views.plan import plan
-    from gspmd_mcmc.views.chips import Accelerator
+    from gspmd_mcmc.planning.plan import plan
+    from gspmd_mcmc.planning.chips import Accelerator
     from gspmd_mcmc.views import plots
 
 # isort: on
@@ -241,8 +243,11 @@ __all__ = [
 
 # Where the names that load on first use are: a module and a name in it, or a module.
 _ON_FIRST_USE = {
-    "categorical_linear": "targets.fused.categorical_linear:categorical_linear",
-    "inner_product_terms": "targets.fused.inner_product_terms:inner_product_terms",
+    "PositionalSharding": "compat.positional:PositionalSharding",
+    "Table": "compat.tables:Table",
+    "read_table": "compat.tables:read_table",
+    "categorical_linear": "fused.categorical_linear:categorical_linear",
+    "inner_product_terms": "fused.inner_product_terms:inner_product_terms",
     "JointDistributionCoroutine": "models.joint:JointDistributionCoroutine",
     "JointDistributionNamed": "models.joint:JointDistributionNamed",
     "JointDistributionSequential": "models.joint:JointDistributionSequential",
@@ -254,13 +259,13 @@ _ON_FIRST_USE = {
     "local_rows": "placement.local_rows:local_rows",
     "place_from_reader": "placement.local_rows:place_from_reader",
     "place_local": "placement.local_rows:place_local",
-    "plan_sample": "sampling.sample_plan:plan_sample",
+    "plan_sample": "planning.sample_plan:plan_sample",
     "LayoutView": "views.visualize:LayoutView",
     "visualize": "views.visualize:visualize",
     "communication": "views.communication:communication",
     "BudgetExceeded": "views.program.report:BudgetExceeded",
-    "plan": "views.plan:plan",
-    "Accelerator": "views.chips:Accelerator",
+    "plan": "planning.plan:plan",
+    "Accelerator": "planning.chips:Accelerator",
     "plots": "views.plots",
 }
 

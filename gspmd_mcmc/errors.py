@@ -9,6 +9,7 @@ F = TypeVar("F", bound=Callable)
 # The stacklevel of a warning in a function that `sample` calls: above it are `sample`, its two
 # decorators (`on_any_mesh` and `answers`), and the user's line.
 CALLER_OF_SAMPLE = 5
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 class SamplingWarning(UserWarning):
@@ -50,3 +51,12 @@ def answers(call_as: str, **cures: str) -> Callable[[F], F]:
         return call  # pyright: ignore[reportReturnType]
 
     return of
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Write a number of bytes with a decimal unit: ``784 B``, ``31.4 kB``, ``2 GB``."""
+    value, unit = float(num_bytes), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    digits = f"{value:.1f}".removesuffix(".0") if unit and value < 99.95 else f"{value:.0f}"
+    return f"{digits} {_UNITS[unit]}"

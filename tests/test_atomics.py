@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspmd_mcmc.views.program.atomics import ADDITION, LOOP, find_atomics
+from gspmd_mcmc.planning.atomics import ADDITION, LOOP, find_atomics
 from gspmd_mcmc.views.program.hlo import read_program
 
 # As the H100's compiler writes them: the gradient of effect[index], and what only looks like it.

@@ -12,10 +12,10 @@ from hlo_texts import computation, loop, text_of
 from benchmarks import chips, chips_programs, gpu, mnist_data, movielens_data
 from benchmarks.data import Sizes
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
+from gspmd_mcmc.planning.roofline import roofline
+from gspmd_mcmc.planning.work import Kernel, Work
 from gspmd_mcmc.targets.local import arrays
 from gspmd_mcmc.views.program.hlo import read_program
-from gspmd_mcmc.views.program.work import Kernel, Work
-from gspmd_mcmc.views.roofline import roofline
 
 MESH = make_abstract_mesh(data=8)
 

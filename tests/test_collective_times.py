@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from gspmd_mcmc.views import chips
-from gspmd_mcmc.views.chips import INFINIBAND_NDR, NVLINK_4, TPU_V4_ICI, TPU_V5E_ICI, Interconnect
-from gspmd_mcmc.views.collective_times import (
+from gspmd_mcmc.planning import chips
+from gspmd_mcmc.planning.chips import INFINIBAND_NDR, NVLINK_4, TPU_V4_ICI, TPU_V5E_ICI, Interconnect
+from gspmd_mcmc.planning.collective_times import (
     MODELED_KINDS,
     collective_seconds,
     fastest_all_reduce,

@@ -209,7 +209,7 @@ def test_importing_the_package_starts_no_backend_and_loads_nothing_heavy(names):
     count, *loaded = done.stdout.split()
     assert count == "3"
     assert "gspmd_mcmc.sampling.sample" in loaded
-    assert ("gspmd_mcmc.views.plan" in loaded) == (names == "all")
+    assert ("gspmd_mcmc.planning.plan" in loaded) == (names == "all")
     assert forbidden & set(loaded) == set()
 
 

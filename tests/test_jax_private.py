@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import jax_private, tree
+from gspmd_mcmc.compat import positional
+from gspmd_mcmc.fused.tracing import LOWERED, slope_of_cells
 from gspmd_mcmc.jax_private import NAMES, open_program
-from gspmd_mcmc.placement import positional
 from gspmd_mcmc.placement.mapped_axes import TRACES_ARE_APART, mapped_axes
-from gspmd_mcmc.targets.fused.tracing import LOWERED, slope_of_cells
 from gspmd_mcmc.targets.streaming.chunkwise import chunkwise
 from gspmd_mcmc.targets.streaming.products import with_narrow_factor_first
 

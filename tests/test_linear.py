@@ -12,9 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.targets import linear as linear_module
-from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms
-from gspmd_mcmc.targets.fused import (
+from gspmd_mcmc.fused import (
     categorical_linear_gpu,
     categorical_linear_tpu,
     inner_product_terms,
@@ -22,8 +20,11 @@ from gspmd_mcmc.targets.fused import (
     inner_products_tpu,
     tpu_numbers,
 )
-from gspmd_mcmc.targets.fused.tracing import has_kernel, kernels_where, slope_of_cells
+from gspmd_mcmc.fused.tracing import slope_of_cells
+from gspmd_mcmc.targets import linear as linear_module
+from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms
 from gspmd_mcmc.targets.streaming import tiling
+from gspmd_mcmc.targets.streaming.kernels_inside import has_kernel, kernels_where
 
 RNG = np.random.default_rng(0)
 ROWS, FEATURES, CLASSES = 304, 200, 10
@@ -697,7 +698,7 @@ import sys, warnings
 sys.modules["jax.experimental.pallas.triton"] = None  # as if it were not there
 import jax, numpy as np
 import gspmd_mcmc as gm
-from gspmd_mcmc.targets.fused.tracing import has_kernel, kernels_where
+from gspmd_mcmc.targets.streaming.kernels_inside import has_kernel, kernels_where
 
 data = np.ones((4, 3), np.uint8), np.zeros(4, np.int32)
 cells = np.ones((4, 3), np.uint8)

@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import Accelerator, BudgetExceeded, LayoutView, communication, make_abstract_mesh, plan
+from gspmd_mcmc.planning import aot_compilation
+from gspmd_mcmc.planning.aot_compilation import Compiled, compile_aot
+from gspmd_mcmc.planning.chips import ACCELERATORS
+from gspmd_mcmc.planning.plan import extrapolate, predict_report
 from gspmd_mcmc.targets.streaming import tiling
-from gspmd_mcmc.views.chips import ACCELERATORS
-from gspmd_mcmc.views.plan import extrapolate, predict_report
-from gspmd_mcmc.views.program import aot_compilation
-from gspmd_mcmc.views.program.aot_compilation import Compiled, compile_aot
 
 S = jax.ShapeDtypeStruct
 F32 = jnp.float32

@@ -15,10 +15,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
-from gspmd_mcmc.views.program import aot_compilation, aot_process, topologies
+from gspmd_mcmc.planning import aot_compilation, aot_process, topologies
+from gspmd_mcmc.planning.topologies import CHIPS, Gpu, Tpu, chip_of
+from gspmd_mcmc.planning.work import work_of
 from gspmd_mcmc.views.program.hlo import read_program
-from gspmd_mcmc.views.program.topologies import CHIPS, Gpu, Tpu, chip_of
-from gspmd_mcmc.views.program.work import work_of
 
 PLAN: Any = sys.modules[gm.plan.__module__]
 S = jax.ShapeDtypeStruct

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import Accelerator, communication
-from gspmd_mcmc.sampling.run_programs import BUFFERS, DATA, SET_UP, STEPS, programs_of
+from gspmd_mcmc.planning.run_programs import BUFFERS, DATA, SET_UP, STEPS, programs_of
 
 SAMPLE: Any = sys.modules[gm.plan_sample.__module__]
 RUN: Any = sys.modules["gspmd_mcmc.sampling.run"]

@@ -1,23 +1,18 @@
 """The time of a leapfrog from what a program does and what a device does in a second."""
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-import gspmd_mcmc as gm
-from gspmd_mcmc.sampling import reporting
-from gspmd_mcmc.views.chips import ACCELERATORS, ETHERNET_10G, LINKS, NVLINK_4, Accelerator
-from gspmd_mcmc.views.collective_times import collective_seconds
-from gspmd_mcmc.views.program.flops import Product
+from gspmd_mcmc.planning.chips import ACCELERATORS, ETHERNET_10G, LINKS, NVLINK_4, Accelerator
+from gspmd_mcmc.planning.collective_times import collective_seconds
+from gspmd_mcmc.planning.flops import Product
+from gspmd_mcmc.planning.roofline import roofline
+from gspmd_mcmc.planning.throughput import THROUGHPUTS, measure_throughput
+from gspmd_mcmc.planning.topologies import CHIPS
+from gspmd_mcmc.planning.work import Kernel, Work
 from gspmd_mcmc.views.program.report import Traffic
-from gspmd_mcmc.views.program.topologies import CHIPS
-from gspmd_mcmc.views.program.work import Kernel, Work
-from gspmd_mcmc.views.roofline import on_launches, roofline, time_text
-from gspmd_mcmc.views.throughput import THROUGHPUTS, measure_throughput
 
 KERNEL = Kernel("fusion", "model.py:7", 0, 0, 0, (), 0, (), None)
 H100 = THROUGHPUTS["H100 80GB"]
@@ -189,75 +184,3 @@ def test_every_chip_that_programs_are_compiled_for_has_a_roofline_and_links_if_i
 def test_what_is_not_known_is_refused(device, changes, message):
     with pytest.raises(ValueError, match=message):
         roofline(work_of(**changes), device)
-
-
-# What `sample` says of launches.
-
-KEY = jax.random.key(0)
-RUN = {"num_warmup": 20, "num_samples": 30, "num_chains": 2, "progress": False}
-
-
-def log_density(position):
-    return -0.5 * jnp.sum(position["x"] ** 2)
-
-
-def warned_of_launches(**options):
-    target = gm.LogDensity(log_density)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        gm.sample(KEY, target, {"x": jnp.zeros(3)}, **RUN, **options)
-    return [w for w in caught if str(w.message).startswith("bound by launches")]
-
-
-def test_a_run_bound_by_launches_is_told_so_in_one_line(monkeypatch, compiled):
-    assert not warned_of_launches()  # on a CPU
-    compiled.clear()
-    # The CPU stands in for a GPU: a leapfrog of so small a model takes it less than the launches would.
-    monkeypatch.setattr(reporting, "LAUNCHED", ("cpu",))
-    (warning,) = warned_of_launches()
-    assert compiled == []  # the text is that of the program that ran
-    assert issubclass(warning.category, gm.SamplingWarning) and warning.filename == __file__
-    said = str(warning.message)
-    assert "\n" not in said and "a leapfrog of 2 chains took" in said and "num_chains=" in said
-
-
-def test_a_text_of_no_known_form_costs_no_draws(monkeypatch, caplog):
-    monkeypatch.setattr(reporting, "LAUNCHED", ("cpu",))
-    monkeypatch.setattr("gspmd_mcmc.views.roofline.on_launches", lambda *_: {}["no such form"])
-    with caplog.at_level("DEBUG", "gspmd_mcmc"):
-        assert not warned_of_launches()
-    assert "launches were not counted: KeyError" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "is_bound"), [(5e-6, True), (1e-5, True), (2.1e-5, True), (2.2e-5, False)]
-)
-def test_a_leapfrog_that_takes_twice_its_launches_is_not_bound_by_them(seconds, is_bound):
-    # Two kernels and a readback, 10.8 us: as the condition of the loop is not known beforehand.
-    text = """HloModule jit_advance, is_scheduled=true
-
-%cond (s: (s32[], f32[8])) -> pred[] {
-  %s = (s32[], f32[8]{0}) parameter(0)
-  %n = s32[] get-tuple-element(%s), index=0
-  ROOT %less = pred[] compare(%n, %n), direction=LT
-}
-
-%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %s = (s32[], f32[8]{0}) parameter(0)
-  %n = s32[] get-tuple-element(%s), index=0
-  %x = f32[8]{0} get-tuple-element(%s), index=1
-  %y = f32[8]{0} negate(%x)
-  ROOT %t = (s32[], f32[8]{0}) tuple(%n, %y)
-}
-
-ENTRY %main (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %p = (s32[], f32[8]{0}) parameter(0)
-  ROOT %w = (s32[], f32[8]{0}) while(%p), condition=%cond, body=%body, metadata={op_name="LOOP/while"}
-}
-"""
-    said = on_launches(text.replace("LOOP", "leapfrog"), seconds, 4)
-    assert (said is not None) == is_bound
-    if said:
-        launches = "10.8 us" if seconds > 1.08e-5 else time_text(seconds)  # no more than it took
-        assert "a leapfrog of 4 chains" in said and f"starts 2 kernels, about {launches} of" in said
-    assert on_launches(text.replace("LOOP", "steps"), seconds, 4) is None

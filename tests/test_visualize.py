@@ -17,8 +17,9 @@ from rich.console import Console
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import visualize
+from gspmd_mcmc.errors import bytes_text
 from gspmd_mcmc.views import palette
-from gspmd_mcmc.views.notation import array_text, bytes_text, number_ranges, shorten, spec_text
+from gspmd_mcmc.views.notation import array_text, number_ranges, shorten, spec_text
 from gspmd_mcmc.views.palette import OKABE_ITO, VIRIDIS, WHOLE, distinct_colors, gradient
 
 SNAPSHOTS = Path(__file__).parent / "snapshots" / "visualize"

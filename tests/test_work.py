@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from gspmd_mcmc.views.program.flops import Product
+from gspmd_mcmc.planning.flops import Product
+from gspmd_mcmc.planning.memory_traffic import memory_amount
+from gspmd_mcmc.planning.work import Work, work_of
 from gspmd_mcmc.views.program.hlo import read_program
-from gspmd_mcmc.views.program.memory_traffic import memory_amount
-from gspmd_mcmc.views.program.work import Work, work_of
 
 BIG, SMALL = 4 * 1000 * 64, 4 * 10 * 64  # bytes of f32[1000,64] and f32[10,64]
 ARGUMENTS = """

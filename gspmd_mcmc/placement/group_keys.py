@@ -1,15 +1,34 @@
 """Keys of rows: the groups that they belong to, and which of the labels each key is."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from gspmd_mcmc.multihost.processes import to_host
-from gspmd_mcmc.placement.tables import Key, positions
 
 # Coordinates of all draws.
 TAKEN_NAMES = ("chain", "draw")
+
+
+@dataclass(frozen=True, eq=False)
+class Key:
+    """A column that says which group each row belongs to; see `Table.key`.
+
+    Attributes
+    ----------
+    name
+        What groups are called: the column's name.
+    index
+        The number of each row's label, shape [rows].
+    labels
+        Integers or strings, shape [labels]; some may have no rows.
+    """
+
+    name: str
+    index: np.ndarray
+    labels: np.ndarray
 
 
 def checked_name(keys: Any, name: str | None) -> str:
@@ -103,3 +122,25 @@ def index_of(keys: np.ndarray | Key, labels: np.ndarray) -> np.ndarray:
             f"is row {wrong[0]} with {shown(first)}"
         )
     return index
+
+
+def positions(name: str, values: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return where each value is among the labels, -1 where it is not.
+
+    Raises
+    ------
+    ValueError
+        If values are strings and labels are not, or the other way round.
+    """
+    if (values.dtype.kind in "US") != (labels.dtype.kind in "US"):
+        raise ValueError(
+            f"{name}: expected labels of {_words(values)}, as values are, got {_words(labels)}"
+        )
+    by_value = np.argsort(labels, kind="stable")
+    found = np.minimum(np.searchsorted(labels, values, sorter=by_value), len(labels) - 1)
+    index = by_value[found]
+    return np.where(labels[index] == values, index, -1)
+
+
+def _words(values: np.ndarray) -> str:
+    return "strings" if values.dtype.kind in "US" else str(values.dtype)

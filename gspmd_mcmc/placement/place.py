@@ -22,7 +22,6 @@ from gspmd_mcmc.placement.padding import (
     refuse_laid_by_groups,
     values_of,
 )
-from gspmd_mcmc.placement.positional import PositionalSharding
 from gspmd_mcmc.tree import PyTree, path_str
 
 
@@ -103,13 +102,14 @@ def _facts(tree: PyTree, mesh: Any, specs: PyTree) -> dict[str, str]:
 
 
 def _specs_of(sharding: NamedSharding, tree: PyTree) -> PyTree:
-    """Give every leaf the spec that a sharding has for it; a positional one has its rule of ranks."""
+    """Give every leaf the spec of a sharding, or what its ``spec_at(ndim)`` returns for the leaf."""
+    spec_at = getattr(sharding, "spec_at", None)
 
     def spec_of(path: Any, leaf: Any) -> P:
-        if not isinstance(sharding, PositionalSharding):
+        if spec_at is None:
             return sharding.spec
         try:
-            return sharding.spec_at(np.ndim(values_of(leaf)))
+            return spec_at(np.ndim(values_of(leaf)))
         except ValueError as error:
             raise ValueError(f"leaf {path_str(path)}: {error}") from error
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import jax
 
 from gspmd_mcmc.diagnostics.table import named_leaves
+from gspmd_mcmc.errors import bytes_text
 from gspmd_mcmc.sampling.run import Run
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import path_str
-from gspmd_mcmc.views.notation import bytes_text
 
 MOST_NAMED = 5
 

@@ -94,7 +94,6 @@ def marked(part: str) -> jax.profiler.TraceAnnotation:
 
 
 SECONDS_A_LINE, SECONDS_A_REWRITE = 60.0, 0.5
-LAUNCHED = ("gpu",)  # platforms whose host starts each kernel
 BAR = 20  # characters
 
 
@@ -162,7 +161,6 @@ class Report:
             self._display = Bar(console, is_shown=is_shown)
         self._callback = callback
         self.is_stopped = False  # by the callback
-        self.fastest = 0.0  # leapfrogs a second of the fastest chunk: the first one compiles
 
     def __enter__(self) -> "Report":
         self._show("start")
@@ -188,7 +186,6 @@ class Report:
         report = ChunkReport(
             phase=self._phase, done=self._done, total=self._total, seconds=seconds, **numbers
         )
-        self.fastest = max(self.fastest, report.leapfrogs_per_second)
         text = (
             f"{report.leapfrogs_per_second:.0f} leapfrogs/s acc {report.acceptance_rate:.2f} "
             f"div {report.num_divergent} step {report.step_size:.2g}"
@@ -225,27 +222,6 @@ class Report:
 def warn_of_devices(target: Target) -> None:
     """Warn where fewer devices than the data lie on would be faster, or more."""
     if message := on_small_data(target) or on_idle_cores(target):
-        warnings.warn(message, SamplingWarning, stacklevel=CALLER_OF_SAMPLE)
-
-
-def warn_of_launches(
-    platform: str, program: Callable[[], str], leapfrogs_per_second: float, num_chains: int
-) -> None:
-    """Warn where a GPU's time went into starting kernels; ``program`` returns the text of the steps.
-
-    A warning, not a record of the log, as of small data on many devices: those whose run is 300 times
-    slower than it need be have not set up a log.
-    """
-    if platform not in LAUNCHED or not leapfrogs_per_second:
-        return
-    try:
-        from gspmd_mcmc.views.roofline import on_launches
-
-        message = on_launches(program(), num_chains / leapfrogs_per_second, num_chains)
-    except Exception as error:  # A text of another form, perhaps: advice may not cost a run its draws.
-        LOGGER.debug("launches were not counted: %s: %s", type(error).__name__, error)
-        return
-    if message:
         warnings.warn(message, SamplingWarning, stacklevel=CALLER_OF_SAMPLE)
 
 

@@ -26,7 +26,7 @@ from gspmd_mcmc.multihost.agreement import least
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.laid_groups import GroupLabels
 from gspmd_mcmc.placement.layout import Layout
-from gspmd_mcmc.sampling.reporting import LAUNCHED, Report, marked
+from gspmd_mcmc.sampling.reporting import Report, marked
 from gspmd_mcmc.sampling.run_state import (
     HELD,
     LEARNED,
@@ -57,6 +57,7 @@ SHORT_SECONDS = 0.05
 MOST_GROWTH = 8
 # The share of a device's memory that draws take unless told otherwise.
 DEVICE_SHARE = 0.25
+LAUNCHED = ("gpu",)  # platforms whose host starts each kernel
 ROUND = (10, 12, 15, 18, 20, 25, 30, 35, 40, 50, 60, 70, 80, 100)
 
 
@@ -235,11 +236,6 @@ class Run:
             self._error = error
         if self.report.is_stopped or self._error is not None:
             self.stop.ask()
-
-    def program(self) -> str:
-        """Return the text of the program of the steps; what has run is not compiled again."""
-        args = (self.state, self.adaptation, self.fixed, self.draw, not self.is_warm, 0, 1, 1)
-        return self._advance.lower(*args).compile().as_text() or ""
 
     @property
     def _advance(self) -> Any:

@@ -28,7 +28,6 @@ from gspmd_mcmc.sampling.reporting import (
     ChunkReport,
     Report,
     warn_of_devices,
-    warn_of_launches,
     warn_of_run,
 )
 from gspmd_mcmc.sampling.run import Plan, Run
@@ -276,7 +275,6 @@ def sample(
         report = Report(is_shown=is_shown, callback=callback)
         with resumption.supervised(run, checkpoints, facts, every, report) as supervision:
             draws = run.go(*supervision)
-        warn_of_launches(target.platform, run.program, report.fastest, num_chains)
         keeps_positions = collect.func is keep_position
         warn_of_run(draws, num_samples, keeps_positions=keeps_positions, is_stopped=report.is_stopped)
     return draws

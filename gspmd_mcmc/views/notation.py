@@ -9,17 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 LARGE_BYTES = 1_000_000  # arrays of this size that are whole on every device are pointed out
 MAX_LISTED = 4  # numbers that are written one by one
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _SHORT = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Write a number of bytes with a decimal unit: ``784 B``, ``31.4 kB``, ``2 GB``."""
-    value, unit = float(num_bytes), 0
-    while value >= 999.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    digits = f"{value:.1f}".removesuffix(".0") if unit and value < 99.95 else f"{value:.0f}"
-    return f"{digits} {_UNITS[unit]}"
 
 
 def array_text(dtype: Any, shape: tuple[int, ...] | None) -> str:

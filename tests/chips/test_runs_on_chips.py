@@ -10,7 +10,7 @@ import pytest
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics.columns import TEMPORARY_BYTES
-from gspmd_mcmc.sampling.run_programs import BUFFERS, SET_UP, STEPS, programs_of
+from gspmd_mcmc.planning.run_programs import BUFFERS, SET_UP, STEPS, programs_of
 
 PLAN: Any = sys.modules[gm.plan_sample.__module__]
 ONCE = {"start", SET_UP, BUFFERS}  # and the summary's: planned once a model

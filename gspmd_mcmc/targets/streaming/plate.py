@@ -16,9 +16,9 @@ from gspmd_mcmc.placement.padding import is_padded, refuse_laid_by_groups
 from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere
 from gspmd_mcmc.targets.function import as_partial, name_of_function, noting_shapes
-from gspmd_mcmc.targets.fused.tracing import kernels_where
 from gspmd_mcmc.targets.local import Local, as_laid, is_laid, rows_first, without
 from gspmd_mcmc.targets.streaming import tiling
+from gspmd_mcmc.targets.streaming.kernels_inside import kernels_where
 from gspmd_mcmc.targets.streaming.rows import Rows, read_rows
 from gspmd_mcmc.targets.streaming.slots import RowSlots, Slots, group_slots
 from gspmd_mcmc.tree import PyTree, pytree, set_fields, static

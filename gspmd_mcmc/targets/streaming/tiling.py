@@ -19,8 +19,8 @@ from gspmd_mcmc.jax_private import open_program
 from gspmd_mcmc.placement.explicit import explained
 from gspmd_mcmc.placement.mapped_axes import mapped_axes
 from gspmd_mcmc.placement.mesh import cores_of_device
-from gspmd_mcmc.targets.fused.tracing import has_kernel
 from gspmd_mcmc.targets.resolution import warn_of_narrow_terms
+from gspmd_mcmc.targets.streaming.kernels_inside import has_kernel
 from gspmd_mcmc.targets.streaming.products import with_narrow_factor_first
 from gspmd_mcmc.targets.streaming.rows import Rows
 from gspmd_mcmc.targets.streaming.slots import Slots

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from gspmd_mcmc.errors import bytes_text
 from gspmd_mcmc.views.layouts.leaf_layout import (
     ABSTRACT,
     DELETED,
@@ -22,7 +23,7 @@ from gspmd_mcmc.views.layouts.pictures import (
     meshes_of,
     picture_of,
 )
-from gspmd_mcmc.views.notation import array_text, axes_text, bytes_text, number_ranges, several, shorten
+from gspmd_mcmc.views.notation import array_text, axes_text, number_ranges, several, shorten
 from gspmd_mcmc.views.palette import ink
 
 MAX_LEAVES, MAX_DRAWINGS, MAX_LEVELS = 60, 8, 3

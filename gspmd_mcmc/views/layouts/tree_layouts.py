@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
+from gspmd_mcmc.compat.positional import PositionalSharding
 from gspmd_mcmc.placement.padding import Padded
-from gspmd_mcmc.placement.positional import PositionalSharding
 from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.tree import PyTree, is_traced, path_str
 from gspmd_mcmc.views.layouts.leaf_layout import (

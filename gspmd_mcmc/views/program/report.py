@@ -8,7 +8,8 @@ from pathlib import Path
 from jax.sharding import PartitionSpec as P
 from rich.jupyter import JupyterMixin
 
-from gspmd_mcmc.views.notation import LARGE_BYTES, bytes_text
+from gspmd_mcmc.errors import bytes_text
+from gspmd_mcmc.views.notation import LARGE_BYTES
 from gspmd_mcmc.views.program import report_views
 from gspmd_mcmc.views.program.hlo import KINDS, Frame, Loop
 

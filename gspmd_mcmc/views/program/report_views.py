@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from gspmd_mcmc.views.notation import bytes_text
+from gspmd_mcmc.errors import bytes_text
 
 if TYPE_CHECKING:
     from gspmd_mcmc.views.program.hlo import Loop

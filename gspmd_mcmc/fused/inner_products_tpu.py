@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from gspmd_mcmc.fused import tpu_cost, tpu_numbers
+from gspmd_mcmc.fused.chains import of_chains_together
+from gspmd_mcmc.fused.tracing import slope_of_cells
 from gspmd_mcmc.targets.bfloat16_terms import NUM_FULL
-from gspmd_mcmc.targets.fused import tpu_cost, tpu_numbers
-from gspmd_mcmc.targets.fused.chains import of_chains_together
-from gspmd_mcmc.targets.fused.tracing import slope_of_cells
 
 SUBLANES, LANES = 8, 128
 BLOCKS = 2  # strips of residuals in a round: of one chain, or one of each of two

@@ -12,10 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from gspmd_mcmc.adaptation.adaptation import Adaptation
+from gspmd_mcmc.errors import bytes_text
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
-from gspmd_mcmc.sampling.run import DEVICE_SHARE
-from gspmd_mcmc.sampling.run_programs import (
+from gspmd_mcmc.planning.chips import Accelerator
+from gspmd_mcmc.planning.plan import MeshPlan, plan_on_mesh, read_devices
+from gspmd_mcmc.planning.roofline import Roofline
+from gspmd_mcmc.planning.run_programs import (
     DATA,
     START,
     STEPS,
@@ -23,18 +26,15 @@ from gspmd_mcmc.sampling.run_programs import (
     RunSettings,
     programs_of,
 )
+from gspmd_mcmc.planning.topologies import Chip
+from gspmd_mcmc.sampling.run import DEVICE_SHARE
 from gspmd_mcmc.sampling.run_state import keep_position
 from gspmd_mcmc.sampling.sample import check_arguments
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.targets import checks
 from gspmd_mcmc.targets.function import as_partial
 from gspmd_mcmc.targets.target import Target
-from gspmd_mcmc.views.chips import Accelerator
-from gspmd_mcmc.views.notation import bytes_text
-from gspmd_mcmc.views.plan import MeshPlan, plan_on_mesh, read_devices
 from gspmd_mcmc.views.program.report_views import plain
-from gspmd_mcmc.views.program.topologies import Chip
-from gspmd_mcmc.views.roofline import Roofline
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 All of it is read from the text of the program, as the compiler scheduled it, and nothing is run. An
 array that was padded, converted or copied counts as the text has it, not as the user wrote it. How long
-the work takes is another question: `gspmd_mcmc.views.roofline`.
+the work takes is another question: `gspmd_mcmc.planning.roofline`.
 """
 
 import re
@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gspmd_mcmc.planning.flops import Product, flops_of, is_uncounted, stated_flops
+from gspmd_mcmc.planning.memory_traffic import Amount, fused_operations, is_kernel, moved
 from gspmd_mcmc.views.program import device_groups
-from gspmd_mcmc.views.program.flops import Product, flops_of, is_uncounted, stated_flops
 from gspmd_mcmc.views.program.hlo import (
     Operation,
     Program,
@@ -24,7 +25,6 @@ from gspmd_mcmc.views.program.hlo import (
     num_bytes_of,
     own_line,
 )
-from gspmd_mcmc.views.program.memory_traffic import Amount, fused_operations, is_kernel, moved
 from gspmd_mcmc.views.program.report import Traffic
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')

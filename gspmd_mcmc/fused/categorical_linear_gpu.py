@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from gspmd_mcmc.fused.chains import of_chains_together
+from gspmd_mcmc.fused.gpu_numbers import in_bfloat16
+from gspmd_mcmc.fused.gpu_settings import SHARED, settings
 from gspmd_mcmc.targets.bfloat16_terms import NUM_FULL, bfloat16_terms, num_terms
-from gspmd_mcmc.targets.fused.chains import of_chains_together
-from gspmd_mcmc.targets.fused.gpu_numbers import in_bfloat16
-from gspmd_mcmc.targets.fused.gpu_settings import SHARED, settings
 
 # Of a tile of residuals: rows, and features that it takes at a time, fewer if weights are many.
 OF_RESIDUALS, MOST_STEP, LEAST_STEP = 128, 128, 64

@@ -14,7 +14,7 @@ way, what a device can send while it receives as much: half of that figure.
 import math
 from dataclasses import dataclass
 
-from gspmd_mcmc.views.throughput import THROUGHPUTS, Throughput
+from gspmd_mcmc.planning.throughput import THROUGHPUTS, Throughput
 
 _TPU = "https://cloud.google.com/tpu/docs"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"

@@ -5,10 +5,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from gspmd_mcmc.fused.tracing import has_triton, platform_of_kernels
 from gspmd_mcmc.targets.bfloat16_terms import num_terms
-from gspmd_mcmc.targets.fused.tracing import has_triton, marked, platform_of_kernels
 from gspmd_mcmc.targets.likelihoods import categorical_logits
 from gspmd_mcmc.targets.linear import forward, is_exact_in_bfloat16, linear
+from gspmd_mcmc.targets.streaming.kernels_inside import marked
 
 MOST_WEIGHTS = (
     1 << 14
@@ -84,11 +85,11 @@ _terms.defvjp(lambda precision, *inputs: (_forward(*inputs), inputs), _bwd)
 def _gradients(x: jax.Array, labels: jax.Array, parameters: tuple, cotangent: jax.Array) -> tuple:
     """Return the derivatives of ``cotangent · terms`` in the parameters."""
     # Here, as who samples on a CPU need not wait for the compiler of kernels to be imported.
-    from gspmd_mcmc.targets.fused import categorical_linear_tpu
+    from gspmd_mcmc.fused import categorical_linear_tpu
 
     kernels = {"tpu": categorical_linear_tpu.gradients}
     if has_triton():
-        from gspmd_mcmc.targets.fused import categorical_linear_gpu
+        from gspmd_mcmc.fused import categorical_linear_gpu
 
         kernels["cuda"] = categorical_linear_gpu.gradients
     args = x, labels, parameters, cotangent

@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.targets.bfloat16_terms import num_terms
-from gspmd_mcmc.targets.fused.tracing import (
+from gspmd_mcmc.fused.tracing import (
     has_triton,
-    marked,
     over_cells,
     platform_of_kernels,
     slope_of_cells,
 )
+from gspmd_mcmc.targets.bfloat16_terms import num_terms
 from gspmd_mcmc.targets.likelihoods import inner_products
+from gspmd_mcmc.targets.streaming.kernels_inside import marked
 from gspmd_mcmc.tree import PyTree
 
 MOST_RANK = 128
@@ -130,13 +130,13 @@ _terms.defvjp(
 def _gradients(term: Callable, cells: list[jax.Array], factors: tuple, cotangent: jax.Array) -> tuple:
     """Return the derivatives of ``cotangent · terms`` in the factors."""
     # Here, as who samples on a CPU need not wait for the compiler of kernels to be imported.
-    from gspmd_mcmc.targets.fused import inner_products_tpu
+    from gspmd_mcmc.fused import inner_products_tpu
 
     kernels = {}
     if _is_lowered(term, factors[0], cells, "tpu"):
         kernels["tpu"] = partial(_with_biases, inner_products_tpu.gradients, term)
     if has_triton():
-        from gspmd_mcmc.targets.fused import inner_products_gpu
+        from gspmd_mcmc.fused import inner_products_gpu
 
         kernels["cuda"] = partial(_with_biases, inner_products_gpu.gradients, term)
     plain = partial(_plain_gradients, term)

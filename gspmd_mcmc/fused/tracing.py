@@ -8,22 +8,18 @@ runs on one device may hold it: `stream` runs those of a plate so.
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_mcmc import jax_private
 from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.targets.streaming.kernels_inside import bodies, traced_platform
 
-MARK = "gspmd_mcmc_kernel"
-_platform: ContextVar[str] = ContextVar("platform", default="")
 # What does the same with int32 that have a byte's values, and makes no byte that would wrap around.
 SAME_OF_INT32 = frozenset(
     ["eq", "ne", "lt", "le", "gt", "ge", "and", "or", "select_n", "broadcast_in_dim", "copy"]
@@ -78,19 +74,9 @@ LOWERED = frozenset(
 )
 
 
-@contextmanager
-def kernels_where(platform: str) -> Iterator[None]:
-    """Trace functions for a platform, with kernels if it has them."""
-    token = _platform.set(platform if platform in ("gpu", "tpu") else "")
-    try:
-        yield
-    finally:
-        _platform.reset(token)
-
-
 def platform_of_kernels() -> str:
     """Return "gpu" or "tpu" if the function that is being traced may hold kernels of one, else ""."""
-    platform = _platform.get()
+    platform = traced_platform()
     if platform != "gpu" or has_triton():
         return platform
     warnings.warn(
@@ -111,25 +97,6 @@ def has_triton() -> bool:
     except ImportError:
         return False
     return True
-
-
-def marked(terms: jax.Array) -> jax.Array:
-    """Mark terms whose gradient is a kernel, so that `has_kernel` finds them."""
-    return checkpoint_name(terms, MARK)
-
-
-def has_kernel(jaxpr: Any) -> bool:
-    """Tell whether a traced function holds what is marked, at any depth."""
-    return any(
-        eqn.params.get("name") == MARK or any(has_kernel(inner) for inner in _bodies(eqn))
-        for eqn in jaxpr.eqns
-    )
-
-
-def _bodies(eqn: Any) -> Iterator[Any]:
-    for value in jax.tree.leaves(eqn.params, is_leaf=jax_private.is_program):
-        if jax_private.is_program(value):
-            yield jax_private.open_program(value)
 
 
 def slope_of_cells(
@@ -170,7 +137,7 @@ def over_cells(term: Callable) -> Callable:
 
 def _is_lowered(jaxpr: Any) -> bool:
     return not jaxpr.constvars and all(
-        eqn.primitive.name in LOWERED and all(map(_is_lowered, _bodies(eqn))) for eqn in jaxpr.eqns
+        eqn.primitive.name in LOWERED and all(map(_is_lowered, bodies(eqn))) for eqn in jaxpr.eqns
     )
 
 
@@ -184,7 +151,7 @@ def _is_same_of_int32(jaxpr: Any) -> bool:
         is_conversion = eqn.primitive.name == "convert_element_type"
         return eqn.primitive.name in SAME_OF_INT32 and not (is_conversion and makes_bytes)
 
-    return all(is_same(eqn) and all(map(_is_same_of_int32, _bodies(eqn))) for eqn in jaxpr.eqns)
+    return all(is_same(eqn) and all(map(_is_same_of_int32, bodies(eqn))) for eqn in jaxpr.eqns)
 
 
 def _is_byte(atom: Any) -> bool:
@@ -201,7 +168,7 @@ def _run(jaxpr: Any, args: Sequence[Any], of_int32: bool, instead: Mapping[str, 
         return jnp.int32(atom.val) if of_int32 and _is_byte(atom) else atom.val
 
     for eqn in jaxpr.eqns:
-        (*inner,), operands = _bodies(eqn), [read(atom) for atom in eqn.invars]
+        (*inner,), operands = bodies(eqn), [read(atom) for atom in eqn.invars]
         if inner:
             outs = _run(*inner, operands, of_int32, instead)
         elif eqn.primitive.name in instead:

@@ -33,9 +33,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.views.program.flops import Product
+from gspmd_mcmc.planning.flops import Product
+from gspmd_mcmc.planning.work import work_of
 from gspmd_mcmc.views.program.hlo import read_program
-from gspmd_mcmc.views.program.work import work_of
 
 _ALGORITHM = re.compile(r"dot_(\w+?)_\w+?(?:_x(\d))?$")
 _BITS = re.compile(r"\d+")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gspmd_mcmc.planning.memory_traffic import ELEMENTWISE, elements, fused_operations
 from gspmd_mcmc.views.program.hlo import Operation, Program, shapes_of
-from gspmd_mcmc.views.program.memory_traffic import ELEMENTWISE, elements, fused_operations
 
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")

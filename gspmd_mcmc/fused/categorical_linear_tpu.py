@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from gspmd_mcmc.fused import tpu_cost, tpu_numbers
+from gspmd_mcmc.fused.chains import of_chains_together
 from gspmd_mcmc.targets.bfloat16_terms import bfloat16_terms, num_terms, sum_of_terms
-from gspmd_mcmc.targets.fused import tpu_cost, tpu_numbers
-from gspmd_mcmc.targets.fused.chains import of_chains_together
 
 # Of a tile's features in float32: with copies it fits the 16 MB of a TPU v2's core.
 TILE_BYTES = 2 << 20

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from gspmd_mcmc.views.chips import Interconnect
+from gspmd_mcmc.planning.chips import Interconnect
 
 Levels = list[tuple[Interconnect, int]]
 

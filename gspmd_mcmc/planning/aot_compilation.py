@@ -22,11 +22,11 @@ from jax import export
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc.planning import aot_process
+from gspmd_mcmc.planning.topologies import Chip
 from gspmd_mcmc.tree import path_str
 from gspmd_mcmc.views.communication import describe_argument, read_report, with_origins
-from gspmd_mcmc.views.program import aot_process
 from gspmd_mcmc.views.program.report import Argument, Communication
-from gspmd_mcmc.views.program.topologies import Chip
 
 MOST_DEVICES = 2048  # with more, the CPU backend refuses to compile
 _BIND = "Bind what is static before: functools.partial(function, name=value)"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gspmd_mcmc.extras import require
-from gspmd_mcmc.views import chips
+from gspmd_mcmc.planning import chips
 
 _GIB = 1 << 30
 _OF_EVERY_CARD = {

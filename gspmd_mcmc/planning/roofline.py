@@ -11,17 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gspmd_mcmc.views.chips import LINKS, Accelerator, Interconnect, accelerator
-from gspmd_mcmc.views.collective_times import MODELED_KINDS, collective_seconds
-from gspmd_mcmc.views.notation import bytes_text
-from gspmd_mcmc.views.program.hlo import read_program
-from gspmd_mcmc.views.program.work import Kernel, Work, work_of
-from gspmd_mcmc.views.throughput import GPU_LAUNCH_SECONDS, GPU_READBACK_SECONDS, Throughput
+from gspmd_mcmc.errors import bytes_text
+from gspmd_mcmc.planning.chips import LINKS, Accelerator, Interconnect, accelerator
+from gspmd_mcmc.planning.collective_times import MODELED_KINDS, collective_seconds
+from gspmd_mcmc.planning.throughput import Throughput
+from gspmd_mcmc.planning.work import Kernel, Work
 
 # Chips whose compilers are asked, by their names there, are devices of these kinds.
 OF_CHIP = {"TPU v2": "TPU v2 core", "TPU v3": "TPU v3 core", "H100": "H100 80GB"}
 MOST_KERNELS = 3  # that are named
-BOUND_SHARE = 0.5  # of a leapfrog's time that launches take, where a run is bound by them
 
 
 @dataclass(frozen=True)
@@ -252,36 +250,3 @@ def time_text(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
-
-
-# What `sample` says
-
-
-def on_launches(text: str, seconds: float, num_chains: int) -> str | None:
-    """Say that a run on a GPU was bound by launches of kernels, or None.
-
-    Parameters
-    ----------
-    text
-        The program of its steps.
-    seconds
-        That a leapfrog of all chains took, measured.
-    num_chains
-        How many they are.
-    """
-    program = read_program(text)
-    if not any(loop.name == "leapfrog" for nest in program.loop_nests() for loop in nest):
-        return None  # a trajectory of one leapfrog is no loop
-    # Loops of the model's own, of which nobody knows how often they run, count once: the least.
-    once = {loop.name: 1 for nest in program.loop_nests() for loop in nest}
-    work = work_of(program, "leapfrog", trips=once)
-    launches = work.kernels * GPU_LAUNCH_SECONDS + work.readbacks * GPU_READBACK_SECONDS
-    if launches < BOUND_SHARE * seconds:
-        return None
-    launches = min(launches, seconds)  # in a CUDA graph they may take less
-    return (
-        f"bound by launches: a leapfrog of {num_chains} chains took {time_text(seconds)} and starts "
-        f"{work.kernels} kernels, about {time_text(launches)} of that. More chains cost next to "
-        "nothing on this GPU (num_chains=...); for so little arithmetic a CPU may be faster "
-        "(JAX_PLATFORMS=cpu in the environment)"
-    )

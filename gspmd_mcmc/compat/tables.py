@@ -5,35 +5,16 @@ Frames come in by Arrow's PyCapsule interface or the dataframe interchange proto
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jax.tree_util import DictKey, register_pytree_with_keys
 
 from gspmd_mcmc.extras import need
+from gspmd_mcmc.placement.group_keys import Key, positions
 
 # What pandas calls an index without a name.
 NAMELESS_INDEX = "__index_level_"
-
-
-@dataclass(frozen=True, eq=False)
-class Key:
-    """A column that says which group each row belongs to; see `Table.key`.
-
-    Attributes
-    ----------
-    name
-        What groups are called: the column's name.
-    index
-        The number of each row's label, shape [rows].
-    labels
-        Integers or strings, shape [labels]; some may have no rows.
-    """
-
-    name: str
-    index: np.ndarray
-    labels: np.ndarray
 
 
 class Table(Mapping[str, np.ndarray]):
@@ -294,28 +275,6 @@ def _relabeled(
             "rows out, or give a label to each"
         )
     return index.astype(np.int32)
-
-
-def positions(name: str, values: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return where each value is among the labels, -1 where it is not.
-
-    Raises
-    ------
-    ValueError
-        If values are strings and labels are not, or the other way round.
-    """
-    if (values.dtype.kind in "US") != (labels.dtype.kind in "US"):
-        raise ValueError(
-            f"{name}: expected labels of {_words(values)}, as values are, got {_words(labels)}"
-        )
-    by_value = np.argsort(labels, kind="stable")
-    found = np.minimum(np.searchsorted(labels, values, sorter=by_value), len(labels) - 1)
-    index = by_value[found]
-    return np.where(labels[index] == values, index, -1)
-
-
-def _words(values: np.ndarray) -> str:
-    return "strings" if values.dtype.kind in "US" else str(values.dtype)
 
 
 def _missing(name: str, is_missing: np.ndarray) -> ValueError:

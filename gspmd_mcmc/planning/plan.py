@@ -17,16 +17,11 @@ from rich.console import Group
 from rich.jupyter import JupyterMixin
 from rich.text import Text
 
+from gspmd_mcmc.errors import bytes_text
 from gspmd_mcmc.placement.mesh import make_abstract_mesh
 from gspmd_mcmc.placement.padding import is_padded
-from gspmd_mcmc.targets.checks import on_small_data
-from gspmd_mcmc.targets.target import Target
-from gspmd_mcmc.tree import path_str
-from gspmd_mcmc.views import chips
-from gspmd_mcmc.views.chips import Accelerator
-from gspmd_mcmc.views.communication import describe_argument
-from gspmd_mcmc.views.notation import bytes_text
-from gspmd_mcmc.views.program.aot_compilation import (
+from gspmd_mcmc.planning import chips
+from gspmd_mcmc.planning.aot_compilation import (
     MOST_DEVICES,
     Compiled,
     Refused,
@@ -34,13 +29,18 @@ from gspmd_mcmc.views.program.aot_compilation import (
     compile_aot,
     shapes_of,
 )
-from gspmd_mcmc.views.program.atomics import Atomic, find_atomics
+from gspmd_mcmc.planning.atomics import Atomic, find_atomics
+from gspmd_mcmc.planning.chips import Accelerator
+from gspmd_mcmc.planning.roofline import Roofline, roofline
+from gspmd_mcmc.planning.topologies import Chip, chip_of
+from gspmd_mcmc.planning.work import Work, work_of
+from gspmd_mcmc.targets.checks import on_small_data
+from gspmd_mcmc.targets.target import Target
+from gspmd_mcmc.tree import path_str
+from gspmd_mcmc.views.communication import describe_argument
 from gspmd_mcmc.views.program.hlo import Program, read_program
 from gspmd_mcmc.views.program.report import Collective, Communication
 from gspmd_mcmc.views.program.report_views import draw_report, plain
-from gspmd_mcmc.views.program.topologies import Chip, chip_of
-from gspmd_mcmc.views.program.work import Work, work_of
-from gspmd_mcmc.views.roofline import Roofline, roofline
 from gspmd_mcmc.views.visualize import LayoutView, visualize
 
 _MEMORY = ("argument_bytes", "output_bytes", "temporary_bytes", "constant_bytes", "alias_bytes")

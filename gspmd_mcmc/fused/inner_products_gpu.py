@@ -26,10 +26,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from gspmd_mcmc.fused.gpu_numbers import logistic
+from gspmd_mcmc.fused.gpu_settings import settings
+from gspmd_mcmc.fused.tracing import slope_of_cells
 from gspmd_mcmc.targets.bfloat16_terms import NUM_FULL, bfloat16_terms, num_terms
-from gspmd_mcmc.targets.fused.gpu_numbers import logistic
-from gspmd_mcmc.targets.fused.gpu_settings import settings
-from gspmd_mcmc.targets.fused.tracing import slope_of_cells
 
 # Rows and columns of a tile, of so few numbers that a program needs few registers and a core runs many.
 SIDE = 64
