@@ -16,8 +16,8 @@ from gspmd_mcmc.placement.place import place
 
 # Targets: log densities
 from gspmd_mcmc.targets.log_density import LogDensity
-from gspmd_mcmc.placement.groups import Groups
-from gspmd_mcmc.placement.lookup_index import LookupIndex
+from gspmd_mcmc.groups.groups import Groups
+from gspmd_mcmc.groups.lookup_index import LookupIndex
 from gspmd_mcmc.targets.streaming.plate import Plate
 from gspmd_mcmc.targets.posterior import Posterior
 from gspmd_mcmc.targets.likelihoods import (

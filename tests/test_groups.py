@@ -16,8 +16,8 @@ from seeds import seed, within
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
+from gspmd_mcmc.groups.tiles import Chunks, Tiles, laid_order, lay_chunks
 from gspmd_mcmc.kernels.metrics import metric as metrics
-from gspmd_mcmc.placement.group_tiles import Chunks, Tiles, laid_order, lay_chunks
 from gspmd_mcmc.placement.layout import read_layout
 from gspmd_mcmc.sampling.run_state import advance_chains as advance
 from gspmd_mcmc.sampling.start import init_chains

@@ -16,25 +16,34 @@ import gspmd_mcmc
 PACKAGE = "gspmd_mcmc"
 ROOT = Path(gspmd_mcmc.__file__).parent
 BASE = {"versions", "errors", "extras", "tree", "jax_private"}
-UP_TO_TARGETS = BASE | {"multihost", "placement", "functions", "targets"}
+UP_TO_TARGETS = BASE | {"multihost", "placement", "groups", "functions", "targets"}
+DOORS = {"models", "fused", "compat", "views", "planning"}
 MAY_IMPORT = {
     **{"versions": set(), "errors": set(), "extras": set(), "tree": {"errors"}},
     "jax_private": {"errors"},
     "moments": {"tree"},
     "multihost": BASE,
     "placement": BASE | {"multihost"},
+    "groups": BASE | {"multihost", "placement"},
     "values": {"tree"},
     "functions": {"tree", "values"},
     "targets": UP_TO_TARGETS,
-    "models": UP_TO_TARGETS,
     "kernels": {"tree", "errors", "targets"},
     "adaptation": {"tree", "errors", "moments", "targets", "kernels"},
     "diagnostics": UP_TO_TARGETS | {"moments"},
-    "views": UP_TO_TARGETS | {"diagnostics"},
     "storage": UP_TO_TARGETS | {"kernels", "adaptation", "diagnostics"},
-    "sampling": UP_TO_TARGETS | {"kernels", "adaptation", "diagnostics", "storage", "views"},
+    "sampling": UP_TO_TARGETS | {"kernels", "adaptation", "diagnostics", "storage"},
 }
-MAY_IMPORT["__init__"] = set(MAY_IMPORT)
+CORE = set(MAY_IMPORT)
+MAY_IMPORT |= {
+    "models": UP_TO_TARGETS,
+    "fused": UP_TO_TARGETS,
+    "compat": BASE | {"placement", "groups"},
+    "views": UP_TO_TARGETS | {"diagnostics", "compat"},
+    "planning": CORE | {"views"},
+}
+# The doors' names load on first use.
+MAY_IMPORT["__init__"] = CORE
 DEPENDENCIES = {"jax", "jaxlib", "numpy", "matplotlib", "rich"}
 OPTIONAL = {"optax", "orbax", "arviz_base", "arviz_stats", "xarray", "sklearn", "tensorstore", "zarr"}
 OPTIONAL |= {"pyarrow", "pandas", "polars", "numpyro"}
@@ -133,9 +142,16 @@ def test_every_layer_has_modules_and_imports_the_one_below():
         for name in imports_of(source, module)
         if name.startswith(f"{PACKAGE}.")
     }
-    chain = ["tree", "multihost", "placement", "targets", "kernels", "adaptation", "sampling"]
+    chain = ["tree", "multihost", "placement", "groups", "targets", "kernels", "adaptation"]
+    chain += ["sampling"]
     assert {(high, low) for low, high in zip(chain, [*chain[1:], "__init__"], strict=True)} <= seen
     assert {("models", "targets"), ("sampling", "storage"), ("views", "diagnostics")} <= seen
+    assert {("planning", "views"), ("fused", "targets"), ("compat", "groups")} <= seen
+
+
+def test_the_core_imports_no_door():
+    assert not any(DOORS & MAY_IMPORT[layer] for layer in (*CORE, "__init__"))
+    assert set(MAY_IMPORT) == CORE | DOORS | {"__init__"}
 
 
 @pytest.mark.parametrize(
@@ -160,6 +176,12 @@ def test_every_layer_has_modules_and_imports_the_one_below():
         ("diagnostics.ess", "from gspmd_mcmc.kernels.hmc import HMC"),
         ("adaptation.window", "from gspmd_mcmc.sampling.chunks import advance"),
         ("storage.zarr_store", "from gspmd_mcmc.sampling.run import Run"),
+        ("targets.streaming.plate", "def f():\n    from gspmd_mcmc.fused.tracing import bodies"),
+        ("sampling.reporting", "def f():\n    from gspmd_mcmc.planning.roofline import roofline"),
+        ("sampling.sample", "from gspmd_mcmc.views.visualize import visualize"),
+        ("placement.place", "from gspmd_mcmc.compat.positional import PositionalSharding"),
+        ("placement.place", "from gspmd_mcmc.groups.groups import Groups"),
+        ("__init__", "from gspmd_mcmc.models.numpyro import from_numpyro"),
     ],
 )
 def test_the_checker_rejects(module, line):

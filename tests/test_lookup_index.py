@@ -15,9 +15,9 @@ from models import check_close, mesh_of
 
 import gspmd_mcmc as gm
 from gspmd_mcmc import tree
-from gspmd_mcmc.placement.group_tiles import Tiles
-from gspmd_mcmc.placement.groups import Groups
-from gspmd_mcmc.placement.lookup_index import rows_by_entry
+from gspmd_mcmc.groups.groups import Groups
+from gspmd_mcmc.groups.lookup_index import rows_by_entry
+from gspmd_mcmc.groups.tiles import Tiles
 from gspmd_mcmc.targets import local, lookup
 from gspmd_mcmc.targets.streaming.slots import ChunkSlots, GroupSlots
 

@@ -18,7 +18,7 @@ from models import mesh_of
 
 import gspmd_mcmc as gm
 from gspmd_mcmc.diagnostics.summary import summarize
-from gspmd_mcmc.placement.laid_groups import GroupLabels
+from gspmd_mcmc.groups.orders import GroupLabels
 from gspmd_mcmc.storage.datatree import to_datatree
 
 FRAME = pd.DataFrame(

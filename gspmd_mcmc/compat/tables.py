@@ -11,7 +11,7 @@ import numpy as np
 from jax.tree_util import DictKey, register_pytree_with_keys
 
 from gspmd_mcmc.extras import need
-from gspmd_mcmc.placement.group_keys import Key, positions
+from gspmd_mcmc.groups.keys import Key, positions
 
 # What pandas calls an index without a name.
 NAMELESS_INDEX = "__index_level_"

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from gspmd_mcmc.diagnostics.table import Row
+from gspmd_mcmc.groups.orders import GroupLabels
 from gspmd_mcmc.multihost.processes import to_host
-from gspmd_mcmc.placement.laid_groups import GroupLabels
 
 
 def rows_of_groups(

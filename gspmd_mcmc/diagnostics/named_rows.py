@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from gspmd_mcmc.diagnostics.table import Row, element
-from gspmd_mcmc.placement.laid_groups import GroupLabels
+from gspmd_mcmc.groups.orders import GroupLabels
 
 
 def rows_of_names(

@@ -20,9 +20,9 @@ from gspmd_mcmc.diagnostics.named_rows import rows_of_names
 from gspmd_mcmc.diagnostics.rhat import LEAST_DRAWS, nested_rhat, rank_nested_rhat, rhat
 from gspmd_mcmc.diagnostics.statistics import Statistics, statistics
 from gspmd_mcmc.diagnostics.table import Row, element, free_name, named_leaves
+from gspmd_mcmc.groups.orders import GroupLabels
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import on_any_mesh
-from gspmd_mcmc.placement.laid_groups import GroupLabels
 from gspmd_mcmc.tree import PyTree
 
 MAX_ROWS = 20

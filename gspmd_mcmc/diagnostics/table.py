@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from gspmd_mcmc.placement.laid_groups import GroupLabels
+from gspmd_mcmc.groups.orders import GroupLabels
 from gspmd_mcmc.tree import PyTree, unique_names
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc import jax_private
+from gspmd_mcmc.groups.groups import Groups
+from gspmd_mcmc.groups.keys import TAKEN_NAMES
 from gspmd_mcmc.models.index_reads import NotByIndex, Program, Read
 from gspmd_mcmc.models.row_owners import unused_lengths
 from gspmd_mcmc.models.site_model import CannotStream, SiteModel, Streamed, fails_on_block
 from gspmd_mcmc.multihost.processes import to_host
-from gspmd_mcmc.placement.group_keys import TAKEN_NAMES
-from gspmd_mcmc.placement.groups import Groups
 from gspmd_mcmc.placement.mesh import axes_of, named_sharding
 from gspmd_mcmc.placement.padding import real_rows, values_of
 from gspmd_mcmc.tree import PyTree

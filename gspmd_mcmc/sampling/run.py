@@ -21,10 +21,10 @@ from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Untuned
 from gspmd_mcmc.adaptation.stuck_chains import Move, are_stuck_below
 from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.errors import SamplingWarning
+from gspmd_mcmc.groups.orders import GroupLabels
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.agreement import least
 from gspmd_mcmc.multihost.processes import spans_processes, to_host
-from gspmd_mcmc.placement.laid_groups import GroupLabels
 from gspmd_mcmc.placement.layout import Layout
 from gspmd_mcmc.sampling.reporting import Report, marked
 from gspmd_mcmc.sampling.run_state import (

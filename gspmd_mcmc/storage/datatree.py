@@ -9,8 +9,8 @@ import numpy as np
 
 from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.extras import need
+from gspmd_mcmc.groups.orders import GroupLabels
 from gspmd_mcmc.multihost.processes import is_local, local_part
-from gspmd_mcmc.placement.laid_groups import GroupLabels
 from gspmd_mcmc.tree import PyTree
 
 POSTERIOR, STATS, CONSTANT = "posterior", "sample_stats", "constant_data"

@@ -13,9 +13,9 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.diagnostics.energy import bfmi_of_steps
 from gspmd_mcmc.diagnostics.summary import MAX_ROWS, Summary, summarize
+from gspmd_mcmc.groups.orders import GroupLabels
 from gspmd_mcmc.kernels.kernel import Kernel
 from gspmd_mcmc.multihost.processes import is_local
-from gspmd_mcmc.placement.laid_groups import GroupLabels
 from gspmd_mcmc.storage.datatree import to_datatree
 from gspmd_mcmc.tree import PyTree
 

@@ -11,7 +11,7 @@ import numpy as np
 from gspmd_mcmc.adaptation.stuck_chains import Move
 from gspmd_mcmc.diagnostics.table import named_leaves
 from gspmd_mcmc.extras import need
-from gspmd_mcmc.placement.laid_groups import GroupLabels
+from gspmd_mcmc.groups.orders import GroupLabels
 from gspmd_mcmc.storage.datatree import ARVIZ_NAMES, CONSTANT, POSTERIOR, STATS, rows_of
 from gspmd_mcmc.storage.draws import Draws
 from gspmd_mcmc.storage.paths import local_path

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gspmd_mcmc.placement.laid_groups import GroupLabels
+from gspmd_mcmc.groups.orders import GroupLabels
 from gspmd_mcmc.tree import PyTree
 
 

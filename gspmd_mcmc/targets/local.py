@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
 
+from gspmd_mcmc.groups.orders import Order
 from gspmd_mcmc.multihost.processes import to_host
-from gspmd_mcmc.placement.laid_groups import Order
 from gspmd_mcmc.placement.padding import (
     Padded,
     is_padded,

@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from gspmd_mcmc.placement.lookup_index import IN_BOUNDS, LookupIndex, RowsByEntry
+from gspmd_mcmc.groups.lookup_index import IN_BOUNDS, LookupIndex, RowsByEntry
 
 # Rows that are summed by comparing all pairs of them.
 CHUNK = 32

@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, KeyPath, Partial, SequenceKey
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.groups.orders import Order
 from gspmd_mcmc.jax_private import open_program
 from gspmd_mcmc.multihost.processes import to_host
 from gspmd_mcmc.placement.explicit import whole
-from gspmd_mcmc.placement.laid_groups import Order
 from gspmd_mcmc.placement.numbers import num_nonfinite
 from gspmd_mcmc.placement.padding import is_padded
 from gspmd_mcmc.targets import bijections as bijective

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.tree_util import KeyPath, Partial
 
 from gspmd_mcmc import tree
+from gspmd_mcmc.groups.orders import Order
 from gspmd_mcmc.placement.explicit import SameObject, on_any_mesh, whole
-from gspmd_mcmc.placement.laid_groups import Order
 from gspmd_mcmc.placement.mesh import named_sharding
 from gspmd_mcmc.placement.numbers import nonfinite
 from gspmd_mcmc.placement.padding import is_padded

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.placement.groups import Groups
-from gspmd_mcmc.placement.laid_groups import GroupedRows, GroupLabels, GroupTable, Order
-from gspmd_mcmc.placement.lookup_index import with_orders
+from gspmd_mcmc.groups.groups import Groups
+from gspmd_mcmc.groups.lookup_index import with_orders
+from gspmd_mcmc.groups.orders import GroupedRows, GroupLabels, GroupTable, Order
 from gspmd_mcmc.placement.padding import is_padded, refuse_laid_by_groups
 from gspmd_mcmc.targets import bijections
 from gspmd_mcmc.targets.anywhere import grad_anywhere, on_any_mesh, terms_and_grad_anywhere

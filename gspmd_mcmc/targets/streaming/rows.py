@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gspmd_mcmc.groups.orders import Order
 from gspmd_mcmc.multihost.processes import put
 from gspmd_mcmc.placement import padding
-from gspmd_mcmc.placement.laid_groups import Order
 from gspmd_mcmc.placement.mesh import auto_mesh, axes_of, named_sharding
 from gspmd_mcmc.placement.numbers import as_array, refuse_sparse
 from gspmd_mcmc.placement.padding import Padded, is_padded, num_real_rows, require_order, values_of

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.placement.group_tiles import Chunks, Tiles
-from gspmd_mcmc.placement.laid_groups import GroupedRows, Order
-from gspmd_mcmc.placement.lookup_index import IN_BOUNDS, RowsByEntry
+from gspmd_mcmc.groups.lookup_index import IN_BOUNDS, RowsByEntry
+from gspmd_mcmc.groups.orders import GroupedRows, Order
+from gspmd_mcmc.groups.tiles import Chunks, Tiles
 from gspmd_mcmc.placement.padding import real_in_blocks, real_rows
 from gspmd_mcmc.targets.streaming.chunkwise import chunkwise
 from gspmd_mcmc.targets.streaming.rows import Rows

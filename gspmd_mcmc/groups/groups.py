@@ -18,9 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_mcmc.errors import SamplingWarning
-from gspmd_mcmc.multihost.agreement import require_agreement
-from gspmd_mcmc.multihost.processes import spans_processes, to_host
-from gspmd_mcmc.placement.group_keys import (
+from gspmd_mcmc.groups.keys import (
     checked_keys,
     checked_labels,
     checked_name,
@@ -28,8 +26,16 @@ from gspmd_mcmc.placement.group_keys import (
     labels_there,
     shown,
 )
-from gspmd_mcmc.placement.group_readers import RowReader, check_shapes, own_rows, read_laid, rows_here
-from gspmd_mcmc.placement.group_tiles import (
+from gspmd_mcmc.groups.lookup_index import (
+    LookupIndex,
+    RowsByEntry,
+    is_lookup_index,
+    rows_by_entry,
+)
+from gspmd_mcmc.groups.orders import GroupedRows, GroupLabels, GroupTable, Order
+from gspmd_mcmc.groups.readers import RowReader, check_shapes, own_rows, read_laid, rows_here
+from gspmd_mcmc.groups.subgroups import Subgroups, number_within
+from gspmd_mcmc.groups.tiles import (
     STEP,
     LaidChunks,
     LaidRows,
@@ -37,18 +43,12 @@ from gspmd_mcmc.placement.group_tiles import (
     lay_chunks,
     lay_rows,
 )
-from gspmd_mcmc.placement.laid_groups import GroupedRows, GroupLabels, GroupTable, Order
-from gspmd_mcmc.placement.lookup_index import (
-    LookupIndex,
-    RowsByEntry,
-    is_lookup_index,
-    rows_by_entry,
-)
+from gspmd_mcmc.multihost.agreement import require_agreement
+from gspmd_mcmc.multihost.processes import spans_processes, to_host
 from gspmd_mcmc.placement.mesh import auto_mesh, cores_of_device
 from gspmd_mcmc.placement.numbers import as_array, check_numbers, refuse_sparse
 from gspmd_mcmc.placement.padding import Padded, is_padded, real_rows, real_shape
 from gspmd_mcmc.placement.place import check_spec, place
-from gspmd_mcmc.placement.subgroups import Subgroups, number_within
 from gspmd_mcmc.tree import PyTree, path_str
 
 TILE_ROWS = 1 << 20  # of chips; a CPU's tiles are chosen by a plate

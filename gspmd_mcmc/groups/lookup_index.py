@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from gspmd_mcmc.groups.tiles import Tiles, lay_rows
 from gspmd_mcmc.multihost.processes import to_host
-from gspmd_mcmc.placement.group_tiles import Tiles, lay_rows
 from gspmd_mcmc.tree import PyTree, is_traced, pytree, replace, set_fields, static
 
 # Entries whose rows are summed together have widths within this ratio. That leaves some twenty sums,

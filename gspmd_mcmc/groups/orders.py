@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspmd_mcmc.placement.group_tiles import Chunks, Tiles
-from gspmd_mcmc.placement.lookup_index import IN_BOUNDS, RowsByEntry
+from gspmd_mcmc.groups.lookup_index import IN_BOUNDS, RowsByEntry
+from gspmd_mcmc.groups.tiles import Chunks, Tiles
 from gspmd_mcmc.placement.padding import LaidByGroups
 from gspmd_mcmc.tree import PyTree, pytree, static
 

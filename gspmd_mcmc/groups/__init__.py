@@ -1,0 +1,1 @@
+"""Groups of rows of unequal sizes, stored where their latents are."""
