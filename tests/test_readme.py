@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 GUIDE = re.compile(r"^\| \[.*?\]\((docs/\w+\.md)\)", re.MULTILINE)
+ROW = re.compile(r"^(\w+) +((?:-?[\d.]+ *)+)$", re.MULTILINE)
 README = ROOT / "README.md"
 SAMPLING, ARCHITECTURE, COMING_FROM = (
     ROOT / "docs" / f"{name}.md" for name in ("sampling", "architecture", "coming_from")
@@ -21,7 +22,7 @@ def test_every_guide_is_named():
 
 
 def test_code_blocks_run_one_after_the_other(tmp_path):
-    pages = {page: BLOCK.findall(page.read_text()) for page in (README, *GUIDES)}
+    pages = {page: BLOCK.findall(page.read_text()) for page in GUIDES}
     del pages[ARCHITECTURE], pages[COMING_FROM]  # tests of their own run their code
     # Runs of the README and of the samplers' guide take longer than LLVM does, so it may optimise their
     # programs; the other guides mostly compile. Fusions are the older ones of conftest throughout.
@@ -52,6 +53,29 @@ def test_code_blocks_run_one_after_the_other(tmp_path):
     assert {i: round(float(mean), 1) + 0.0 for i, mean in means.items()} == slopes
 
 
+def test_the_readme_s_example_prints_what_it_shows():
+    """Means within a few Monte Carlo standard errors, as processors and versions of JAX round."""
+    text = README.read_text()
+    assert len(text.splitlines()) <= 150
+    (example,) = BLOCK.findall(text)
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "false", "XLA_FLAGS": ""}
+    command = [sys.executable, "-W", "error", "-c", example]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, *rows = shown.strip().splitlines()
+    assert first in done.stdout and rows[-1] in done.stdout
+    expected, found = (
+        {name: tuple(map(float, numbers.split())) for name, numbers in ROW.findall(printed)}
+        for printed in (shown, done.stdout)
+    )
+    assert expected.keys() == found.keys() == {"mean", "sd", "log_density"}
+    for name, (mean, sd, mcse, *_) in expected.items():
+        assert abs(found[name][0] - mean) < 8 * mcse and 0.9 < found[name][1] / sd < 1.1
+
+
 def test_pictures_and_links_lead_somewhere():
     found = [
         (page.parent, target)
@@ -60,4 +84,5 @@ def test_pictures_and_links_lead_somewhere():
     ]
     assert sum(target.endswith(".png") for _, target in found) >= 8
     assert len(found) >= 8 + len(GUIDES)
-    assert [target for folder, target in found if not (folder / target).is_file()] == []
+    local = [(folder, target) for folder, target in found if not target.startswith("https://")]
+    assert [target for folder, target in local if not (folder / target).is_file()] == []
