@@ -7,6 +7,7 @@ make are expanded by ``make -n``, and the files that they call must exist.
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -78,7 +79,7 @@ def session_seconds(session: int) -> float:
 
 def run_until_it_works(arguments: str, tmp_path: Path) -> tuple[int | None, str]:
     """Return the exit status, None if it was still working when it was ended, and its output."""
-    words = arguments.split()
+    words = shlex.split(arguments)
     for option in ("--out", "--table"):
         if option in words:
             given = words[words.index(option) + 1]

@@ -85,4 +85,11 @@ def test_pictures_and_links_lead_somewhere():
     assert sum(target.endswith(".png") for _, target in found) >= 8
     assert len(found) >= 8 + len(GUIDES)
     local = [(folder, target) for folder, target in found if not target.startswith("https://")]
-    assert [target for folder, target in local if not (folder / target).is_file()] == []
+    files = [
+        (folder / target.partition("#")[0], target) for folder, target in local if target[0] != "#"
+    ]
+    assert [target for file, target in files if not file.is_file()] == []
+    anchors = [(file, target.partition("#")[2]) for file, target in files if "#" in target]
+    for file, anchor in anchors:
+        titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+        assert anchor in [title.lower().replace(" ", "-") for title in titles]
