@@ -213,8 +213,8 @@ def on_small_data(target: Target) -> str | None:
     return (
         f"small data on many devices: {where}, {num_bytes / 1e6:.2f} MB of rows on {num_blocks} "
         "devices. If their terms are as cheap as a regression's, each gradient waits for the devices "
-        "longer than one of them takes for all rows. Lay chains over the mesh, make_mesh(chains=...), "
-        "or take one device"
+        "longer than one of them takes for all rows. Put chains on the mesh, make_mesh(chains=N, "
+        "data=1) on N devices, or take one device"
     )
 
 
