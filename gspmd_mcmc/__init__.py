@@ -77,7 +77,7 @@ from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.kernels.metrics.metric import Metric
 from gspmd_mcmc.adaptation.estimators.estimator import MetricEstimator
-from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Transition, Window, WindowStart
+from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Transition, Untuned, Window, WindowStart
 from gspmd_mcmc.storage.sink import Sink
 from gspmd_mcmc.tree import Pad, derived, each_chain, like_position, over_steps, pytree, shared, static
 
@@ -230,6 +230,7 @@ __all__ = [
     "Stage",
     "Target",
     "Transition",
+    "Untuned",
     "Window",
     "WindowStart",
     "derived",

@@ -308,3 +308,18 @@ def test_drawing_traces_no_step_again():
     )
     assert seen[0][1] > 0 and {phase for phase, _ in seen} == {"warm-up", "sampling"}
     assert {count for _, count in seen} == {seen[0][1]}
+
+
+@pytest.mark.parametrize("cls", [gm.HMC, gm.NUTS, gm.MAMS])
+def test_an_untuned_warm_up_moves_chains_and_tunes_nothing(cls):
+    target = gm.LogDensity(lambda x: -0.5 * x**2)
+    kernel = cls(target, 0.5) if cls is gm.NUTS else cls(target, 0.5, 3)
+    options = {"kernel": kernel, "num_chains": 2, "num_samples": 1, "progress": False}
+    after, before = (
+        gm.sample(jax.random.key(0), target, jnp.ones(3), warmup=gm.Untuned(), num_warmup=n, **options)
+        for n in (50, 0)
+    )
+    assert float(after.kernel.step_size) == 0.5 and after.kernel.inverse_mass_matrix is None
+    np.testing.assert_array_equal(after.warmup["step_size"], 0.5)
+    assert after.warmup["step_size"].shape[-1] == 50
+    assert not np.array_equal(after.position, before.position)

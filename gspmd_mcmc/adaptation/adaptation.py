@@ -180,7 +180,15 @@ def _structure_and_shapes(metric: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
 @pytree
 @dataclass(frozen=True, eq=False)
 class Untuned(Adaptation):
-    """No warm-up: the kernel stays as it is."""
+    """A warm-up that tunes nothing: the kernel stays as it is.
+
+    Its steps are discarded, as of any warm-up. A sampler of your own that needs no tuning returns it
+    from ``default_warmup``.
+
+    Examples
+    --------
+    >>> sample(rng_key, target, position, kernel=kernel, warmup=gspmd_mcmc.Untuned())
+    """
 
     def init(self, kernel: Kernel, states: Any) -> tuple[()]:
         """Return no state."""

@@ -103,7 +103,8 @@ def warmup_for(kernel: Kernel) -> Adaptation:
         if isinstance(kernel, warmup.default_for):
             return warmup
     raise TypeError(
-        f"warmup: no warm-up is known for {type(kernel).__name__}; give sample one as warmup=..."
+        f"warmup: no warm-up is known for {type(kernel).__name__}; give sample one as warmup=..., such "
+        "as gspmd_mcmc.Untuned()"
     )
 
 
