@@ -34,10 +34,10 @@ from gspmd_mcmc.targets.independence import CoupledRows
 # Kernels, their states and infos, their metrics and splittings
 from gspmd_mcmc.kernels.metrics.dense_metric import DenseMetric
 from gspmd_mcmc.kernels.integrators import LEAPFROG, MINIMAL_NORM
-from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState
+from gspmd_mcmc.kernels.hmc import HMC, HMCState
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
-from gspmd_mcmc.kernels.mams import MAMS, MAMSInfo
-from gspmd_mcmc.kernels.mclmc import MCLMC, MCLMCInfo, MCLMCState
+from gspmd_mcmc.kernels.mams import MAMS
+from gspmd_mcmc.kernels.mclmc import MCLMC, MCLMCState
 from gspmd_mcmc.kernels.nuts import NUTS, NUTSInfo
 
 # Warm-ups, and the metrics that they learn
@@ -154,14 +154,11 @@ __all__ = [
     # Kernels
     "DenseMetric",
     "HMC",
-    "HMCInfo",
     "HMCState",
     "JitteredHMC",
     "LEAPFROG",
     "MAMS",
-    "MAMSInfo",
     "MCLMC",
-    "MCLMCInfo",
     "MCLMCState",
     "MINIMAL_NORM",
     "NUTS",

@@ -25,7 +25,7 @@ from models import (
 from seeds import seed, within
 
 import gspmd_mcmc as gm
-from gspmd_mcmc import MAMS, MCLMC, Diagonal, MAMSAdaptation, MCLMCAdaptation, MCLMCInfo, tree
+from gspmd_mcmc import MAMS, MCLMC, Diagonal, MAMSAdaptation, MCLMCAdaptation, tree
 from gspmd_mcmc.adaptation import batch_means
 from gspmd_mcmc.adaptation.hmc_burn_in import BurnInHMC
 from gspmd_mcmc.adaptation.mclmc_adaptation import StepSize, _updated
@@ -364,7 +364,7 @@ def test_step_sizes_settle_where_the_energy_variance_is_the_desired_one():
             errors = rng.normal(size=num_chains) * np.sqrt(10 * coefficient * value**6)
             diverges = (np.arange(num_chains) == 0) & (value > 3)
             errors = jnp.asarray(np.where(diverges, np.inf, errors), jnp.float32)
-            state = update(state, MCLMCInfo(0, 0, jnp.asarray(diverges), 0, errors, 0))  # pyright: ignore
+            state = update(state, gm.Info(0, 0, jnp.asarray(diverges), 0, errors, 0))  # pyright: ignore
         return float(state.value)
 
     for start in (0.01, 1.0, 50.0):

@@ -243,8 +243,7 @@ def test_tuning_adds_one_all_reduce_of_scalars_to_a_step(name, adaptation, num_b
         return layout.pin(state, tree.roles(state, layout.treedef))
 
     zeros = jnp.zeros(CHAINS)
-    info = {"MAMS": gm.MAMSInfo, "MCLMC": gm.MCLMCInfo}[name]
-    info = info(zeros, zeros > 0, zeros > 0, zeros, zeros, zeros)
+    info = gm.Info(zeros, zeros > 0, zeros > 0, zeros, zeros, zeros)
     info = layout.pin(info, tree.roles(info, layout.treedef, of_each_chain=True))
     transition = Transition(states, states, info, None)
     kernel = jax.jit(adaptation.prepare)(kernel, states)

@@ -17,9 +17,9 @@ from gspmd_mcmc import tree
 from gspmd_mcmc.adaptation import batch_means
 from gspmd_mcmc.adaptation.adaptation import Adaptation, Stage, Transition, WindowStart
 from gspmd_mcmc.adaptation.window import WindowAdaptation, WindowState
-from gspmd_mcmc.kernels.hmc import HMC, HMCInfo, HMCState, OneLeapfrog
+from gspmd_mcmc.kernels.hmc import HMC, HMCState, OneLeapfrog
 from gspmd_mcmc.kernels.jittered_hmc import JitteredHMC
-from gspmd_mcmc.kernels.kernel import Kernel
+from gspmd_mcmc.kernels.kernel import Info, Kernel
 from gspmd_mcmc.targets.target import Target
 from gspmd_mcmc.tree import PyTree, like_position, pytree, static
 
@@ -43,7 +43,7 @@ class HMCOnStates(Kernel):
         """Evaluate the target at a position."""
         return self.hmc.init(position)
 
-    def step(self, rng_key: jax.Array, state: Any) -> tuple[Any, HMCInfo]:
+    def step(self, rng_key: jax.Array, state: Any) -> tuple[Any, Info]:
         """Take a step of one chain."""
         start = HMCState(state.position, state.log_density, state.log_density_grad, state.terms)
         end, info = self.hmc.step(rng_key, start)
@@ -82,7 +82,7 @@ class BurnInHMC(Kernel):
         """Evaluate the target at a position."""
         return OneLeapfrog.of(self).init(position)
 
-    def step(self, rng_key: jax.Array, state: Any) -> tuple[Any, HMCInfo]:
+    def step(self, rng_key: jax.Array, state: Any) -> tuple[Any, Info]:
         """Take step number 0 of one chain."""
         return self.with_jitter(rng_key, jnp.zeros((), jnp.int32)).step(rng_key, state)
 

@@ -48,12 +48,6 @@ class HMCState:
         return cls(position, tree.total(terms), log_density_grad, terms)
 
 
-@pytree
-@dataclass(frozen=True, eq=False)
-class HMCInfo(Info):
-    """What one transition of `HMC` did; see `Info`."""
-
-
 class HamiltonianKernel(Kernel):
     """What kernels share whose transitions begin with a fresh momentum p ~ N(0, M)."""
 
@@ -164,11 +158,11 @@ class HMC(HamiltonianKernel):
         return tree.replace(self, num_integration_steps=jnp.maximum(steps, 1))
 
     @step_anywhere
-    def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, HMCInfo]:
+    def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, Info]:
         """Take one step: a fresh momentum, a trajectory, a Metropolis test."""
         return self.transition(rng_key, state)[:2]
 
-    def transition(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, HMCInfo, PhasePoint]:
+    def transition(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, Info, PhasePoint]:
         """Take one step; also return the end of the trajectory, accepted or not."""
         checks.check_not_baked(self.target)
         momentum_key, accept_key = jax.random.split(rng_key)
@@ -183,7 +177,7 @@ class HMC(HamiltonianKernel):
             self._energy_error(state, momentum, end, terms),
             energy,
             self.num_integration_steps * len(self.splitting.drifts),
-            HMCInfo,
+            Info,
         )
         return new, info, end
 

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_mcmc import tree
-from gspmd_mcmc.kernels.hmc import HMC, HamiltonianKernel, HMCInfo, HMCState
+from gspmd_mcmc.kernels.hmc import HMC, HamiltonianKernel, HMCState
 from gspmd_mcmc.kernels.integrators import LEAPFROG, Splitting
-from gspmd_mcmc.kernels.kernel import count, fraction, positive, splitting_of, target_of
+from gspmd_mcmc.kernels.kernel import Info, count, fraction, positive, splitting_of, target_of
 from gspmd_mcmc.kernels.metrics import metric as metrics
 from gspmd_mcmc.kernels.product_precision import gradient_precision_of
 from gspmd_mcmc.targets.anywhere import step_anywhere
@@ -124,7 +124,7 @@ class JitteredHMC(HamiltonianKernel):
         return tree.replace(kernel, gradient_precision=precision, is_per_chain=self.is_per_chain)
 
     @step_anywhere
-    def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, HMCInfo]:
+    def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, Info]:
         """Take one step of the mean length; the kernels of `with_jitter` have those of the sequence."""
         return self._hmc(self.trajectory_length).step(rng_key, state)
 

@@ -29,17 +29,6 @@ MOST_STEPS = 1_000_000  # of a trajectory
 
 
 @pytree
-@dataclass(frozen=True, eq=False)
-class MAMSInfo(Info):
-    """What one transition of `MAMS` did; see `Info`.
-
-    ``energy`` is the negative log density at the start, plus the energy error if the proposal was
-    accepted: a trajectory starts with no kinetic energy. ``energy_error`` is the change of the kinetic
-    energy minus that of the log density.
-    """
-
-
-@pytree
 @dataclass(frozen=True, eq=False, init=False)
 class MAMS(Kernel):
     """Microcanonical trajectories of one length for all chains, with a Metropolis test.
@@ -129,8 +118,13 @@ class MAMS(Kernel):
         return state
 
     @step_anywhere
-    def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, MAMSInfo]:
-        """Take one step: a fresh direction, a trajectory, a Metropolis test."""
+    def step(self, rng_key: jax.Array, state: HMCState) -> tuple[HMCState, Info]:
+        """Take one step: a fresh direction, a trajectory, a Metropolis test.
+
+        ``energy`` of its `Info` is the negative log density at the start, plus the energy error if the
+        proposal was accepted: a trajectory starts with no kinetic energy. Its ``energy_error`` is the
+        change of the kinetic energy minus that of the log density.
+        """
         checks.check_not_baked(self.target)
         direction_key, accept_key = jax.random.split(rng_key)
         momentum = self.direction(direction_key, state)
@@ -144,7 +138,7 @@ class MAMS(Kernel):
             hmc.energy_error(gain, terms, state.terms),
             -state.log_density,
             num_steps * len(self.splitting.drifts),
-            MAMSInfo,
+            Info,
         )
 
     def direction(self, rng_key: jax.Array, state: HMCState) -> PyTree:

@@ -41,19 +41,6 @@ class MCLMCState:
 
 
 @pytree
-@dataclass(frozen=True, eq=False)
-class MCLMCInfo(Info):
-    """What one step of `MCLMC` did; see `Info`.
-
-    ``acceptance_rate`` is 1 where the step was made and 0 where it was refused because its energy error
-    exceeded 1000 or was not finite; the chain then stays, and continues in a fresh direction. It says
-    nothing about the bias. ``energy`` is the negative log density at the end of the step.
-    ``energy_error`` is the change of the kinetic energy minus that of the log density; warm-up keeps
-    its variance over steps small.
-    """
-
-
-@pytree
 @dataclass(frozen=True, eq=False, init=False)
 class MCLMC(Kernel):
     """Unadjusted microcanonical Langevin Monte Carlo: a step is one or two gradients.
@@ -133,8 +120,14 @@ class MCLMC(Kernel):
         return MCLMCState(momentum=jax.tree.map(jnp.zeros_like, start.position), **vars(start))
 
     @step_anywhere
-    def step(self, rng_key: jax.Array, state: MCLMCState) -> tuple[MCLMCState, MCLMCInfo]:
-        """Take one step: noise, kicks and drifts, noise (O B A B ... O)."""
+    def step(self, rng_key: jax.Array, state: MCLMCState) -> tuple[MCLMCState, Info]:
+        """Take one step: noise, kicks and drifts, noise (O B A B ... O).
+
+        ``acceptance_rate`` of its `Info` is 1 where the step was made. It is 0 where the energy error
+        exceeded 1000 or was not finite: the chain then stays, and continues in a fresh direction. The
+        rate does not show the bias. ``energy`` is the negative log density at the end of the step, and
+        ``energy_error`` the change of the kinetic energy minus that of the log density.
+        """
         checks.check_not_baked(self.target)
         start_key, end_key = jax.random.split(rng_key)
         point, gain = self._set_out(start_key, state)
@@ -145,7 +138,7 @@ class MCLMC(Kernel):
 
         moved = MCLMCState(point.position, momentum, tree.total(terms), point.log_density_grad, terms)
         new = tree.where(moves, moved, tree.replace(state, momentum=fresh))
-        info = MCLMCInfo(
+        info = Info(
             acceptance_rate=moves.astype(energy_error.dtype),
             is_accepted=moves,
             is_divergent=~moves,

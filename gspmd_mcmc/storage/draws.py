@@ -32,7 +32,7 @@ class Draws:
         outgrew their share of device memory; arrays on disk, read by ``x[index]`` and
         ``np.asarray(x)``, of a run with a sink.
     stats
-        Name to array [chains, draws]: the kernel's info (`HMCInfo`) and ``log_density``. With thinning,
+        Name to array [chains, draws]: the kernel's info (`Info`) and ``log_density``. With thinning,
         ``acceptance_rate`` is the mean, ``num_integration_steps`` the sum and ``is_divergent`` whether
         any, over the steps of a draw; ``energy_first``, ``energy_mean`` (less the first),
         ``energy_squares`` (about the mean) and ``energy_changes`` (squared) sum up their energies.
