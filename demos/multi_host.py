@@ -91,12 +91,12 @@ if not options.cluster and CHILD not in os.environ:
 
 # %%
 if options.cluster:
-    gm.initialize()
+    gm.initialize(exit_on_error=True)
 else:
     address, number = os.environ[CHILD].split()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", (options.devices or 8) // PROCESSES)
-    gm.initialize(address, PROCESSES, int(number), heartbeat_seconds=100)
+    gm.initialize(address, PROCESSES, int(number), heartbeat_seconds=100, exit_on_error=True)
 is_first = jax.process_index() == 0
 console = Console(quiet=not is_first)
 mesh = gm.make_mesh(data=-1)

@@ -29,7 +29,7 @@ def join(num_devices, heartbeat=100):
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_disable_most_optimizations", True)
     where = f"127.0.0.1:{port}"
-    gm.initialize(where, num_processes, process, heartbeat_seconds=heartbeat)
+    gm.initialize(where, num_processes, process, heartbeat_seconds=heartbeat, exit_on_error=True)
 
 
 def error_of(function, *arguments, **options):

@@ -257,6 +257,17 @@ def test_a_mesh_of_some_processes_is_refused(monkeypatch):
         spans_processes(mesh)
 
 
+def test_the_hook_of_errors_is_replaced_where_the_user_asks(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **options: None)
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    hook = lambda *error: None  # noqa: E731
+    monkeypatch.setattr(sys, "excepthook", hook)
+    gm.initialize("127.0.0.1:1", 1, 0)
+    assert sys.excepthook is hook
+    gm.initialize("127.0.0.1:1", 1, 0, exit_on_error=True)
+    assert sys.excepthook is not hook
+
+
 def test_a_process_alone_stays_alone(tmp_path):
     codes, logs = launch("alone", 1, tmp_path)
     assert codes == [0], logs[0][-2000:]

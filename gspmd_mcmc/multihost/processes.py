@@ -26,6 +26,7 @@ def initialize(
     process_id: int | None = None,
     *,
     heartbeat_seconds: int = HEARTBEAT_SECONDS,
+    exit_on_error: bool = False,
 ) -> None:
     """Join the processes of a run, so that ``jax.devices()`` are the devices of all of them.
 
@@ -40,8 +41,12 @@ def initialize(
     num_processes, process_id
         How many there are, and which one this is, from 0.
     heartbeat_seconds
-        A process that is silent for so long counts as dead, and all others end with a message that
-        names it. A process that ends by an error waits for the others no longer than this.
+        A process that is silent for this long counts as dead, and all others end with a message that
+        names it.
+    exit_on_error
+        Whether an error that nobody catches ends this process after ``heartbeat_seconds``, by
+        ``os._exit(1)``. Without it the process waits for the others, which wait for it, for minutes.
+        It replaces ``sys.excepthook``, so use it in scripts and not in notebooks.
 
     Raises
     ------
@@ -71,7 +76,8 @@ def initialize(
         if is_asking and all(value is None for value in given.values()):
             return  # Nothing was given, and JAX found nothing: the process is alone.
         raise _explained(given, error) from error
-    _end_soon_after_errors(heartbeat_seconds)
+    if exit_on_error:
+        _end_soon_after_errors(heartbeat_seconds)
 
 
 def _check_arguments(given: dict[str, Any], heartbeat_seconds: Any) -> None:
