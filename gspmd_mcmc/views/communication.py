@@ -25,7 +25,7 @@ from gspmd_mcmc.views.program.report import Argument, Collective, Communication,
 
 MOST_CONSTANTS = 20
 NAMED_BYTES = 1000  # smaller constants are given no origin
-_VIEWS = f"{Path(__file__).parent}/"
+_CALLERS = tuple(f"{Path(__file__).parents[1] / room}/" for room in ("views", "planning"))
 _PLANNED = ("argument_bytes", "output_bytes", "temporary_bytes", "alias_bytes")
 
 
@@ -143,7 +143,7 @@ def _collectives(
     program: hlo.Program, walk: list[hlo.Step], mesh: dict[str, int], num_devices: int
 ) -> tuple[Collective, ...]:
     def is_outside(frame: hlo.Frame) -> bool:
-        return not frame.file.startswith(_VIEWS)
+        return not frame.file.startswith(_CALLERS)
 
     computations = program.computations.values()
     fusions = [o for o in itertools.chain.from_iterable(computations) if o.opcode == "fusion"]
