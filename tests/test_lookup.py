@@ -77,9 +77,9 @@ def test_an_index_outside_of_the_table_is_not_the_nearest_entry():
 
 def test_what_is_no_index_is_refused():
     table = jnp.zeros((3, 2))
-    with pytest.raises(TypeError, match="one integer a row"):
+    with pytest.raises(TypeError, match="one integer per row"):
         gm.lookup(table, jnp.zeros(4))
-    with pytest.raises(TypeError, match="one integer a row"):
+    with pytest.raises(TypeError, match="one integer per row"):
         gm.lookup(table, jnp.zeros((4, 1), jnp.int32))
     with pytest.raises(ValueError, match="floating parameters"):
         gm.lookup(jnp.arange(3), jnp.zeros(4, jnp.int32))

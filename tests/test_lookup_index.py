@@ -293,7 +293,7 @@ def test_a_product_transposes_every_bit(dtype, x64):
 
 NOT_WHOLE: Any = 70.0
 BAD = [
-    (lambda: gm.LookupIndex(FILM * 1.0, FILMS), TypeError, "expected one integer a row, shape [rows]"),
+    (lambda: gm.LookupIndex(FILM * 1.0, FILMS), TypeError, "expected one integer per row, shape [row"),
     (lambda: gm.LookupIndex(FILM[:, None], FILMS), TypeError, f"got int32[{NUM}, 1]"),
     (
         lambda: gm.LookupIndex([0, 3, 1, 9], 3),

@@ -164,7 +164,7 @@ def test_a_value_of_the_row_s_own_is_read_and_no_other():
 
 
 def test_what_is_no_value_or_no_index_is_named():
-    with pytest.raises(TypeError, match="lookup_within: index: expected one integer a row"):
+    with pytest.raises(TypeError, match="lookup_within: index: expected one integer per row"):
         gm.lookup_within(jnp.zeros((4, 2)), jnp.zeros(4))
     with pytest.raises(ValueError, match="lookup_within: values: expected floating parameters"):
         gm.lookup_within(jnp.zeros(4), jnp.zeros(4, jnp.int32))

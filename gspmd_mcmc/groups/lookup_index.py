@@ -74,7 +74,7 @@ class LookupIndex:
     Raises
     ------
     TypeError, ValueError
-        If the index is not one integer a row, or a row names no entry.
+        If the index is not one integer per row, or a row names no entry.
 
     Examples
     --------
@@ -98,9 +98,9 @@ class LookupIndex:
             )
         if not isinstance(index, jax.ShapeDtypeStruct | jax.Array | np.ndarray):
             index = np.asarray(index)
-        if not np.issubdtype(index.dtype, np.integer) or len(index.shape) != 1:
+        if index.dtype.kind not in "iu" or len(index.shape) != 1:  # NumPy counts times as integers
             raise TypeError(
-                "LookupIndex: index: expected one integer a row, shape [rows], got "
+                "LookupIndex: index: expected one integer per row, shape [rows], got "
                 f"{index.dtype}{list(index.shape)}"
             )
         if not isinstance(entries, int | np.integer) or entries < 1:

@@ -44,7 +44,7 @@ def lookup(table: jax.Array, index: jax.Array | LookupIndex) -> jax.Array:
     Raises
     ------
     TypeError, ValueError
-        If the index is not one integer a row, or the table is no array of floating numbers, or has
+        If the index is not one integer per row, or the table is no array of floating numbers, or has
         another number of entries than a `LookupIndex` says.
     """
     is_checked = isinstance(index, LookupIndex)
@@ -84,7 +84,7 @@ def lookup_within(values: jax.Array, index: jax.Array) -> jax.Array:
     Raises
     ------
     TypeError, ValueError
-        If the index is not one integer a row, or the values are no array of floating numbers with the
+        If the index is not one integer per row, or the values are no array of floating numbers with the
         rows that the index has.
     """
     _check("lookup_within", "values", values, index, ("rows", "values of a row"))
@@ -106,7 +106,7 @@ def _check(
 ) -> None:
     if not jnp.issubdtype(jnp.result_type(index), jnp.integer) or jnp.ndim(index) != 1:
         raise TypeError(
-            f"{function}: index: expected one integer a row, shape [rows], got "
+            f"{function}: index: expected one integer per row, shape [rows], got "
             f"{jnp.result_type(index)}{list(jnp.shape(index))}"
         )
     is_floating = jnp.issubdtype(jnp.result_type(values), jnp.floating)
