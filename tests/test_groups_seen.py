@@ -214,7 +214,8 @@ def test_a_row_that_is_not_finite_is_named_by_its_number():
 
 def test_plates_of_groups_say_what_they_are():
     groups = gm.Groups(NAMES[STATION], mesh_of("8"), P("data"), labels=NAMES)
-    assert repr(groups) == "Groups(41 groups of 2 to 20 rows over P('data',) on {'data': 8})"
+    spec = P("data")  # older versions of JAX write it out
+    assert repr(groups) == f"Groups(41 groups of 2 to 20 rows over {spec} on {{'data': 8}})"
     assert repr(groups.place()) == "GroupTable(41 groups)"
     assert repr(groups.place_rows({"y": Y})) == f"GroupedRows({len(Y)} rows of 41 groups)"
     of_groups, of_rows = map(repr, target().plates)
