@@ -146,18 +146,19 @@ def check_named(what: str, names: Sequence[str], position: PyTree) -> None:
 def check_shapes(what: str, given: PyTree, position: PyTree) -> None:
     """Raise unless a tree has the structure, the classes and the shapes of a position."""
     (one, shapes), (other, like) = map(local.structure_and_shapes, (given, position))
+    if shapes == like:
+        for mine, its in zip(tree.classes_of(one), tree.classes_of(other), strict=False):
+            if mine is not its and "builtins" not in (mine.__module__, its.__module__):
+                raise ValueError(
+                    f"{what}: its values are in a {mine.__qualname__}, the position's in another class "
+                    f"{its.__qualname__}. A cell that defines a class makes a new one each time it "
+                    "runs: make both trees after it"
+                )
     if one != other or shapes != like:
         given, like = (local.real_shapes(t) for t in (given, position))
         raise ValueError(
             f"{what}: expected a tree of shapes like the position's, {like}, got {given}. {NO_MATRIX}"
         )
-    for mine, its in zip(tree.classes_of(one), tree.classes_of(other), strict=True):
-        if mine is not its:
-            raise ValueError(
-                f"{what}: its values are in a {mine.__qualname__}, the position's in another class "
-                f"{its.__qualname__}. A cell that defines a class makes a new one each time it runs: "
-                "make both trees after it"
-            )
 
 
 def is_known(leaf: Any) -> bool:
